@@ -1,6 +1,7 @@
 """A decode step of transformers' model, before `accelerate` and after it.
 
 python -m benchmarks.transformers --batch 1 16 --context 1024
+python -m benchmarks.transformers --family Phi3 Gemma2
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,12 +26,13 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _STEPS = {"cuda": (8, 64), "cpu": (1, 3)}  # (steps to warm up, timed steps)
 
 
-def model_of(device: str) -> Any:
-    """A Llama with random weights: a billion in bfloat16 on a GPU, few in float32 on a CPU."""
+def model_of(device: str, family: str) -> Any:
+    """A model with random weights: a billion in bfloat16 on a GPU, few in float32 on a CPU."""
     sizes, dtype = (SIZES, torch.bfloat16) if device == "cuda" else (SMALL, torch.float32)
     torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes, pad_token_id=None)
     with torch.device(device):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(dtype).eval()
+        return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
 
 
 def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -> Callable[[], Any]:
@@ -65,9 +68,9 @@ def step_us(step: Callable[[], Any], device: str) -> float:
     return (time.perf_counter() - started) * 1e6 / timed
 
 
-def measure(device: str, batch: int, context: int) -> dict[str, tuple[float, float]]:
+def measure(device: str, family: str, batch: int, context: int) -> dict[str, tuple[float, float]]:
     """{"eager" or "compiled": microseconds of a step (before `accelerate`, after it)}."""
-    model = model_of(device)
+    model = model_of(device, family)
     config = model.config
     caches: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "eager": (lambda: transformers.DynamicCache(config=config), lambda: PagedCache(config)),
@@ -88,10 +91,11 @@ def measure(device: str, batch: int, context: int) -> dict[str, tuple[float, flo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a row for each batch, eager and compiled."""
+    """Print a row for each family and batch, eager and compiled."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.transformers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--family", nargs="+", default=["Llama"], help="as transformers' classes are called")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="texts")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each, 128 or more")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -101,10 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = torch.cuda.get_device_name() if options.device == "cuda" else "a CPU, a small model, references of the ops"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}; microseconds of a step of")
     print(f"{options.context} tokens\n")
-    print(f"{'batch':>5} {'run':>9} {'before':>9} {'after':>9} {'ratio':>6}")
-    for batch in options.batch:
-        for how, (before, after) in measure(options.device, batch, options.context).items():
-            print(f"{batch:5} {how:>9} {before:9.0f} {after:9.0f} {before / after:6.2f}")
+    print(f"{'family':>12} {'batch':>5} {'run':>9} {'before':>9} {'after':>9} {'ratio':>6}")
+    for family, batch in product(options.family, options.batch):
+        for how, (before, after) in measure(options.device, family, batch, options.context).items():
+            print(f"{family:>12} {batch:5} {how:>9} {before:9.0f} {after:9.0f} {before / after:6.2f}")
 
 
 if __name__ == "__main__":

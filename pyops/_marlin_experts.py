@@ -23,7 +23,8 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "swigluoai": swigluoai_and_mul,
     "swiglustep": swiglustep_and_mul,
 }
-_BLOCK_SIZES = 8, 16, 32, 48, 64
+_BLOCK_SIZES = 8, 16, 32, 48, 64, 96
+_MOST_IN_FULL = 64  # places of a block whose products take weights that are written in full: wgmma's rows
 _FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
 
 
@@ -109,9 +110,8 @@ def fused_marlin_moe(
     if num_tokens == 0:
         return output
     num_rows, intermediate_size = num_tokens * topk, w2.shape[1] * 16
-    block_size = next(
-        (size for size in _BLOCK_SIZES if num_rows < _FULL * size * max(1, num_experts)), _BLOCK_SIZES[-1]
-    )
+    sizes = [size for size in _BLOCK_SIZES if is_k_full or size <= _MOST_IN_FULL]
+    block_size = next((size for size in sizes if num_rows < _FULL * size * max(1, num_experts)), sizes[-1])
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
     def multiply(

@@ -194,7 +194,7 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
 @pytest.mark.parametrize("block_size", few([16, 64], 1))
 def test_hostile_indices(on: str, block_size: int) -> None:
     """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
-    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=32, on=on)
+    call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=128, on=on)
     call.pop("plain")
     for name in ("key_cache", "value_cache"):
         call[name] = call[name].nan_to_num(nan=0.5)
@@ -397,6 +397,28 @@ def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dty
             assert_is_mla(call)
         assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
     MLA.forget()
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
+    [
+        (64, 128, 4096, 64, (128, 1, 1)),
+        (64, 16, 4096, 16, (64, 2, 1)),
+        (1, 128, 4096, 64, (2, 32, 1)),
+        (1, 128, 32768, 64, (2, 64, 1)),
+        (1, 16, 32768, 8, (1, 128, 1)),
+    ],
+)
+def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
+    """As many splits as multiprocessors, for one long sequence too, unless there are blocks enough."""
+    make = ArgMaker(HOPPER)
+    out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
+    cache = make.empty(9, page_size, 576, dtype="bfloat16")
+    indices = make.empty(num_seqs, dtype="int32"), make.empty(num_seqs, tokens // page_size, dtype="int32")
+    first, *join = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
+    assert first.grid == grid
+    assert len(join) == (grid[1] > 1)
+    assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 
 def test_mla_pages_that_are_not_there(on: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,22 @@ def test_what_is_computed_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(router, "forward", lambda self, x, change=change: change(*original(self, x)))
         accelerate(model)
         assert report(model).left_alone[f"{at}.router"] == why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_logits_on_a_gpu(case: str) -> None:
+    """As far from float32 as the model in bfloat16 is before, at most twice; every token takes all experts."""
+    family, options = CASES[case]
+    torch.manual_seed(1)
+    whole = options | {"num_experts_per_tok": 4, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4}
+    groups = {"n_group": 2, "topk_group": 2} if "n_group" in options else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES | whole | groups)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().bfloat16().cuda()
+    tokens = torch.randint(0, 160, (2, 13), generator=torch.Generator().manual_seed(5)).cuda()
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(tokens).logits
+        before = model(tokens).logits.float()
+        after = accelerate(model)(tokens).logits.float()
+    assert report(model).replaced[f"{family}Experts"]
+    assert (after - exact).norm() <= 2 * (before - exact).norm()

@@ -144,6 +144,16 @@ def test_models_of_float32_are_left_alone() -> None:
     assert set(report(model).left_alone.values()) >= {"its activations are float32, not float16 or bfloat16"}
 
 
+def test_products_do_not_break_a_graph() -> None:
+    torch.compiler.reset()  # other tests may have used up how often a code object is compiled
+    _, model = model_of("awq")
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        logits = accelerate(model)(tokens, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(tokens, use_cache=False).logits
+    assert torch.equal(compiled, logits)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", CLASSES)
 def test_tokens_on_a_gpu(kind: str) -> None:

@@ -397,6 +397,31 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
     assert_rounded_once(found[0], made.exact())
 
 
+@needs_compiler
+def test_lists_for_codes_that_lead_nowhere() -> None:
+    """Only rows that exist are written, by experts that exist, whatever the lists say."""
+    generator = torch.Generator().manual_seed(1)
+    a, codes = draw(9, 64, dtype=BF16), torch.randint(-128, 128, (3, 64, 64), generator=generator, dtype=INT8)
+    scales = positive(3, 64) / 64
+    experts = torch.tensor([2, -1, 3, 0, -(2**31), 2**31 - 1, 1], dtype=torch.int32)
+    ids = torch.randperm(16 * len(experts), generator=generator).int()
+    ids[:4], ids[50:52] = torch.tensor([-1, 18, -(2**31), 2**31 - 1]), torch.tensor([18, -5])
+    exact = torch.full((18, 64), 7.0, dtype=torch.float64)
+    for place, row in enumerate(ids.tolist()):
+        expert = int(experts[place // 16])
+        if 0 <= row < 18 and 0 <= expert < 3:
+            exact[row] = scales[expert].double() * (codes[expert].double() @ a[row // 2].double())
+    out = canaries(torch.full((18, 64), 7.0, dtype=BF16))
+    count = torch.tensor([2**31 - 1], dtype=torch.int32)
+    with config.cpu("kernels"):
+        pyops.grouped_gemm_packed(
+            out.tensor, a, codes, scales, None, ids, experts, count, None, None, 2, 16, "none", "int8"
+        )
+    out.check()
+    assert torch.equal((out.tensor == 7.0).all(1), (exact == 7.0).all(1))
+    assert_rounded_once(out.tensor, exact)
+
+
 @pytest.mark.parametrize(
     ("tokens", "activation", "arch", "kernels"),
     [
@@ -406,7 +431,7 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=7 "]),
         (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
-        (16, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
+        (32, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:

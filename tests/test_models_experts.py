@@ -134,7 +134,7 @@ def mxfp4_model(folder: Path) -> Any:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     torch.manual_seed(5)
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2, "head_dim": 32}
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 2, "head_dim": 32}
     config = transformers.GptOssConfig(**sizes | {"num_local_experts": 3, "initializer_range": 0.2})
     model = transformers.GptOssForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
@@ -142,7 +142,7 @@ def mxfp4_model(folder: Path) -> Any:
             parameter.data.normal_(0.0, 0.3)
     packed: dict[str, Tensor] = {}
     for i, layer in enumerate(model.model.layers):
-        for name, rows, columns in (("gate_up_proj", 192, 64), ("down_proj", 64, 96)):
+        for name, rows, columns in (("gate_up_proj", 256, 64), ("down_proj", 64, 128)):
             blocks = torch.randint(0, 256, (3, rows, columns // 32, 16), dtype=torch.uint8)
             scales = torch.randint(121, 125, (3, rows, columns // 32), dtype=torch.uint8)
             weight = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)

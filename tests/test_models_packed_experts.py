@@ -16,12 +16,14 @@ import transformers
 from torch import Tensor
 
 import pyops
-from pyops import ModelError, testing
+from pyops import SCALAR_TYPES, ModelError, testing
+from pyops._core import device
+from pyops._core.example import ArgMaker
 from pyops._core.host.toolchain import toolchains
-from pyops.models import Engine, SamplingParams, load
+from pyops.models import Engine, Mixture, PackedQuantization, SamplingParams, load
 from pyops.models.expert_weights import PackedAsPlain, PlainExperts
 from pyops.models.experts import Experts
-from pyops.models.marlin_experts import MarlinExperts
+from pyops.models.marlin_experts import MarlinExperts, serves
 from tests.test_models_experts import mxfp4_model
 from tests.test_models_packed import AWQ, GPTQ, Case, check_text, compressed, packed_weight, tensors_of
 from tests.test_models_quantised import COUNT, PROMPT
@@ -210,6 +212,42 @@ def test_experts_that_are_not_quantised(case_of: Callable[[str], Case], tmp_path
         else:
             kinds = [type(layer.mlp.weights) for layer in load(tmp_path / "packed").layers]
             assert kinds == [MarlinExperts, PlainExperts]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group_size", [8, 16, 32, 48, 64, 128, 192, -1])
+def test_codes_stay_packed_where_kernels_read_them(bits: int, has_zeros: bool, group_size: int) -> None:
+    """By the plans for Hopper, of few tokens and of many. Others write all weights in full at every call."""
+    experts, k, n, top_k = 8, 384, 128, 2
+    quantization = PackedQuantization("gptq", bits, group_size, is_symmetric=not has_zeros)
+    mixture = Mixture(num_experts=experts, top_k=top_k, intermediate_size=k, renormalize=True, layers=(True,))
+    kind = SCALAR_TYPES[f"uint{bits}" if has_zeros else f"uint{bits}b{1 << bits - 1}"]
+    op, groups = pyops.registry["moe_wna16_marlin_gemm"], k // quantization.columns_of_group(k)
+    make = ArgMaker(device.model("sm_90"), op.name)
+    kernels = []
+    for num_tokens, block in ((1, 8), (1024, 64)):
+        rows, blocks = num_tokens * top_k, experts + num_tokens * top_k // block
+        args = (
+            make.empty(num_tokens, k, dtype="bfloat16"),
+            make.empty(rows, n, dtype="bfloat16"),
+            make.empty(experts, k // 16, n * bits // 2, dtype="int32"),
+            make.empty(experts, n, dtype="bfloat16"),
+            make.empty(experts, groups, n, dtype="bfloat16"),
+            None,
+            None,
+            make.empty(experts, groups, n * bits // 32, dtype="int32") if has_zeros else None,
+            *(None, None, None),
+            make.empty(blocks * block, dtype="int32"),
+            make.empty(blocks, dtype="int32"),
+            make.empty(1, dtype="int32"),
+            make.empty(rows, dtype="float32"),
+            *(block, top_k, True, kind.id, num_tokens, n, k),
+            *(True, False, True, False, -1, -1, -1),
+        )
+        kernels += [launch.specialisation.kernel.file for launch in op.launches(*args)]
+    reads = "linear/dequantize_packed.cu" not in kernels
+    assert reads == serves(quantization, mixture, k, torch.bfloat16)
 
 
 def test_biases_that_gptq_adds(case_of: Callable[[str], Case], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,25 @@ def test_coded_experts(kind: str, tokens: int, device: str) -> None:
     moved = [one.to(device) for one in (x, c1, c2, weights, ids)]
     out = pyops.fused_experts(*moved, activation="swigluoai", quant_config=FusedMoEQuantConfig(**given)).cpu()
     assert (out.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+
+
+def test_an_object_of_vllms_class() -> None:
+    """Its properties say what is quantised; weights that are not have their own dtype, which is None."""
+    codes, scales, _, _ = coded("int8", (2, 64, 64), 1)
+    x, ids = draw(3, 64, dtype=BF16), torch.zeros(3, 1, dtype=torch.int32)
+    absent = dict.fromkeys(
+        ("quant_dtype", "block_shape", "a1_scale", "a2_scale", "w1_bias", "w2_bias", "w1_zp", "w2_zp")
+    )
+    given = {"per_act_token_quant": False, "w1_scale": scales, "w2_scale": scales}
+    config = SimpleNamespace(**absent, **given, weight_quant_dtype=INT8)
+    call = x, codes, codes, torch.ones(3, 1), ids, False, "silu_no_mul"
+    out = pyops.fused_experts(*call, quant_config=config)
+    own = FusedMoEQuantConfig(weight_quant_dtype="int8", w1_scale=scales, w2_scale=scales)
+    assert torch.equal(out, pyops.fused_experts(*call, quant_config=own))
+    plain = SimpleNamespace(**absent | given | {"w1_scale": None, "w2_scale": None}, weight_quant_dtype=None)
+    weights = codes.to(BF16)
+    call = x, weights, weights, *call[3:]
+    assert torch.equal(pyops.fused_experts(*call, quant_config=plain), pyops.fused_experts(*call))
 
 
 @ANY_DEVICE

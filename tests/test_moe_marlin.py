@@ -105,13 +105,15 @@ def test_fused_marlin_moe(
     [
         (False, PackedConfig(16, 256, 2, 1, 1)),
         (True, PackedConfig(16, 256, 2, 1, 1)),
+        (False, PackedConfig(96, 256, 2, 1, 1)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
     ],
     ids=str,
 )
 def test_many_rows(permuted: bool, config: Any) -> None:
     """By kernels that read codes, under every schedule: blocks of all experts and of none, rows that are no rows."""
-    m, k, n, top_k, block_size = 40, 128, 192, 2, 16
+    block_size = config.tile_m
+    m, k, n, top_k = 4 * block_size, 128, 192, 2
     w, of_w = weight(k, n, 1, permuted, True)
     a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
     experts = torch.tensor([2, 0, 0, -1, 3, 1, 9, 1], dtype=torch.int32)
@@ -157,6 +159,7 @@ def test_many_rows(permuted: bool, config: Any) -> None:
         ("sm_90", 400, {"with_bias": True}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
         ("sm_90", 400, {}, ["gather_expert_columns", "gemm_packed"]),
+        ("sm_90", 400, {"moe_block_size": 96}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
         ("sm_80", 60, {}, ["gemm_packed_mma"]),
         ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_mma"]),

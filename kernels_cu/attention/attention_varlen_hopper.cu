@@ -3,8 +3,7 @@
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
 //
-// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-3 (Shah et al. 2024,
-// arXiv:2407.08608).
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-3 (arXiv:2407.08608).
 //
 // Work: items of query tokens and a key-value head (prefill_work.cuh). There are as many blocks as multiprocessors,
 // and each has items one after another, from a counter. Items are taken from the last to the first: under CAUSAL the
@@ -245,11 +244,16 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             for (int i = 0; i < TOKENS / 4; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
         };
 
+        const auto release_keys = [&](int tile) {
+            release(tiles.key);
+            tiles.key.advance();
+            if (EARLY_QUERIES && tile == work.first_tile) tiles.query.release(tiles.query.stage);
+        };
+
         uint32_t missing = holes[tiles.key.stage];
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
-        release(tiles.key);
-        tiles.key.advance();
+        release_keys(work.last_tile);
         softmax(work.last_tile, missing);
         round_probabilities();
         bool accumulate = false;
@@ -262,8 +266,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             end_turn();
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
-            release(tiles.key);
-            tiles.key.advance();
+            release_keys(tile);
             softmax(tile, missing);
             warpgroup_fence_operand(s);
             hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
@@ -277,7 +280,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             }
             round_probabilities();
         }
-        release(tiles.query);
+        if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
         // The first logits of the next item are computed while this one's results are stored.
         tiles.query.advance();

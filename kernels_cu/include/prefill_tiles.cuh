@@ -24,6 +24,10 @@ constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 toke
 constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
 constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WIDENERS = 3;
 
+// Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
+// keys. Two stages of queries do without; heads of more than 192 elements lack the registers.
+constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && HEAD_SIZE <= 192;
+
 // What a tile of codes is.
 struct Codes {
     enum Kind { KEYS, VALUES, END } kind;  // END: no tile, and there is no more work
@@ -99,13 +103,14 @@ struct Producer {
                 if (!HAS_SPLITS || !found) item = next_item(items_taken, num_items);
                 if (!found) continue;
             }
-            load_queries(work);
+            if (!EARLY_QUERIES) load_queries(work);
             // The keys of a tile, and then the values of the tile before.
             int block = block_of(work, seq, work.last_tile), values_block = 0;
             for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
                 const int next_block = block_of(work, seq, tile - 1);
                 if (tile >= work.first_tile) load_keys(work, tile, block);
                 if (tile < work.last_tile && more) load_values(work, tile + 1, values_block, length);
+                if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
                 values_block = block;
                 block = next_block;
             }
@@ -132,6 +137,7 @@ private:
     DEVICE void load_queries(const Work& work) {
         auto& ring = tiles.query;
         ring.acquire();
+        sync_warp();  // the queries may be used and given back, for another phase, before a lane has seen this one
         if (lane == 0) {
             tiles.works[ring.stage] = work;
             mbarrier_arrive_expect_tx(ring.full(), QUERY_BOX_BYTES);

@@ -15,8 +15,8 @@
 // sorted_token_ids[p]. ROUTED: it is multiplied by topk_weights[t]. Rows whose expert does not exist are left as they are.
 //
 // SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
-// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine; with
-// CUT, those of the last round are cut along K (cut_tiles.cuh).
+// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine, but
+// those of experts; with CUT, those of the last round are cut along K (cut_tiles.cuh).
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
@@ -32,7 +32,7 @@
 //     APART         whether the sums of each chunk are added up by threads, in float32: tensor cores' sums of fp8 have 14
 //                   bits (wgmma.cuh), which a result of float16 would show. CHUNK is 2, a tile has 128 x 128 sums at most
 //     CUT           whether tiles of the last round are cut; of tiles of more than 64 rows
-//     GROUPED, ROUTED    whether rows belong to experts, whose tiles have at most 64 rows and one split, and have weights
+//     GROUPED, ROUTED    whether rows belong to experts, whose tiles have one split, and have weights
 //     MIN_BLOCKS
 // If sums are shared, there are as many clusters as tiles.
 
@@ -52,7 +52,7 @@ constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * (IS_TABLE ? 8 : sizeo
 constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? GROUPS * TILE_N * 2 : 0;
 constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
 constexpr int STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
-constexpr bool BY_STORES = TILE_M > 64;
+constexpr bool BY_STORES = TILE_M > 64 && !GROUPED;  // rows of experts lie apart
 // Where sums take many registers, those of a producing warpgroup go to the others.
 constexpr bool MANY_SUMS = PRODUCTS * TILE_M * (APART ? 2 : 1) > 128;
 constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
@@ -67,7 +67,7 @@ static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128));
 static_assert(!CUT || (BY_STORES && SPLITS == 1));
-static_assert(!GROUPED || (SPLITS == 1 && !BY_STORES && !IS_TABLE));
+static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
 using code_t = conditional_t<IS_TABLE, TableCode, Code>;

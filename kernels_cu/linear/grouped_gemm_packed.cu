@@ -111,12 +111,12 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
     __shared__ int a_rows[TILE_M];   // of a
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint8_t* const own = reinterpret_cast<uint8_t*>(memory) + warp * WARP_BYTES;
-    const int tile = int(blockIdx.x % max_tiles);
-    const int64_t first_column = blockIdx.x / max_tiles * OUT_N, b_rows = GATED ? 2 * n : n;
-
     const ExpertTiles<TILE_M> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                     block_tiles, max_tiles);
-    if (tile >= lists.tiles) return;
+    // Blocks for tiles that there are not come last, and end at once.
+    const int tiles = max(lists.tiles, 1), tile = int(blockIdx.x % tiles);
+    const int64_t first_column = int64_t(blockIdx.x / tiles) * OUT_N, b_rows = GATED ? 2 * n : n;
+    if (lists.tiles == 0 || first_column >= n) return;
     const int64_t expert = lists.number(tile);
     if (expert < 0 || expert >= num_experts) return;
     if (threadIdx.x < TILE_M) {

@@ -23,8 +23,8 @@ untile_scales(uint8_t* scales,               // [num_experts, n, groups]
     if (expert >= num_experts) return;
     const int32_t* const sizes = problem_sizes + expert * 3;
     if ((sizes[1] == n ? sizes[0] : sizes[1]) <= 0) return;
-    const int64_t tile = (r / 128 * row_tiles + first / COLUMNS) * 512;
-    const auto four = Vec<uint8_t, COLUMNS>::template load<ACCESS>(tiled + expert * padded_rows * columns + tile +
-                                                                   r % 32 * 16 + r / 32 % 4 * 4);
+    const int64_t tile = (r / 128 * row_tiles + first / COLUMNS) * 512, within = r % 32 * 16 + r / 32 % 4 * 4;
+    const auto four =
+        Vec<uint8_t, COLUMNS>::template load<ACCESS>(tiled + expert * padded_rows * columns + tile + within);
     for (int j = 0; j < COLUMNS && first + j < groups; ++j) scales[row * groups + first + j] = four.data[j];
 }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
 from .._experts import FusedMoEQuantConfig, fused_experts
+from ..ops._shared.scalar_type import E2M1_NUMBERS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import refuse
 from .linear import Place
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of what a checkpoint has of all experts in one tensor
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 
 
@@ -183,7 +183,7 @@ class Mxfp4AsPlain(PlainExperts):
 
     def prepare(self) -> None:
         for weight in (self.gate_up.weight, self.down.weight):
-            values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=weight.device)
+            values = torch.tensor(E2M1_NUMBERS, device=weight.device)
             for expert in weight:  # one by one: codes as indices take 16 times their memory
                 views = self._views(expert)
                 codes = torch.stack((views["blocks"] & 15, views["blocks"] >> 4), -1).flatten(-2)

@@ -22,21 +22,32 @@ from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Types of codes: {(bits, whether there are zero points): name}.
+# Types of codes that kernels read: {(bits, whether there are zero points): name}.
 _TYPES = {(4, False): "uint4b8", (4, True): "uint4", (8, False): "uint8b128"}
+_STEPS = {4: (64, 128), 8: (64,)}  # columns of the steps of kernels, by the bits of codes; the first divides columns
+_TILE_ROWS = 16  # columns of one matrix product
 
 
 def serves(
     quantization: PackedQuantization | Mxfp4Experts, mixture: Mixture, hidden_size: int, dtype: torch.dtype
 ) -> bool:
-    """Whether kernels of `fused_marlin_moe` read such weights, for activations of the dtype."""
+    """Whether kernels of `fused_marlin_moe` read the codes of such weights, for activations of the dtype.
+
+    It takes others, too, by writing all weights in full at every call.
+    """
     channels = mixture.intermediate_size
-    if dtype == torch.float32 or hidden_size % TILE_COLUMNS or 2 * channels % TILE_COLUMNS:
+    if dtype == torch.float32 or hidden_size % TILE_COLUMNS or channels % TILE_COLUMNS:
         return False
     if isinstance(quantization, Mxfp4Experts):
-        return min(hidden_size, channels) > MX_BLOCK  # Marlin has no form of e2m1 in one group
-    # Codes of 8 bits with zero points have no kernel that reads them: every call would write all weights in full.
-    return quantization.bits == 4 or (quantization.bits == 8 and not _has_zeros(quantization))
+        return True
+    if (quantization.bits, _has_zeros(quantization)) not in _TYPES:
+        return False
+    groups = [(columns, quantization.columns_of_group(columns)) for columns in (hidden_size, channels)]
+    return all(
+        size == columns or size % step == 0 or (step % size == 0 and size % _TILE_ROWS == 0)
+        for columns, size in groups
+        for step in _STEPS[quantization.bits]
+    )
 
 
 def _has_zeros(quantization: PackedQuantization) -> bool:

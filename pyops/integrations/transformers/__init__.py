@@ -3,7 +3,8 @@
 replacement trial         what every replaced forward has; what a module computes, found out by running it
 cache joined              keys and values of a batch; several projections as one product
 norms mlp rotary          parts of layers, known by what they compute
-attention layers          attention by transformers' interface; the sums of a layer
+seams attention           what an attention asks of transformers, by the ops; the attentions themselves
+layers                    the sums of a layer
 experts routers           mixtures of experts; their choice
 quantised packed          modules that hold fp8 weights, or packed ones
 generation reporting      the cache that `generate` makes; what was done, module by module

@@ -1,32 +1,26 @@
-"""Attention: the function that a module asks transformers' interface for reads a PagedCache; projections as one."""
+"""Attentions: their own forward with other functions at its seams, or queries, keys and values by one product."""
 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Callable
-from functools import cache as remembered
 from functools import partial
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.modeling_utils import AttentionInterface
 
 from ..._core.errors import OpError
 from .cache import PagedCache, PagedLayer
 from .joined import Joined
 from .replacement import CACHE_NAMES, Replacement, hooked, renamed, served
-from .rotary import POSITIONS, Step, Turn, angles_of, turn_of
-from .trial import StandIn, Unknown, agree, forward_of, randn, settings, tried, twin, width
+from .rotary import POSITIONS, Step, angles_of
+from .seams import IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
+from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
-IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks PagedCache reads
-_PAST = "pyops_past"  # the argument that forwards pass on to the attention function
-# Arguments of attention functions that "sdpa" and "eager" do not read, or that `attend` reads itself.
-_OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
-_IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
 # What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
 _JOINED = {
     "shape",
@@ -50,139 +44,37 @@ _JOINED |= {
 }
 _JOINED |= {"nn", "functional", "dropout"}
 _PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
-
-
-class Past(NamedTuple):
-    """What an attention function needs beside its arguments: a layer of a PagedCache, and what layers share."""
-
-    layer: PagedLayer
-    step: Step | None
-
-
-def attend(
-    original: Callable[..., Any],
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *args: Any,
-    pyops_past: Past | None = None,
-    **kwargs: Any,
-) -> Any:
-    """An attention function of transformers': by the ops if the newest keys and values lie in a PagedCache.
-
-    Args:
-        original: the function of transformers, for what is not served.
-        query, key, value: [batch, num_heads, count or length, head_dim].
-        pyops_past: where keys and values lie; None if they do not.
-        kwargs: what the module says to the function.
-    """
-    if pyops_past is not None and not args and _plain(module, kwargs):
-        layer, step = pyops_past
-        window, known = kwargs.get("sliding_window") or 0, [] if step is None else step.sequences
-        found = [where for mask, size, where in known if mask is attention_mask and size == window]
-        where = found[0] if found else layer.locate(query.shape[2], attention_mask, _windows(module, kwargs))
-        if step is not None and not found:
-            step.sequences.append((attention_mask, window, where))
-        if where is not None:
-            options = kwargs.get("scaling"), kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
-            scale = query.shape[-1] ** -0.5 if options[0] is None else options[0]
-            sinks = None if options[2] is None else options[2].float()
-            return layer.attend(query.transpose(1, 2), where, scale, options[1], sinks), None
-    return original(module, query, key, value, attention_mask, *args, **kwargs)
-
-
-def _plain(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether attention is what the ops compute: causal, by a mask that they know, without weights to return."""
-    config = module.config
-    return (
-        config._attn_implementation in IMPLEMENTATIONS
-        and getattr(module, "is_causal", True)
-        and kwargs.get("is_causal") is not False
-        and not kwargs.get("dropout")
-        and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
-        and all(value is None or name in _OPTIONS or name in _IGNORED for name, value in kwargs.items())
-    )
-
-
-def _windows(module: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Sizes that the sliding window of a layer may have, the likeliest first; 0 for none."""
-    config = module.config
-    of_config = getattr(config, "sliding_window", None) or 0
-    if torch.compiler.is_compiling() and of_config and "sliding_window" not in kwargs:
-        return ()  # the mask says it, and cannot be read
-    return kwargs.get("sliding_window") or 0, 0, of_config
-
-
-class Interface:
-    """transformers' attention interface, of which `attend` is every function.
-
-    Args:
-        original: the interface that the module of transformers has.
-    """
-
-    def __init__(self, original: AttentionInterface) -> None:
-        self.original = original
-
-    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(attend, self.original.get_interface(name, default))
-
-
-def bind(function: Any, **names: Any) -> Any:
-    """The function with other values for some of its global names."""
-    # Without a module's name torch.compile looks names up here, and not in that module.
-    values = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
-    bound = FunctionType(function.__code__, values, function.__name__, function.__defaults__, function.__closure__)
-    bound.__kwdefaults__ = function.__kwdefaults__
-    return bound
-
-
-def seams(function: Any) -> tuple[str | None, dict[str, Turn]]:
-    """The names by which a forward knows the attention interface, and functions that turn queries and keys."""
-    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    interface = next((name for name, value in named.items() if isinstance(value, AttentionInterface)), None)
-    turns = {name: turn for name, value in named.items() if (turn := turn_of(value)) is not None}
-    return interface, turns
-
-
-@remembered
-def bound_forward(function: Any) -> Any:
-    """The forward of an attention with `Interface` and the ops for the names of its seams.
-
-    Raises:
-        Unknown: it asks no interface.
-    """
-    interface, turns = seams(function)
-    if interface is None:
-        raise Unknown("its forward asks no attention interface")
-    return bind(function, **{interface: Interface(function.__globals__[interface])}, **turns)
+# Of the largest element, how far results may be apart in float32, and where logits and weights are rounded to bfloat16.
+_CLOSE, _ROUNDED = 1e-5, 0.1
 
 
 def is_attention(module: Any) -> bool:
-    """Whether a module knows its layer and has projections, between which it, or what it derives from, updates a cache."""
+    """Whether a module knows its layer, and updates a cache between its projections, or what it derives from does."""
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
     updates = any("update" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
-    knows = hasattr(module, "layer_idx") and hasattr(module, "config")
-    return updates and knows and any(width(part) for part in module.children())
+    is_one = hasattr(module, "layer_idx") and hasattr(module, "config")
+    return updates and is_one and any(width(part) for part in module.children())
 
 
 class BoundAttention(Replacement):
     """The module's own forward, whose attention function and rotary embedding are ops.
 
+    Args:
+        asked: what the module says to its attention function beside dropout, and its function of "eager".
+
     Raises:
-        Unknown: with these it does not compute what it did.
+        Unknown: the forward has another form.
     """
 
     paged = "reshape_and_cache_flash, paged_attention_v1, paged_attention_varlen"
 
-    def __init__(self, module: Any, rotary: Any) -> None:
+    def __init__(self, module: Any, asked: tuple[dict[str, Any], Any]) -> None:
         super().__init__(module)
         function = forward_of(module)
         self.bound = bound_forward(function)
         self.parameters = tuple(inspect.signature(function).parameters)
-        turns = "apply_rotary_emb, and " if seams(function)[1] else ""
-        self.op = f"{turns}with a PagedCache {self.paged}"
+        turns = " apply_rotary_emb," if seams(function)[1] else ""
+        self.op = f"its own forward,{turns} and with a PagedCache {self.paged}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states = args[0] if args else kwargs[self.parameters[1]]
@@ -197,14 +89,14 @@ class BoundAttention(Replacement):
         if paged is None:
             return {}
         step = next((value for value in values if isinstance(value, Step)), None)
-        return {_PAST: Past(paged.layers[self.module.layer_idx], step)}
+        return {PAST: Past(paged.layers[self.module.layer_idx], step)}
 
 
 class JoinedAttention(BoundAttention):
     """Queries, keys and values by one product, norms of their heads, and both turned in place by one op."""
 
-    def __init__(self, module: Any, rotary: Any) -> None:
-        super().__init__(module, rotary)
+    def __init__(self, module: Any, asked: tuple[dict[str, Any], Any]) -> None:
+        super().__init__(module, asked)
         function = forward_of(module)
         interface, turns = seams(function)
         strange = set(function.__code__.co_names) - _JOINED - {interface, *turns} - settings(module).keys()
@@ -213,14 +105,14 @@ class JoinedAttention(BoundAttention):
         if strange or turn is None or not all(map(width, linears)):
             raise Unknown("its forward is not that of one product")
         self.turn, self.interface = turn, function.__globals__[interface]
-        self.options, self.eager = _asked(module, interface, rotary)
+        self.options, self.eager = asked
         self.qkv = Joined(*linears)
         self.sizes = [linear.out_features for linear in self.qkv.linears]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
         # Of all heads together, or of each.
         self.norms_heads = not self.norms or self.norms[0].weight.shape[-1] == module.head_dim
         rotary_op = "flashinfer_rotary_embedding" if turn.in_float32[0] else "rotary_embedding"
-        self.op = f"{rotary_op}, and with a PagedCache {self.paged}"
+        self.op = f"one product, {rotary_op}, and with a PagedCache {self.paged}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.parameters[1:], args, strict=False)) | renamed(kwargs, self.parameters)
@@ -274,37 +166,56 @@ class _Asked:
         return query.transpose(1, 2), None
 
 
-def _asked(module: Any, interface: str | None, rotary: Any) -> tuple[dict[str, Any], Any]:
-    """What a module says to its attention function beside dropout, and what it takes for the function of "eager"."""
-    asked, played = _Asked(), _played(module)
-    _results(played, partial(bind(forward_of(module), **{str(interface): asked}), played), None, rotary)
-    return {name: value for name, value in asked.options.items() if name in _OPTIONS - {"dropout"}}, asked.default
-
-
-def attention_of(module: Any, rotary: Any) -> BoundAttention:
+def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -> BoundAttention:
     """What takes the place of an attention: the fastest that computes what it does for a prompt and for a token.
 
     Args:
         rotary: the module that gives its angles, or None.
+        dtype: of the model; in float32 the results must agree, in 16 bits nearly.
 
     Raises:
         Unknown: nothing does.
     """
-    bound_forward(forward_of(module))  # what asks no interface need not be tried
-    played = _played(module)
-    theirs = _results(played, partial(forward_of(played), played), DynamicCache(), rotary)
-    why = "its attention function is not that of the ops"
-    for replacement in (JoinedAttention, BoundAttention):
-        try:
-            paged = PagedCache(played.config)
-            paged.layers[module.layer_idx] = layer = _Watched(None)
-            ours = _results(played, replacement(played, rotary).forward, paged, rotary)
-        except (Unknown, OpError) as reason:
-            why = str(reason)
-        else:
-            if layer.has_attended and agree(ours, theirs):
-                return replacement(module, rotary)
-    raise Unknown(why)
+    names = [code.argval for code in dis.get_instructions(forward_of(module))]
+    # A forward that names its layer for the cache alone does the same wherever the configuration says the same.
+    layer = module.layer_idx if names.count("layer_idx") > 1 else _settings_of_layer(module.config, module.layer_idx)
+    replacement, asked = trials.outcome(module, partial(_tried, rotary, dtype), rotary, layer)
+    return replacement(module, asked)
+
+
+def _settings_of_layer(config: Any, layer_idx: int) -> Any:
+    """What a configuration says of one layer: the entries of its lists that have one for each."""
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple))}
+    count = getattr(config, "num_hidden_layers", None)
+    return tuple((name, str(value[layer_idx])) for name, value in lists.items() if len(value) == count)
+
+
+def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], tuple[dict[str, Any], Any]]:
+    function = forward_of(module)
+    bound_forward(function)  # what asks no interface need not be tried
+    interface, _ = seams(function)
+    asked, played = _Asked(), _played(module, torch.float32)
+    _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
+    said = {name: value for name, value in asked.options.items() if name in OPTIONS - {"dropout"}}, asked.default
+    forms, why = [JoinedAttention, BoundAttention], "its attention function is not that of the ops"
+    for each in dict.fromkeys((torch.float32, dtype)):
+        played = _played(module, each)
+        theirs = _results(played, partial(function, played), DynamicCache(), rotary, each)
+        for form in list(forms):
+            try:
+                paged = PagedCache(played.config)
+                paged.layers[module.layer_idx] = layer = _Watched(None)
+                ours = _results(played, form(played, said).forward, paged, rotary, each)
+            except (Unknown, OpError) as reason:
+                why = str(reason)
+                forms.remove(form)
+            else:
+                tolerance = _CLOSE if each == torch.float32 else _ROUNDED
+                if not (layer.has_attended and agree(ours, theirs, tolerance)):
+                    forms.remove(form)
+    if not forms:
+        raise Unknown(why)
+    return forms[0], said
 
 
 class _Watched(PagedLayer):
@@ -317,21 +228,21 @@ class _Watched(PagedLayer):
         return super().attend(*args)
 
 
-def _played(module: Any) -> Any:
+def _played(module: Any, dtype: torch.dtype) -> Any:
     """A twin whose projections are stand-ins."""
     parts = {
         name: StandIn(width(part) or 0, seed)
         for seed, (name, part) in enumerate(module.named_children())
         if width(part)
     }
-    made = twin(module, parts)
+    made = twin(module, parts, dtype)
     if made.config._attn_implementation not in IMPLEMENTATIONS:
         made.config = copy.copy(made.config)
         made.config._attn_implementation = "eager"
     return made
 
 
-def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any) -> list[Tensor]:
+def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any, dtype: torch.dtype) -> list[Tensor]:
     """What a forward gives for a prompt and a token behind it, and what its projections are given on the way."""
     signature = inspect.signature(forward_of(played)).parameters
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
@@ -340,9 +251,13 @@ def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any) 
     for count in (_PROMPT, 1):
         mask = torch.ones(1, 1, count, count, dtype=torch.bool, device="cpu").tril() if count > 1 else None
         if mask is not None and played.config._attn_implementation == "eager":
-            mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
-        hidden = randn(1, count, _HIDDEN, seed=count)
-        angles = (hidden[..., :0], hidden[..., :0]) if rotary is None else angles_of(rotary, played.config, count=count)
+            mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+        hidden = randn(1, count, _HIDDEN, seed=count, dtype=dtype)
+        angles = (
+            (hidden[..., :0], hidden[..., :0])
+            if rotary is None
+            else angles_of(rotary, played.config, dtype, played.layer_idx, count)
+        )
         known = {
             "attention_mask": mask,
             "position_embeddings": Step(hidden, *angles),

@@ -190,7 +190,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         caches = self._key_slots.as_strided(shape, strides), self._value_slots.as_strided(shape, strides)
         past = (*caches, self.num_heads, scale, where.block_tables, where.seq_lens)
         scales = ("auto", self._one, self._one)
-        options = {"sliding_window": where.sliding_window, "logits_soft_cap": soft_cap, "sinks": sinks}
+        options: dict[str, Any] = {"sliding_window": where.sliding_window, "logits_soft_cap": soft_cap, "sinks": sinks}
         if where.cu_seqlens_q is None:
             paged_attention_v1(out, rows, *past, _BLOCK, self._room, None, *scales, **options)
         else:
@@ -225,7 +225,7 @@ def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> b
     expected = (keys <= queries) & (keys >= starts[:, None, None])
     if sliding_window:
         expected &= keys > queries - sliding_window
-    return torch.equal(attended[:, 0].expand(expected.shape), expected)
+    return bool(torch.equal(attended[:, 0].expand(expected.shape), expected))
 
 
 class PagedCache(Cache):  # type: ignore[misc]

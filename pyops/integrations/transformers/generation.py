@@ -8,9 +8,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import GenerationMode
 
-from .attention import IMPLEMENTATIONS
 from .cache import CACHE, PagedCache
 from .replacement import Replacement
+from .seams import IMPLEMENTATIONS
 
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 

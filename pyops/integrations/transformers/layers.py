@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,8 @@ class DecoderLayer(Replacement):
     """Both sums of a layer with the norm behind them; the norm behind the second is that of the next layer.
 
     Args:
-        norms: the replaced norms of the model, by their modules.
-        parts: the replaced attentions and MLPs, whose results are new, so that sums may be written there.
+        replaced: what takes the place of the model's norms, attentions and MLPs, by their modules: their results are
+            new, so that sums may be written there.
 
     Attributes:
         following: the next layer where it is replaced, or None.
@@ -65,20 +65,19 @@ class DecoderLayer(Replacement):
         Unknown: the layer does something else with its parts, or none of its sums is in front of a norm that adds.
     """
 
-    op = "the sums with the norm behind each"
-
-    def __init__(self, module: Any, norms: dict[Any, Norm], parts: dict[Any, Replacement]) -> None:
+    def __init__(self, module: Any, replaced: dict[Any, Replacement]) -> None:
         super().__init__(module)
-        self.form = form = form_of(module, norms)
+        self.form = form = form_of(module, replaced)
         signature = inspect.signature(forward_of(module)).parameters.values()
         self.defaults = {p.name: p.default for p in list(signature)[2:] if p.kind is not p.VAR_KEYWORD}
         self.following: DecoderLayer | None = None
-        self.norms = norms
-        self.before_attention = norms.get(getattr(module, form.before_attention))
-        self.before_mlp = norms.get(getattr(module, form.before_mlp))
-        self.attention, self.mlp = (parts.get(getattr(module, name)) for name in (form.attention, form.mlp))
-        if not any(norm is not None and norm.fuses for norm in (self.before_attention, self.before_mlp)):
+        names = (form.before_attention, form.attention, form.after_attention, form.before_mlp, form.mlp, form.after_mlp)
+        parts = {name: replaced.get(getattr(module, name)) for name in names if name is not None}
+        self.parts = {name: part for name, part in parts.items() if part is not None}
+        adding = [norm for name in (form.before_attention, form.before_mlp) if (norm := self._adding(name))]
+        if not adding:
             raise Unknown("no norm of it adds")
+        self.op = "fused_add_rms_norm" if adding[0].op == "rms_norm" else adding[0].op
         if "position_embeddings" not in form.given.values():
             raise Unknown("it is given no rotary embedding")
         self.passive = [getattr(module, name) for name in form.passive]
@@ -96,20 +95,20 @@ class DecoderLayer(Replacement):
         ours = left is not None and left.hidden_states is hidden_states and left.norm is before_attention
         normalised = left.normalised if left is not None and ours else before_attention(hidden_states)
         attended = self._result(form.attention, normalised, given)
-        fresh = self._is_fresh(self.attention, form.attention, form.after_attention)
-        if ours and fresh and self._adds(self.before_mlp):
-            normalised, residual = self.before_mlp.add(attended, hidden_states)
+        adding = self._adding(form.before_mlp)
+        if ours and adding and self._is_fresh(form.attention, form.after_attention):
+            normalised, residual = adding.add(attended, hidden_states)
         else:
             residual = hidden_states + attended
             normalised = before_mlp(residual)
-        out = self._result(form.mlp, normalised, {})
-        following = self.following
-        norm = None if following is None else following.before_attention
-        fresh = self._is_fresh(self.mlp, form.mlp, form.after_mlp)
-        if not fresh or not self._adds(norm) or hooked(layer, following.module):
+        out, following = self._result(form.mlp, normalised, {}), self.following
+        adding = None if following is None else following._adding(following.form.before_attention)
+        if following is None or adding is None or hooked(layer, following.module):
             return residual + out
-        normalised, total = norm.add(out, residual)
-        step.left = Left(total, normalised, norm.module)
+        if not self._is_fresh(form.mlp, form.after_mlp):
+            return residual + out
+        normalised, total = adding.add(out, residual)
+        step.left = Left(total, normalised, adding.module)
         return total
 
     def _result(self, name: str, normalised: Tensor, given: dict[str, Any]) -> Tensor:
@@ -128,20 +127,25 @@ class DecoderLayer(Replacement):
             out, after = getattr(layer, name)(*first, **options)[0], form.after_attention
         return out if after is None else getattr(layer, after)(out)
 
-    def _is_fresh(self, part: Replacement | None, name: str, after: str | None) -> bool:
-        """Whether nobody else has seen what is added to the residual: it comes from a replaced module without hooks."""
+    def _replaced(self, name: str) -> Replacement | None:
+        """What takes the place of a part; None for a part that is left alone, has hooks or came later."""
+        part, module = self.parts.get(name), getattr(self.module, name)
+        return part if part is not None and part.module is module and not hooked(module) else None
+
+    def _adding(self, name: str) -> Norm | None:
+        """A norm that computes the sum in front of it, too."""
+        norm = self._replaced(name)
+        return norm if isinstance(norm, Norm) and norm.fuses else None
+
+    def _is_fresh(self, name: str, after: str | None) -> bool:
+        """Whether nobody else has seen what a part, and the norm behind it, adds to the residual."""
         if after is not None:
-            module = getattr(self.module, after)
-            return module in self.norms and not hooked(module)
-        return part is not None and not hooked(part.module, *part.module.children())
-
-    @staticmethod
-    def _adds(norm: Norm | None) -> bool:
-        """Whether a norm computes the sum in front of it, too, and nobody sees what goes into it."""
-        return norm is not None and norm.fuses and not hooked(norm.module)
+            return self._replaced(after) is not None
+        part = self._replaced(name)
+        return part is not None and not hooked(*part.module.children())
 
 
-def form_of(module: Any, norms: Container[Any]) -> Form:
+def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:
     """What a layer does with its parts, found out with players in their place.
 
     Raises:
@@ -151,10 +155,11 @@ def form_of(module: Any, norms: Container[Any]) -> Form:
     parts: dict[str, nn.Module] = {}
     passive = []
     for name, part in module.named_children():
-        if next(part.parameters(), None) is None and part not in norms:
+        is_norm = isinstance(replaced.get(part), Norm)
+        if next(part.parameters(), None) is None and not is_norm:
             passive.append(name)
         else:
-            is_norm = part in norms or next(part.children(), None) is None
+            is_norm = is_norm or next(part.children(), None) is None
             role = "attention" if is_attention(part) else "norm" if is_norm else "mlp"
             parts[name] = _Player(name, role, len(parts), calls)
     played = twin(module, parts)
@@ -170,11 +175,10 @@ def form_of(module: Any, norms: Container[Any]) -> Form:
     if not isinstance(found, Tensor) or any(call.given for call in calls if call.role != "attention"):
         raise Unknown("it takes or gives more than hidden states")
     names = [call.name for call in calls]
-    before_attention, attention, after_attention, before_mlp, mlp, after_mlp = (
-        names if order == _SANDWICH else (*names[:2], None, *names[2:], None)
-    )
-    residual = hidden_states + parts_of(parts, hidden_states, before_attention, attention, after_attention)
-    if not agree([found], [residual + parts_of(parts, residual, before_mlp, mlp, after_mlp)], 1e-6):
+    after_attention, after_mlp = (names.pop(2), names.pop(4)) if order == _SANDWICH else (None, None)
+    before_attention, attention, before_mlp, mlp = names
+    residual = hidden_states + _played(parts, hidden_states, before_attention, attention, after_attention)
+    if not agree([found], [residual + _played(parts, residual, before_mlp, mlp, after_mlp)]):
         raise Unknown("its sums are others")
     called = calls[1]
     given = {name: source for name, value in called.given.items() for source, mark in marks.items() if value is mark}
@@ -182,13 +186,11 @@ def form_of(module: Any, norms: Container[Any]) -> Form:
     if any(not isinstance(value, (bool, int, float, str, type(None))) for value in constants.values()):
         raise Unknown("it tells its attention something that it computes")
     passes_more = given.pop(_EXTRA, None) is not None
-    return Form(
-        before_attention, attention, after_attention, before_mlp, mlp, after_mlp, called.hidden, given, constants,
-        passes_more, tuple(passive),
-    )  # fmt: skip
+    parts_of_it = before_attention, attention, after_attention, before_mlp, mlp, after_mlp
+    return Form(*parts_of_it, called.hidden, given, constants, passes_more, tuple(passive))
 
 
-class _Player(nn.Module):
+class _Player(nn.Module):  # type: ignore[misc]
     """Plays a part of a layer: a function of its own, elementwise; it keeps how it was called."""
 
     def __init__(self, name: str, role: str, seed: int, calls: list[_Player]) -> None:
@@ -211,7 +213,7 @@ class _Player(nn.Module):
         return torch.sin((1.0 + self.seed / 8) * x + self.seed)
 
 
-def parts_of(parts: dict[str, nn.Module], x: Tensor, *names: str | None) -> Tensor:
+def _played(parts: dict[str, nn.Module], x: Tensor, *names: str | None) -> Tensor:
     """What players make of `x`, one after the other."""
     for name in names:
         if name is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ def _tried(module: Any) -> Form:
     def small(form: Form, dtype: torch.dtype) -> Any:
         """A twin with small projections."""
         joined = len(form.inputs) == 1 and form.op not in _PLAIN
-        sizes = {name: (_HIDDEN, _INTERMEDIATE * (2 if joined else 1)) for name in form.inputs}
+        sizes = dict.fromkeys(form.inputs, (_HIDDEN, _INTERMEDIATE * (2 if joined else 1)))
         sizes[form.output] = _INTERMEDIATE, _HIDDEN
         biases = {name: getattr(linears[name], "bias", None) is not None for name in linears}
         parts: dict[str, nn.Module] = {
@@ -93,17 +94,19 @@ def _tried(module: Any) -> Form:
         }
         return twin(module, parts, dtype)
 
+    x = randn(1, 64, _HIDDEN, seed=1) / _HIDDEN**0.5
+
     def ours(form: Form, dtype: torch.dtype) -> Tensor:
         made = small(form, dtype)
-        products = torch.cat([getattr(made, name)(x.to(dtype)) for name in form.inputs], -1)
-        return form(made, products)
+        return form(made, torch.cat([getattr(made, name)(x.to(dtype)) for name in form.inputs], -1))
 
-    x = randn(1, 64, _HIDDEN, seed=1) / _HIDDEN**0.5
+    def theirs(form: Form) -> Callable[[torch.dtype], Tensor]:
+        return lambda dtype: small(form, dtype).forward(x.to(dtype))
+
     for forms in _shapes(linears):
         try:
-            # The products of one shape are those of all its candidates.
-            found = nearest(forms, ours, lambda dtype, forms=forms: small(forms[0], dtype).forward(x.to(dtype)), _CLOSE)
-        except Unknown:
+            found = nearest(forms, ours, theirs(forms[0]), _CLOSE)
+        except Unknown:  # a forward for other shapes
             continue
         if found:
             return found

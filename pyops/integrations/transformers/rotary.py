@@ -84,7 +84,7 @@ class RotaryEmbedding(Replacement):
 
     def __init__(self, module: Any, config: Any) -> None:
         super().__init__(module)
-        angles_of(module, config)
+        angles_of(module, config, torch.float32)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         angles = self.original(x, *args, **kwargs)
@@ -99,7 +99,9 @@ def is_rotary(module: Any) -> bool:
     )
 
 
-def angles_of(module: Any, config: Any, layer_idx: int = 0, count: int = _TOKENS) -> tuple[Tensor, Tensor]:
+def angles_of(
+    module: Any, config: Any, dtype: torch.dtype, layer_idx: int = 0, count: int = _TOKENS
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [1, count, .] of a rotary module for tokens far behind.
 
     Raises:
@@ -109,7 +111,7 @@ def angles_of(module: Any, config: Any, layer_idx: int = 0, count: int = _TOKENS
     types = getattr(config, "layer_types", None)
     names = inspect.signature(forward_of(module)).parameters
     options = {"layer_type": types[layer_idx]} if types and "layer_type" in names else {}
-    hidden = randn(1, count, 8)
+    hidden = randn(1, count, 8, dtype=dtype)
     found = tried(lambda: twin(module).forward(hidden, position_ids=positions, **options))
     is_pair = isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found)
     if not is_pair or found[0].ndim != 3 or found[0].shape != found[1].shape:
@@ -150,9 +152,10 @@ class Turn(NamedTuple):
 
     def angles(self, x: Tensor) -> Tensor:
         """Of cosines or sines [.., tokens, width] those of the pairs, rows of contiguous elements."""
-        if self.layout == "single":
-            return x
-        return x[..., : x.shape[-1] // 2] if self.layout == "halves" else x[..., ::2].contiguous()
+        found = x
+        if self.layout != "single":
+            found = x[..., : x.shape[-1] // 2] if self.layout == "halves" else x[..., ::2]
+        return found if found.stride(-1) == 1 else found.contiguous()
 
     def in_place(self, step: Step, query: Tensor, key: Tensor) -> bool:
         """Turn heads [batch, count, num_heads, head_dim] in place by the angles of a step; False if no op does."""
@@ -163,8 +166,8 @@ class Turn(NamedTuple):
         positions, cos_sin_cache = step.table(self, torch.float32 if in_float32 else angles)
         head_size = query.shape[-1]
         if in_float32:
-            rows = (x.view(-1, *x.shape[2:]) for x in (query, key))
-            flashinfer_rotary_embedding(positions.flatten(), *rows, head_size, cos_sin_cache, self.is_neox)
+            rows = [x.view(-1, *x.shape[2:]) for x in (query, key)]
+            flashinfer_rotary_embedding(positions.flatten(), rows[0], rows[1], head_size, cos_sin_cache, self.is_neox)
         else:
             rotary_embedding(positions, query, key, head_size, cos_sin_cache, self.is_neox)
         return True

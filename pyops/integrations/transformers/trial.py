@@ -53,13 +53,16 @@ class Trials:
     def __init__(self) -> None:
         self._outcomes: dict[Any, Any] = {}
 
-    def outcome(self, module: nn.Module, trial: Callable[[Any], _T]) -> _T:
+    def outcome(self, module: nn.Module, trial: Callable[[Any], _T], *more: Any) -> _T:
         """What `trial` finds out about a module, or has found out about another of its kind.
+
+        Args:
+            more: what else the outcome depends on.
 
         Raises:
             Unknown: the trial raised it.
         """
-        key = trial, _kind(module)
+        key = more or trial, _kind(module)
         if key not in self._outcomes:
             try:
                 self._outcomes[key] = trial(module)
@@ -72,10 +75,11 @@ class Trials:
 
 
 def _kind(module: nn.Module) -> Any:
-    """What the outcome of a trial depends on: class, settings, shapes of weights, and the parts."""
+    """What the outcome of a trial depends on: class, settings but for the layer's number, shapes of weights, parts."""
+    own = tuple(sorted((name, value) for name, value in settings(module).items() if name != "layer_idx"))
     shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False))
     parts = tuple((name, _kind(part)) for name, part in module.named_children())
-    return type(module), tuple(sorted(settings(module).items())), shapes, parts
+    return type(module), own, shapes, parts
 
 
 def twin(
@@ -113,7 +117,7 @@ def width(module: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-class StandIn(nn.Module):
+class StandIn(nn.Module):  # type: ignore[misc]
     """A projection of fixed random results, moved by the mean of what it is given; it keeps what that was."""
 
     def __init__(self, out_features: int, seed: int) -> None:
@@ -123,7 +127,8 @@ class StandIn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.given.append(x.clone())
-        return 2.0 * randn(*x.shape[:-1], self.out_features, seed=self.seed) + x.mean(-1, keepdim=True)
+        fixed = 2.0 * randn(*x.shape[:-1], self.out_features, seed=self.seed, dtype=x.dtype)
+        return fixed + x.mean(-1, keepdim=True)
 
 
 def projection(in_features: int, out_features: int, bias: bool, seed: int, dtype: torch.dtype) -> nn.Linear:
@@ -162,7 +167,7 @@ def nearest(
         try:
             if agree([ours(candidate, torch.float32)], [exact], tolerance):
                 found.append((int((ours(candidate, torch.bfloat16) != rounded).sum()), candidate))
-        except OpError:  # the op takes no such shapes
+        except (OpError, RuntimeError, TypeError, ValueError):  # the op, or a part of the module, takes no such shapes
             continue
     fewest, best = min(found, key=lambda pair: pair[0], default=(0, None))
     return best if fewest <= _MOST_ROUNDED * rounded.numel() else None
@@ -180,4 +185,5 @@ def tried(call: Callable[[], _T]) -> _T:
     except OpError:
         raise
     except Exception as error:
-        raise Unknown(f"its forward cannot be tried: {type(error).__name__}: {error}") from error
+        said = str(error).partition("\n")[0]
+        raise Unknown(f"its forward cannot be tried: {type(error).__name__}: {said}") from error

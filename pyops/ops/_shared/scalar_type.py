@@ -77,3 +77,4 @@ SCALAR_TYPES = {
 int4, uint4, int8, uint8 = (SCALAR_TYPES[name] for name in ("int4", "uint4", "int8", "uint8"))
 uint4b8, uint8b128 = SCALAR_TYPES["uint4b8"], SCALAR_TYPES["uint8b128"]
 float8_e4m3fn, float4_e2m1f = SCALAR_TYPES["float8_e4m3fn"], SCALAR_TYPES["float4_e2m1f"]
+E2M1_NUMBERS = tuple(sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))  # of each code

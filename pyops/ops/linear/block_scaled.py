@@ -11,6 +11,7 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_ROWS, tile_sizes, untiled
+from .._shared.scalar_type import E2M1_NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 _block_scaled_to_bf16 = Kernel("linear/block_scaled_to_bf16.cu")
 _NUM_THREADS = 256  # of block_scaled_to_bf16.cu
 _ELEMENTS = 16  # of a thread of block_scaled_to_bf16.cu
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _EXPONENT_BIAS = 127  # of e8m0; its code 255 is NaN
 
 
@@ -67,8 +67,7 @@ class BlockFormat:
         """float64 codes times scales, rounded to bfloat16: [rows, size] of codes [rows, ...] and scales in tiles."""
         if self.code_bits == 4:
             each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
-            magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64, device=codes.device)
-            values = torch.where(each >= 8, -1.0, 1.0) * magnitudes[each & 7]
+            values = torch.tensor(E2M1_NUMBERS, dtype=torch.float64, device=codes.device)[each]
         else:
             values = codes.double()
         of_blocks = untiled(scales, len(codes), values.shape[1] // self.scale_size).contiguous()

@@ -10,7 +10,7 @@ from ..._core.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
-from .._shared.scalar_type import SCALAR_TYPES, ScalarType
+from .._shared.scalar_type import E2M1_NUMBERS, SCALAR_TYPES, ScalarType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,6 @@ _NUM_THREADS = 256  # of wna16_to_dense.cu, each with four bytes of codes
 _CODE_DTYPES: dict[str, DType] = {"uint4": uint8, "uint8": uint8, "int8": int8, "float4_e2m1f": uint8}
 TYPES = tuple(_CODE_DTYPES)
 MX_BLOCK = 32  # codes of float4_e2m1f under one scale
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +134,7 @@ def in_full(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, dtyp
         zeros = None if zeros is None else torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
     size = codes.shape[2] // scales.shape[2]
     if kind == "float4_e2m1f":
-        numbers = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)[codes.long()]
+        numbers = torch.tensor(E2M1_NUMBERS, device=codes.device)[codes.long()]
         exponents = scales.view(torch.uint8).int()
         factors = torch.ldexp(torch.ones(exponents.shape, device=codes.device), exponents - 127)
         factors = factors.masked_fill(exponents == 255, torch.nan)

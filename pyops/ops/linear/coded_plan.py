@@ -29,6 +29,7 @@ _RESIDENT, _RESIDENT_OF_NIBBLES = {8: 16, 16: 12}, {8: 16, 16: 8}
 # arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
+_FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +102,8 @@ class CodedConfig:
 
 def block_size_of_codes(num_rows: int, num_experts: int) -> int:
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
+    if num_rows <= _FEWEST_ROWS * num_experts:
+        return _FEWEST_ROWS_BLOCK
     few = num_rows <= _MAX_ROWS * num_experts
     return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
 

@@ -53,7 +53,7 @@ def grouped_gemm_packed(
         b_zeros: of "uint4" [num_experts, rows / 2, K / group size], that of the first of two rows in the lower half; of
             "uint8" [num_experts, rows, K / group size]. uint8, contiguous. None for 8, and for 128.
         sorted_token_ids, expert_ids, num_tokens_post_pad, topk_weights, bias, top_k, activation: as in `grouped_gemm`.
-        block_size: places of a block, a multiple of 16.
+        block_size: places of a block, a multiple of 8; of weights in full, of 16 or 64 it is faster.
         b_type: the type of the codes: "uint4", "uint8", "int8" or "float4_e2m1f".
     """
     weights = in_full(b, b_scales, b_zeros, b_type, a.dtype)
@@ -100,7 +100,7 @@ def plan_grouped_gemm_packed(
         raise out.error(f"expected fewer than 2^31 rows, got {max(out.shape[0], weight.num_experts * rows)}")
     check.per_row(topk_weights, float32, out.shape[0])
     check.shape(bias, out.dtype, num_experts=weight.num_experts, rows=rows)
-    lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    lists = ExpertLists.of(sorted_token_ids, expert_ids, num_tokens_post_pad, block_size, multiple=8)
     of_sums = b_scales if weight.scales is None else None
     return plan(out, a, weight, lists, topk_weights, of_sums, bias, top_k, activation)
 
@@ -123,8 +123,9 @@ def example_grouped_gemm_packed(
     b_type: Literal["uint4", "uint8", "int8", "float4_e2m1f"] = "uint4",
     activation: Literal["silu", "none"] = "silu",
 ) -> tuple[Any, ...]:
-    """Products without an activation have zero points, where codes may, and weights of rows, others a bias."""
-    num_experts, top_k, k, columns, block_size, dtype = 3, 2, 192, 64, 16, "bfloat16"
+    """Without an activation there are zero points, where codes may, weights of rows and small blocks; else a bias."""
+    num_experts, top_k, k, columns, dtype = 3, 2, 192, 64, "bfloat16"
+    block_size = 8 if activation == "none" else 16
     rows = columns * (1 if activation == "none" else 2)
     num_rows, bits = num_tokens * top_k, 4 if b_type in ("uint4", "float4_e2m1f") else 8
     num_blocks = -(-num_rows // block_size)

@@ -21,6 +21,7 @@ _NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
 # weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
 # weights".
 _MAX_FEW_ROWS, _MAX_ROWS = 16, 64
+_TILES = 96, 64, 48, 32, 16  # rows of a tile of gemm_packed.cu: with more, or as many columns, registers spill
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
@@ -100,7 +101,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     assert experts is not None
     block_size = experts.lists.block_size
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
-        tile_m = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
+        tile_m = next(size for size in _TILES if block_size % size == 0)
         return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step

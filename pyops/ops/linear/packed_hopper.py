@@ -92,7 +92,8 @@ class PackedConfig:
         loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
         sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
-        stores = self.tile_n * 4 * _STORE_BYTES if self.tile_m > _MAX_SHARED_ROWS else 0
+        by_stores = self.tile_m > _MAX_SHARED_ROWS and problem.experts is None
+        stores = self.tile_n * 4 * _STORE_BYTES if by_stores else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
         tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)

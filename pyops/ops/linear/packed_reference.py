@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
+from .._shared.scalar_type import E2M1_NUMBERS
 from .fp8_sums import FLOAT32_ERROR
 from .scaled_mm import scaled
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
@@ -140,7 +139,7 @@ def _numbers(w: Any, zero: Tensor) -> Tensor:
         x = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
         x = x.where(codes & 127 != 127, torch.where(codes < 128, 480.0, -480.0))
     elif kind.exponent == 2:
-        x = torch.tensor((*_E2M1, *(-e for e in _E2M1)), dtype=torch.float64, device=codes.device)[codes]
+        x = torch.tensor(E2M1_NUMBERS, dtype=torch.float64, device=codes.device)[codes]
     else:
         half = 1 << (kind.size_bits - 1)
         integers = (codes ^ half) - half if kind.signed else codes

@@ -1,0 +1,132 @@
+"""The seams of transformers' attentions: the interface that a forward asks for a function, and its rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache as remembered
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
+
+from .cache import PagedLayer
+from .replacement import CACHE_NAMES
+from .rotary import Step, Turn, turn_of
+from .trial import Unknown
+
+IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks PagedCache reads
+PAST = "pyops_past"  # the argument that forwards pass on to the attention function
+# Arguments of attention functions that `attend` reads.
+OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
+# Arguments that layers and models pass on, and neither "sdpa" nor "eager" reads.
+_IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
+
+
+class Past(NamedTuple):
+    """What an attention function needs beside its arguments: a layer of a PagedCache, and what layers share."""
+
+    layer: PagedLayer
+    step: Step | None
+
+
+def attend(
+    original: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    pyops_past: Past | None = None,
+    **kwargs: Any,
+) -> Any:
+    """An attention function of transformers': by the ops if the newest keys and values lie in a PagedCache.
+
+    Args:
+        original: the function of transformers, for what is not served.
+        query, key, value: [batch, num_heads, count or length, head_dim].
+        pyops_past: where keys and values lie; None if they do not.
+        kwargs: what the module says to the function.
+    """
+    if pyops_past is not None and not args and _plain(module, kwargs):
+        layer, step = pyops_past
+        window, known = kwargs.get("sliding_window") or 0, [] if step is None else step.sequences
+        found = [where for mask, size, where in known if mask is attention_mask and size == window]
+        where = found[0] if found else layer.locate(query.shape[2], attention_mask, _windows(module, kwargs))
+        if step is not None and not found:
+            step.sequences.append((attention_mask, window, where))
+        if where is not None:
+            options = kwargs.get("scaling"), kwargs.get("softcap") or 0.0, kwargs.get("s_aux")
+            scale = query.shape[-1] ** -0.5 if options[0] is None else options[0]
+            sinks = None if options[2] is None else options[2].float()
+            return layer.attend(query.transpose(1, 2), where, scale, options[1], sinks), None
+    return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _plain(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether attention is what the ops compute: causal, by a mask that they know, without weights to return."""
+    config = module.config
+    return (
+        config._attn_implementation in IMPLEMENTATIONS
+        and getattr(module, "is_causal", True)
+        and kwargs.get("is_causal") is not False
+        and not kwargs.get("dropout")
+        and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
+        and all(value is None or name in OPTIONS or name in _IGNORED for name, value in kwargs.items())
+    )
+
+
+def _windows(module: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Sizes that the sliding window of a layer may have, the likeliest first; 0 for none."""
+    config = module.config
+    of_config = getattr(config, "sliding_window", None) or 0
+    if torch.compiler.is_compiling() and of_config and "sliding_window" not in kwargs:
+        return ()  # the mask says it, and cannot be read
+    return kwargs.get("sliding_window") or 0, 0, of_config
+
+
+class Interface:
+    """transformers' attention interface, of which `attend` is every function.
+
+    Args:
+        original: the interface that the module of transformers has.
+    """
+
+    def __init__(self, original: AttentionInterface) -> None:
+        self.original = original
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(attend, self.original.get_interface(name, default))
+
+
+def bind(function: Any, **names: Any) -> Any:
+    """The function with other values for some of its global names."""
+    # Without a module's name torch.compile looks names up here, and not in that module.
+    values = {name: value for name, value in function.__globals__.items() if name != "__name__"} | names
+    bound = FunctionType(function.__code__, values, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
+
+
+def seams(function: Any) -> tuple[str | None, dict[str, Turn]]:
+    """The names by which a forward knows the attention interface, and functions that turn queries and keys."""
+    named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    interface = next((name for name, value in named.items() if isinstance(value, AttentionInterface)), None)
+    turns = {name: turn for name, value in named.items() if (turn := turn_of(value)) is not None}
+    return interface, turns
+
+
+@remembered
+def bound_forward(function: Any) -> Any:
+    """The forward of an attention with `Interface` and the ops for the names of its seams.
+
+    Raises:
+        Unknown: it asks no interface.
+    """
+    interface, turns = seams(function)
+    if interface is None:
+        raise Unknown("its forward asks no attention interface")
+    return bind(function, **{interface: Interface(function.__globals__[interface])}, **turns)
