@@ -36,7 +36,7 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "block_size": (16,),
     "dim": (64,),
     "num_experts": (3,),
-    "output_size": (136,),
+    "output_size": (136, 64),  # the kernel of few rows of codes takes a multiple of the second one
     "input_size": (160,),
 }
 
@@ -45,6 +45,7 @@ RUN: dict[str, tuple[Any, ...]] = COMPILED | {
     "hidden_size": (64, 769, 4096),
     "head_size": (64,),
     "vocab_size": (4000, 17),
+    "output_size": (136,),
 }
 
 # Axis -> what hypothesis draws.

@@ -399,6 +399,28 @@ def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dty
     MLA.forget()
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
+    [
+        (64, 128, 4096, 64, (128, 1, 1)),
+        (64, 16, 4096, 16, (64, 2, 1)),
+        (1, 128, 4096, 64, (2, 32, 1)),
+        (1, 128, 32768, 64, (2, 64, 1)),
+        (1, 16, 32768, 8, (1, 128, 1)),
+    ],
+)
+def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
+    """As many splits as multiprocessors, for one long sequence too, unless there are blocks enough."""
+    make = ArgMaker(HOPPER)
+    out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
+    cache = make.empty(9, page_size, 576, dtype="bfloat16")
+    indices = make.empty(num_seqs, dtype="int32"), make.empty(num_seqs, tokens // page_size, dtype="int32")
+    first, *join = MLA.launches(out, None, out, pe, cache, *indices, None, 0.1, 0)
+    assert first.grid == grid
+    assert len(join) == (grid[1] > 1)
+    assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
+
+
 def test_mla_pages_that_are_not_there(on: str) -> None:
     """The attention of a sequence is that over the tokens it has; without any, zeros."""
     call = mla_call([196, 40], 16, device=on)

@@ -310,7 +310,7 @@ def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monke
     assert "144 tokens, the first after " in printed
     assert printed.endswith(": a match\n")
     monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
-    monkeypatch.setattr(attention, "silu_and_mul", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
+    monkeypatch.setitem(attention._GATED, "silu", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
     assert main(["demo"]) == 1
     assert capsys.readouterr().out.endswith(": NO MATCH\n")
 

@@ -17,7 +17,7 @@ from pyops._core.tensor import TensorArg
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear import ggml_plan
 from pyops.ops.linear.ggml_plan import MulMatConfig, SimtConfig, VecConfig
-from pyops.testing import Layout, assert_close, cpu, same_bits
+from pyops.testing import SCHEDULES, Layout, assert_close, cpu, same_bits, scheduled
 from tests.calls import DEVICES
 
 TYPES = list(FORMATS)
@@ -129,6 +129,18 @@ def test_exact_sums() -> None:
         assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double())
 
 
+@pytest.mark.parametrize("quant_type", [8, 12])
+def test_by_mfma(quant_type: int) -> None:
+    """In warps of 64 lanes, types with minima and without, rows of X behind the last tile."""
+    n, k = 70, 3 * 256
+    weight, truth = draw(quant_type, n, k)
+    for config, m in ((MulMatConfig(4, 1, 2, 2, 2), 3), (MulMatConfig(32, 2, 2, 2, 1), 19)):
+        x = torch.randn(m, k).bfloat16()
+        for schedule in (SCHEDULES[0], SCHEDULES[3]):
+            with scheduled(schedule, warp_size=64):
+                check(multiply(config, weight, x, quant_type, n), x.double() @ truth.T)
+
+
 @pytest.mark.parametrize(
     ("arch", "m", "dtype", "quant_type", "config"),
     [
@@ -139,7 +151,9 @@ def test_exact_sums() -> None:
         ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
         ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
         ("sm_90", 1, dtypes.float32, 12, SimtConfig(1, 4, 256)),
-        ("gfx942", 9, dtypes.bfloat16, 12, SimtConfig(4, 4, 256)),
+        ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 2, 1)),
+        ("gfx942", 2, dtypes.bfloat16, 12, SimtConfig(2, 4, 256)),
+        ("gfx1201", 9, dtypes.bfloat16, 12, SimtConfig(4, 4, 256)),
     ],
 )
 def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:

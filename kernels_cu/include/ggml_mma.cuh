@@ -1,7 +1,7 @@
 // ggml_mma.cuh: codes of GGUF's types as elements of a tensor core's products, and the steps of rows that these need.
 #pragma once
 #include "ggml_tile.cuh"
-#include "mma.cuh"
+#include "product.cuh"
 
 // What `pairs_of_codes` adds to codes less OFFSET if it does not subtract what makes codes numbers: 128, whose last place
 // in bfloat16 is worth 1, as that of 1024 in float16; which is too much beside codes, and is subtracted. Elsewhere 0.

@@ -62,7 +62,7 @@ DEVICE To operand_of(const uint32_t* words) {
 }
 #endif
 
-// The compiler brings no load of an operand before what stands above: on gfx11, whose operands are eight words, it would
+// The compiler brings no load of an operand before what stands above. On gfx11, whose operands are eight words, it would
 // load more of them at a time than there are registers.
 DEVICE void order_loads() {
 #if PYOPS_HIP

@@ -1,4 +1,4 @@
-// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by mma.sync: sm_80 and later.
+// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by product.cuh: sm_80 and later, gfx90a and later.
 //
 //     out[m, n] = T(sum over groups g of K of
 //                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
@@ -15,8 +15,8 @@
 // each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
 // X. While the kernel before still runs, the block brings the format blocks of its first steps to L2.
 //
-// Fragments: in a product, row r of the 16 x 16 tile of codes is row r of W, and the four columns of lane t are four
-// neighbouring elements, since the order of K is free. Then a word of codes is what a lane needs. A tile of ones gives
+// Fragments: in a product, row r of the 16 x 16 tile of codes is row r of W, and the columns of a lane are 4 * CODE_WORDS
+// neighbouring elements, since the order of K is free. Then words of codes are what a lane needs. A tile of ones gives
 // the sums of X. Rows of X that do not exist are zeros in registers.
 //
 // Rows of X, of out and of W are those of ggml_rows.cuh.
@@ -35,8 +35,10 @@
 #include "ggml_mma.cuh"
 #include "ggml_rows.cuh"
 
-constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, TILES = ceil_div(TOKENS, 8);
-constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;  // tokens on different banks
+constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * WARP_SIZE, ROWS = ROW_WARPS * 16;
+constexpr int TILES = ceil_div(TOKENS, PRODUCT_COLUMNS);
+constexpr int CODE_WORDS = ON_MATRIX_CORES ? SHORT_WORDS / 2 : 1;  // of a lane, in a row of a product
+constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;          // tokens on different banks
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
 constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
@@ -88,7 +90,9 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     __shared__ uint32_t is_last;
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane_row(lane);
+    // The lane's row of X in a product, and its run of K.
+    const int x_row = ON_MATRIX_CORES ? matrix_row(lane) : g, t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
     const int64_t units = (k + UNIT - 1) / UNIT;
@@ -110,11 +114,16 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     };
 
     constexpr uint32_t ONE = ONE_PAIR<scalar_t>;
-    constexpr uint32_t ones[4] = {ONE, ONE, ONE, ONE};
-    float sums[TILES][4] = {};
+    uint32_t ones[SHORT_WORDS];
+#pragma unroll
+    for (int i = 0; i < SHORT_WORDS; ++i) ones[i] = ONE;
+    float sums[TILES][PRODUCT_SUMS] = {};
     bool exists[TILES];
 #pragma unroll
-    for (int j = 0; j < TILES; ++j) exists[j] = j * 8 + g < TOKENS && rows.choice(j * 8 + g) >= 0;
+    for (int j = 0; j < TILES; ++j) {
+        const int token = j * PRODUCT_COLUMNS + x_row;
+        exists[j] = token < TOKENS && rows.choice(token) >= 0;
+    }
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
@@ -127,43 +136,53 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         const int64_t unit = (first_step + step) * K_WARPS + k_warp;
         if (unit >= units) continue;
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
-        const scalar_t* const x =
-            reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + g * X_PITCH + k_warp * UNIT + 4 * t;
+        const scalar_t* const x = reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + x_row * X_PITCH +
+                                  k_warp * UNIT + 4 * CODE_WORDS * t;
 #pragma unroll
         for (int element = 0; element < UNIT; element += GROUP) {
             if (LENGTH < UNIT && unit * UNIT + element >= k) break;
-            const uint8_t* blocks[2];
-            float scales[2], minima[2];
-            uint32_t a[GROUP / 16][4];
+            const uint8_t* blocks[LANE_ROWS];
+            float scales[LANE_ROWS], minima[LANE_ROWS];
+            uint32_t a[GROUP / 16][SHORT_WORDS];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < LANE_ROWS; ++half) {
                 blocks[half] = tile.block(row_warp * 16 + half * 8 + g, k_warp, element);
                 scales[half] = FORMAT::scale(blocks[half], element % LENGTH / GROUP);
                 minima[half] = FORMAT::minimum(blocks[half], element % LENGTH / GROUP);
                 if constexpr (RAISES) minima[half] = fmaf(float(RAISED<FORMAT, scalar_t>), scales[half], minima[half]);
 #pragma unroll
                 for (int u = 0; u < GROUP / 16; ++u) {
-                    const uint32_t codes = FORMAT::codes(blocks[half], element % LENGTH / 4 + 4 * u + t, grid);
-                    pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][half], a[u][half + 2]);
+#pragma unroll
+                    for (int i = 0; i < CODE_WORDS; ++i) {
+                        const int word = element % LENGTH / 4 + 4 * u + CODE_WORDS * t + i;
+                        const uint32_t codes = FORMAT::codes(blocks[half], word, grid);
+                        uint32_t& high = a[u][ON_MATRIX_CORES ? 2 * i + 1 : half + 2];
+                        pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][ON_MATRIX_CORES ? 2 * i : half], high);
+                    }
                 }
             }
 #pragma unroll
             for (int j = 0; j < TILES; ++j) {
-                float products[4] = {}, x_sums[4] = {};
+                float products[PRODUCT_SUMS] = {}, x_sums[PRODUCT_SUMS] = {};
 #pragma unroll
                 for (int u = 0; u < GROUP / 16; ++u) {
-                    uint2 pairs = {};
-                    if (exists[j]) {
-                        pairs = *reinterpret_cast<const uint2*>(x + j * 8 * X_PITCH + element + 16 * u);
+                    uint32_t b[SHORT_WORDS] = {};
+#pragma unroll
+                    for (int i = 0; i < CODE_WORDS; ++i) {
+                        if (!exists[j]) continue;
+                        const uint2 pairs = *reinterpret_cast<const uint2*>(x + j * PRODUCT_COLUMNS * X_PITCH +
+                                                                            element + 16 * u + 4 * i);
+                        b[2 * i] = pairs.x;
+                        b[2 * i + 1] = pairs.y;
                     }
-                    const uint32_t b[2] = {pairs.x, pairs.y};
-                    mma_m16n8k16<scalar_t>(products, a[u], b);
-                    if constexpr (FORMAT::HAS_MINIMUM) mma_m16n8k16<scalar_t>(x_sums, ones, b);
+                    product<scalar_t>(products, a[u], b);
+                    if constexpr (FORMAT::HAS_MINIMUM) product<scalar_t>(x_sums, ones, b);
                 }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sums[j][i] = fmaf(scales[i / 2], products[i], sums[j][i]);
-                    if constexpr (FORMAT::HAS_MINIMUM) sums[j][i] = fmaf(-minima[i / 2], x_sums[i], sums[j][i]);
+                for (int i = 0; i < PRODUCT_SUMS; ++i) {
+                    const int half = i / ROW_SUMS;
+                    sums[j][i] = fmaf(scales[half], products[i], sums[j][i]);
+                    if constexpr (FORMAT::HAS_MINIMUM) sums[j][i] = fmaf(-minima[half], x_sums[i], sums[j][i]);
                 }
             }
         }
@@ -176,8 +195,9 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int token = j * 8 + 2 * t + i % 2, row = row_warp * 16 + i / 2 * 8 + g;
+        for (int i = 0; i < PRODUCT_SUMS; ++i) {
+            const int token = j * PRODUCT_COLUMNS + lane_column(lane) + i % ROW_SUMS;
+            const int row = row_warp * 16 + i / ROW_SUMS * 8 + g;
             if (token < TOKENS) of_warps[(k_warp * TOKENS + token) * SUM_PITCH + row] = sums[j][i];
         }
     }

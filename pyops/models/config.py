@@ -96,9 +96,8 @@ class Config:
     def __post_init__(self) -> None:
         size("num_hidden_layers", self.num_hidden_layers)
         layers, types, windows = self.num_hidden_layers, self.layer_types, self.sliding_windows
-        by_layer = {"layer_types": "attention", "sliding_windows": 0, "layer_ropes": self.rope}
-        for name, default in by_layer.items():
-            if not getattr(self, name):
+        for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
+            if not values:
                 object.__setattr__(self, name, (default,) * layers)
         kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
@@ -119,7 +118,9 @@ class Config:
             raise refuse("shares_norm", "False without parallel_residual", True)
         for name, count in (("qkv", 3), ("gate_up", 2 if self.has_gate else 1)):
             if len(getattr(self.names, name)) not in (1, count):
-                raise refuse(f"names.{name}", "1 name" if count == 1 else f"1 or {count} names", getattr(self.names, name))
+                raise refuse(
+                    f"names.{name}", "1 name" if count == 1 else f"1 or {count} names", getattr(self.names, name)
+                )
         if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
             what = "state-space layers" if self.state_space is not None else "projections joined head by head"
             raise refuse("quantization_config", f"None with {what}", self.quantization)
@@ -147,16 +148,20 @@ class Config:
             raise refuse("head_dim", "an even number", self.head_dim)
         if self.qk_norm not in QK_NORMS:
             raise refuse("qk_norm", " or ".join(map(repr, QK_NORMS)), self.qk_norm)
-        if len(self.layer_ropes) != self.num_hidden_layers:
+        if len(self.layer_ropes) not in (0, self.num_hidden_layers):
             raise refuse("layer_ropes", f"one for each of {self.num_hidden_layers} layers", self.layer_ropes)
         for rope in self.ropes:
             rope.check(self.head_dim)
 
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary embedding of a layer of attention; None where it has none."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
     @property
     def ropes(self) -> list[Rope]:
         """The rotary embeddings that layers of attention have, each once."""
-        kinds = zip(self.layer_ropes, self.layer_types, strict=True)
-        return list(dict.fromkeys(rope for rope, kind in kinds if rope is not None and kind == "attention"))
+        found = [self.rope_of(i) for i, kind in enumerate(self.layer_types) if kind == "attention"]
+        return list(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
     def max_short_length(self) -> int:

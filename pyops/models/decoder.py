@@ -102,7 +102,7 @@ class Decoder:
             if config.latent is not None:
                 mixer = LatentAttention(config, config.latent, attention)
             else:
-                mixer = Attention(config, config.sliding_windows[i], config.layer_ropes[i], attention)
+                mixer = Attention(config, config.sliding_windows[i], config.rope_of(i), attention)
         else:
             mixer = StateSpaceLayer(config, place)
         has_mlp, norms = config.intermediate_size > 0, config.norms

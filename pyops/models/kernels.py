@@ -68,7 +68,7 @@ def _kinds(decoder: Decoder) -> list[Layer]:
     for i, layer in enumerate(decoder.layers):
         at, weights = f"{config.names.layers}.{i}", layer.tensors(config.names)
         kinds = [(one.dtype, types.of(f"{at}.{name}".removesuffix(".weight"))) for name, one in weights.items()]
-        options = config.layer_types[i], config.sliding_windows[i], config.layer_ropes[i], experts[i]
+        options = config.layer_types[i], config.sliding_windows[i], config.rope_of(i), experts[i]
         found.setdefault((*options, *kinds), layer)
     return list(found.values())
 

@@ -102,14 +102,18 @@ class _Found:
         self.replacements: dict[Any, Replacement] = {}
         self.why: dict[Any, str] = {}
         modules = [module for module in model.modules() if module is not model]
-        self.rotary = [module for module in modules if is_rotary(module)]
+        # {module: what gives its angles}: the rotary embedding beside it, or beside what holds it, the closest one.
+        self.rotary: dict[Any, Any] = {}
+        for module in model.modules():
+            for rotary in filter(is_rotary, module.children()):
+                self.rotary |= dict.fromkeys(module.modules(), rotary)
         attentions = [module for module in modules if is_attention(module)]
         for module in modules:
             self._try(module)
         served = {type(module) for module in attentions if isinstance(self.replacements.get(module), BoundAttention)}
         # Without one, nothing takes what a rotary embedding and a layer leave.
         why = None if served else "no attention is replaced"
-        for module in self.rotary:
+        for module in filter(is_rotary, modules):
             self._add(module, lambda module=module: RotaryEmbedding(module, self.config), why)
         layers = [layer for layer in modules if any(part in attentions for part in layer.children())]
         for layer in layers:
@@ -143,8 +147,7 @@ class _Found:
             why = obstacle(module, self.dtype)
             self._add(module, lambda: Projection(module), why)
         elif is_attention(module):
-            rotary = next(iter(self.rotary), None)
-            self._add(module, lambda: attention_of(module, rotary, self.dtype, self.trials))
+            self._add(module, lambda: attention_of(module, self.rotary.get(module), self.dtype, self.trials))
         elif is_packed(module):
             self._add(module, lambda: PackedProjection(module, self.dtype))
         elif is_router(module):
@@ -153,7 +156,7 @@ class _Found:
             self._add(module, lambda: Experts(module, self.dtype, self.trials))
         elif is_mlp(module):
             self._add(module, lambda: MLP(module, self.trials))
-        elif next(module.children(), None) is None and not (width(module) or module in self.rotary):
+        elif next(module.children(), None) is None and not (width(module) or is_rotary(module)):
             if not isinstance(module, nn.Embedding):
                 large = any(weight.ndim > 2 for weight in module.parameters())
                 why = "no op computes what it does" if large else None

@@ -152,9 +152,10 @@ class Turn(NamedTuple):
 
     def angles(self, x: Tensor) -> Tensor:
         """Of cosines or sines [.., tokens, width] those of the pairs, rows of contiguous elements."""
-        if self.layout == "single":
-            return x
-        return x[..., : x.shape[-1] // 2] if self.layout == "halves" else x[..., ::2].contiguous()
+        found = x
+        if self.layout != "single":
+            found = x[..., : x.shape[-1] // 2] if self.layout == "halves" else x[..., ::2]
+        return found if found.stride(-1) == 1 else found.contiguous()
 
     def in_place(self, step: Step, query: Tensor, key: Tensor) -> bool:
         """Turn heads [batch, count, num_heads, head_dim] in place by the angles of a step; False if no op does."""

@@ -19,8 +19,9 @@ from .trial import Unknown
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks PagedCache reads
 PAST = "pyops_past"  # the argument that forwards pass on to the attention function
-# Arguments of attention functions that "sdpa" and "eager" do not read, or that `attend` reads itself.
+# Arguments of attention functions that `attend` reads.
 OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
+# Arguments that layers and models pass on, and neither "sdpa" nor "eager" reads.
 _IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
 
 

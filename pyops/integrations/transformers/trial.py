@@ -167,7 +167,7 @@ def nearest(
         try:
             if agree([ours(candidate, torch.float32)], [exact], tolerance):
                 found.append((int((ours(candidate, torch.bfloat16) != rounded).sum()), candidate))
-        except OpError:  # the op takes no such shapes
+        except (OpError, RuntimeError, TypeError, ValueError):  # the op, or a part of the module, takes no such shapes
             continue
     fewest, best = min(found, key=lambda pair: pair[0], default=(0, None))
     return best if fewest <= _MOST_ROUNDED * rounded.numel() else None
@@ -178,11 +178,11 @@ def tried(call: Callable[[], _T]) -> _T:
 
     Raises:
         OpError: an op refuses what it is given.
-        Unknown: the call fails for another reason: the code is not ours.
+        Unknown: the call raises it, or fails for another reason: the code is not ours.
     """
     try:
         return call()
-    except OpError:
+    except (OpError, Unknown):
         raise
     except Exception as error:
         said = str(error).partition("\n")[0]

@@ -19,10 +19,10 @@ _decode = Kernel("attention/mla_decode_hopper.cu")
 _HEADS = 64  # of a block
 _TOKENS = 64  # of a tile
 _PANEL_SIZE, _ROW_BYTES = 64, 128
-_MAX_SPLITS = 32
+_MAX_SPLITS = 128
 _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # the queries and two tiles
-# The model of the device: what a pair of tiles takes a block, and what a join costs.
-_PAIR_US, _JOIN_US = 3.0, 3.0
+# The model of the device: what a pair of tiles takes a block, and what a join takes beside partial results' bytes.
+_PAIR_US, _JOIN_US, _BYTES_PER_US = 3.0, 3.0, 4.3e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,12 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+
     def time(splits: int) -> float:
         pairs = -(-tiles // splits // 2) + 1
-        return -(-blocks * splits // device.multiprocessors) * pairs * _PAIR_US + (_JOIN_US if splits > 1 else 0.0)
+        alone = -(-blocks * splits // device.multiprocessors) * pairs * _PAIR_US
+        return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
 
     wanted = problem.num_kv_splits
     max_splits = wanted if wanted > 0 else min(range(1, _MAX_SPLITS + 1), key=time)

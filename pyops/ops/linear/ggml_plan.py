@@ -156,9 +156,9 @@ class MulMatConfig:
         """Of W, of a block."""
         return 16 * self.row_warps
 
-    @property
-    def num_threads(self) -> int:
-        return 32 * self.row_warps * self.k_warps
+    def num_threads(self, problem: Problem) -> int:
+        """Of a block."""
+        return self.row_warps * self.k_warps * problem.out.device.warp_size
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages, whose place sums take in the end."""
@@ -178,7 +178,7 @@ class MulMatConfig:
 
     def launch(self, problem: Problem) -> Launch:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
-        count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads
+        count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads(problem)
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if self.splits > 1 and count:
             results = -(-self.tokens * self.rows // threads)
@@ -276,7 +276,8 @@ def choose(problem: Problem, device: Device) -> Config:
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
-    if problem.X.dtype is float32 or not device.supports("mma"):
+    by_mfma = device.supports("products") and device.warp_size == 64  # by WMMA, registers spill
+    if problem.X.dtype is float32 or not (device.supports("mma") or (by_mfma and tokens > _MAX_VEC_TOKENS)):
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
     config: VecConfig | MulMatConfig
