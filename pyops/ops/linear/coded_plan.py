@@ -25,7 +25,7 @@ _STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
 _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
 # Warps of a multiprocessor that registers allow, by rows of a tile. Zero points of 4 bits take more registers, and so
 # does sm_80, which has no sums and products of pairs of bfloat16.
-_RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 16, 16: 8}
+_RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 # Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
 # arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
 _MAX_ROWS = 64
