@@ -14,7 +14,8 @@ template <> struct sum_of<true> { using type = int32_t; };
 using sum_t = sum_of<IS_INTEGER>::type;
 // Words of float16 that take the place of one word of a fragment.
 constexpr int PARTS = MULTIPLIES<scalar_t> ? 1 : 2;
-constexpr int UNROLL = PARTS == 2 ? 2 : 4;  // conversions of more parts at a time take more registers than there are
+// Parts of a step at a time: conversions of more, and gfx11's operands, take more registers than there are.
+constexpr int UNROLL = MATRIX_CORE == WMMA_11 ? 1 : PARTS == 2 ? 2 : 4;
 
 using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 

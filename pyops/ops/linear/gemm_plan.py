@@ -11,11 +11,11 @@ from typing import Any
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.dtypes import FLOATS, float32
+from ..._core.dtypes import FLOATS
 from ..._core.kernel import Kernel, Launch, Scratch
 from . import gemm_hopper, skinny_linear
 from .gemm_hopper import GemmConfig, SwapConfig
-from .gemm_problem import HELD_STAGES, Problem
+from .gemm_problem import HELD_STAGES, Problem, multiplies
 from .skinny_linear import SkinnyConfig
 
 _mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
@@ -142,7 +142,7 @@ def choose(problem: Problem, device: Device) -> Config:
         return skinny_linear.choose(problem, device)
     if on_hopper:
         return gemm_hopper.choose(problem, device)
-    if problem.dtype is float32 or not device.supports("products"):
+    if not multiplies(problem.dtype, device):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
 

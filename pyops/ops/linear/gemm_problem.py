@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.dtypes import DType, float32
+from ..._core.dtypes import DType, float32, int8
 from ..._core.kernel import Kernel, Scratch
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
@@ -21,6 +21,12 @@ SCALE_BLOCK = 128  # elements of K, and rows of b, under one scale of a block-sc
 HELD_STAGES = 2
 ACTIVATIONS = ("none", "gelu", "silu_and_mul")
 _MAX_ACCESS = 16  # bytes
+
+
+def multiplies(dtype: DType, device: Device) -> bool:
+    """Whether gemm_step.cuh multiplies such elements: not float32, nor fp8 on gfx11, where its float16 spills."""
+    widened = dtype.itemsize == 1 and dtype is not int8 and device.arch.startswith("gfx11")
+    return dtype is not float32 and device.supports("products") and not widened
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, float32, int8
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
-from .gemm_problem import HELD_STAGES, SCALE_BLOCK
+from .gemm_problem import HELD_STAGES, SCALE_BLOCK, multiplies
 from .grouped_problem import GroupedProblem
 
 _hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
@@ -214,7 +214,7 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     tile_m = next(
         tile for tile in (64, 32, 16) if problem.lists.block_size % tile == 0 and (rows > tile // 2 or tile == 16)
     )
-    if problem.dtype is float32 or not device.supports("products"):
+    if not multiplies(problem.dtype, device):
         return GroupedSimtConfig(tile_m, 64)
     held = not device.supports("async_copies")
     if tile_m < 64:
