@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..._core import tuning
@@ -19,7 +19,6 @@ from .varlen_problem import Problem
 _varlen = Kernel("attention/attention_varlen.cu")
 
 _NUM_WARPS = 4
-_STATIC_MEMORY = 2048  # bytes of attention_varlen.cu's own shared arrays, at most
 _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
 # docs/performance.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
@@ -65,15 +64,12 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     has_registers = device.supports("mma") or device.warp_size == 64  # for copies that are held, too
-    config = Config(
+    return Config(
         num_warps=_NUM_WARPS,
         row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
         step_tokens=64 if head_size <= 128 and has_registers else 32,
         min_blocks=2,
     )
-    if problem.uses_mma and shared_memory(problem, config) > device.shared_memory - _STATIC_MEMORY:
-        return replace(config, num_warps=2, step_tokens=16)
-    return config
 
 
 def shared_memory(problem: Problem, config: Config) -> int:

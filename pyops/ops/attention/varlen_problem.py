@@ -12,7 +12,6 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
 
-_MAX_GFX11_HEAD_SIZE = 64  # registers of larger ones spill
 # docs/performance.md, "64 rows of a sequence are enough".
 _MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
 
@@ -63,7 +62,8 @@ class Problem:
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
             and head_size % 16 == 0
-            and head_size <= (_MAX_GFX11_HEAD_SIZE if query.device.arch.startswith("gfx11") else 256)
+            # On matrix cores registers of larger heads spill.
+            and head_size <= (256 if query.device.supports("mma") else 2 * query.device.warp_size)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )
