@@ -63,7 +63,8 @@ class Problem:
             and heads_stride(query) % 8 == 0
             and head_size % 16 == 0
             # On matrix cores registers of larger heads spill.
-            and head_size <= (256 if query.device.supports("mma") else 2 * query.device.warp_size)
+            and head_size
+            <= (256 if query.device.supports("mma") else 64 if self.is_fp8 else 2 * query.device.warp_size)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )
