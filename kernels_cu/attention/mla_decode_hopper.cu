@@ -227,7 +227,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 
     if (pairs > 0) mbarrier_wait(&queries_full, 0);
     if (IS_FP8 && pairs > 0) {
-        convert_queries(queries, own_sums);
+        convert_queries<query_t>(queries, own_sums);
         named_barrier_sync<QUERIES>(256);
         units[0] *= own_sums[row];
         units[1] *= own_sums[row + 8];

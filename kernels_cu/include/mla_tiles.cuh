@@ -83,6 +83,7 @@ DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope
 
 // Queries beside an fp8 cache become product_t in their place, relative to a power of two for each row: units[row] is what
 // their products are to be multiplied by. By 256 threads, four to a row.
+template <typename Q>
 DEVICE void convert_queries(uint8_t* queries, float* units) {
     const int row = threadIdx.x / 4, t = threadIdx.x % 4;
     const auto at = [&](int i) {  // neighbouring rows take other halves: of all banks
@@ -90,7 +91,7 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     };
     float absmax = 0.0f, x[8];
     for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<query_t, 8>::load(reinterpret_cast<const query_t*>(at(i))).to_floats(x);
+        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(x[j]));
     }
@@ -98,7 +99,7 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     absmax = fmaxf(absmax, shfl_xor(absmax, 2));
     const float factor = inverse_power_of_two(absmax);
     for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<query_t, 8>::load(reinterpret_cast<const query_t*>(at(i))).to_floats(x);
+        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] *= factor;
         Vec<product_t, 8>::from_floats(x).store(reinterpret_cast<product_t*>(at(i)));
