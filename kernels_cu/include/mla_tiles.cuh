@@ -29,7 +29,6 @@ constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
 using product_t = conditional_t<IS_FP8, half_t, cache_t>;  // of the products' operands; float16 has every code
 static_assert(IS_FP8 ? CLUSTER == 1 && !HALF_BOXES : is_same<query_t, cache_t>);
 static_assert(CLUSTER == 1 || !HALF_BOXES);
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 // The tiles of a block, and who waits for what of them.
 struct EntryTiles {
