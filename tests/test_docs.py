@@ -60,11 +60,12 @@ def test_the_readme_counts_the_ops_of_every_family() -> None:
 
 
 def test_the_readme_counts_what_stands_in_for_vllm() -> None:
-    states = re.fullmatch(r"(\d+) ops: (\d+) served, .*", coverage.text().splitlines()[-1])
-    assert states
-    served, ops = re.findall(r"(\d+) of the (\d+) \[ops\]\(docs/integrations\.md\)", README)[0]
-    assert (ops, served) == states.groups()
-    (layers,) = re.findall(r"(\d+) of its\s+\[layers\]", README)
+    for version, of in (("0.16", r" \[ops\]\(docs/integrations\.md\) of vLLM 0\.16"), ("0.22", r" of 0\.22")):
+        states = re.fullmatch(r"(\d+) ops: (\d+) served, .*, 0 missing", coverage.text(version).splitlines()[-1])
+        assert states
+        served, ops = re.findall(rf"(\d+) of the (\d+){of}", README)[0]
+        assert (ops, served) == states.groups()
+    (layers,) = re.findall(r"(\d+) \[layers\]", README)
     _, rows, _ = re.split(r"<!-- /?layers -->", page("layers.md"))
     assert int(layers) == rows.count("\n| `")
 

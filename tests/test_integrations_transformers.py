@@ -396,6 +396,23 @@ def test_autocast_is_left_to_the_model(model: Any, calls: Counter[str]) -> None:
     assert not calls
 
 
+def test_training_is_left_to_the_model(calls: Counter[str]) -> None:
+    """Dropout, which a trial does not see: the sums, and attention as transformers has it."""
+    model = accelerate(model_of("llama")).train()
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    calls.clear()
+    tokens, _ = prompts()
+    found = []
+    for each in (model, restore(copy.deepcopy(model))):
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append(each(tokens, **{CACHE: PagedCache(model.config)}).logits)
+    same_logits(*found)
+    assert not calls["fused_add_rms_norm"] + calls["paged_attention_varlen"]
+
+
 # Weights
 
 

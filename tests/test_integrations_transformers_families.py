@@ -37,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Helium": HEADS,
     "HunYuanDenseV1": HEADS,
     "Ministral": HEADS | WINDOW,
+    "Ministral3": HEADS,
     "Nemotron": {},
     "Olmo": {"clip_qkv": 2.0},
     "Olmo2": {},
@@ -94,9 +95,9 @@ def test_tokens_are_the_same(family: str) -> None:
 
 
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
-@pytest.mark.parametrize(("family", "dtype"), [("Gemma2", "bfloat16"), ("GptOss", "float32"), ("Phi", "float32")])
+@pytest.mark.parametrize(("family", "dtype"), [("Gemma2", "bfloat16"), ("Phi", "float32")])
 def test_kernels_on_the_host(family: str, dtype: str) -> None:
-    """Soft caps and windows, sinks, and queries turned in part, by the kernels themselves."""
+    """Soft caps and windows, and queries turned in part, by the kernels themselves."""
     model = model_of(family)
     exact = steps(model, transformers.DynamicCache(config=model.config), True)
     accelerate(model.to(getattr(torch, dtype)))
@@ -112,6 +113,7 @@ def test_kernels_on_the_host(family: str, dtype: str) -> None:
 @pytest.mark.slow
 def test_a_decode_step_is_one_graph() -> None:
     """By the attention's own forward; it serves the next step, too."""
+    torch.compiler.reset()  # other tests may have used up how often a code object is compiled
     model = model_of("GPTNeoX")
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), False)
     accelerate(model)
@@ -126,6 +128,7 @@ def test_a_decode_step_is_one_graph() -> None:
         same_logits(steps(model, PagedCache(model.config, 25), False, step), theirs)
     finally:
         torch.compiler.set_stance("default")
+        torch.compiler.reset()
 
 
 @pytest.mark.gpu

@@ -116,6 +116,7 @@ private:
             before = atomicAdd(counter, more);
             __threadfence();
         }
+        sync_warp();  // behind the fence, for the loads of the other lanes
         return shfl<32>(before, 0);
     }
 };

@@ -5,9 +5,7 @@ from __future__ import annotations
 # Name of a mutant -> why no test can notice it.
 EQUIVALENT: dict[str, str] = {
     "attention/attention_decode_simt.cu:cast:0f8816a5": "a head's number times HEAD_SIZE fits in 32 bits",
-    "attention/attention_varlen.cu:barrier:7fd8270c": "behind the last tile no thread reads what copies write",
     "attention/attention_varlen.cu:predicate:f9c38b89": "without ALiBi the slopes are 0, which add nothing",
-    "attention/mla_decode.cu:bound:b986be1d": "the row of a chunk that is not the lane's own leads to no access",
     "cache/gather_cache.cu:arithmetic:df411b4a": "what is asked of a cache ahead of its use changes no result",
     "include/chunk_scan.cuh:bound:5c7a8024": "where part_tokens are left, both ends are the same",
     "include/cluster.cuh:comparison:d7d748c7": "every thread of a cluster of one block arrives at the barrier",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from ..._core.errors import OpError
 from .cache import PagedCache, PagedLayer
@@ -22,27 +22,10 @@ from .seams import IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_for
 from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
 # What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
-_JOINED = {
-    "shape",
-    "view",
-    "transpose",
-    "reshape",
-    "contiguous",
-    "head_dim",
-    "layer_idx",
-    "config",
-    "scaling",
-    "training",
-}
-_JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "update", "get_interface", "getattr"}
-_JOINED |= {
-    "attention_dropout",
-    "sliding_window",
-    "attn_logit_softcapping",
-    "_attn_implementation",
-    "eager_attention_forward",
-}
-_JOINED |= {"nn", "functional", "dropout"}
+_JOINED = {"shape", "view", "transpose", "reshape", "contiguous", "nn", "functional", "dropout", "getattr"}
+_JOINED |= {"config", "training", "head_dim", "layer_idx", "scaling", "attention_dropout", "attn_logit_softcapping"}
+_JOINED |= {"sliding_window", "_attn_implementation", "eager_attention_forward", "get_interface", "update"}
+_JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
 # Of the largest element, how far results may be apart in float32, and where logits and weights are rounded to bfloat16.
 _CLOSE, _ROUNDED = 1e-5, 0.1
@@ -110,21 +93,23 @@ class JoinedAttention(BoundAttention):
         self.sizes = [linear.out_features for linear in self.qkv.linears]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
         # Of all heads together, or of each.
-        self.norms_heads = not self.norms or self.norms[0].weight.shape[-1] == module.head_dim
+        weight = getattr(self.norms[0], "weight", None) if self.norms else None
+        self.norms_heads = weight is None or weight.shape[-1] == module.head_dim
         rotary_op = "flashinfer_rotary_embedding" if turn.in_float32[0] else "rotary_embedding"
         self.op = f"one product, {rotary_op}, and with a PagedCache {self.paged}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.parameters[1:], args, strict=False)) | renamed(kwargs, self.parameters)
-        hidden_states, step, module = given.pop("hidden_states"), given.pop("position_embeddings", None), self.module
-        if not isinstance(step, Step) or module.training:
+        hidden_states, step, module = given.pop(self.parameters[1]), given.pop("position_embeddings", None), self.module
+        name = next(name for name in CACHE_NAMES if name in self.parameters)
+        cache, mask = given.pop(name, None), given.pop("attention_mask", None)
+        is_known = cache is None or isinstance(cache, (PagedCache, DynamicCache, StaticCache))
+        if not isinstance(step, Step) or not is_known or module.training:
             return super().forward(*args, **kwargs)
         query, key, value = self._heads(hidden_states)
         if not self.turn.in_place(step, query, key):
             return super().forward(*args, **kwargs)
         states, past = (key.transpose(1, 2), value.transpose(1, 2)), None
-        name = next(name for name in CACHE_NAMES if name in self.parameters)
-        cache, mask = given.pop(name, None), given.pop("attention_mask", None)
         if isinstance(cache, PagedCache):
             past = Past(cache.layers[module.layer_idx], step)
             past.layer.reserve(*states)
@@ -198,14 +183,16 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
     _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
     said = {name: value for name, value in asked.options.items() if name in OPTIONS - {"dropout"}}, asked.default
     forms, why = [JoinedAttention, BoundAttention], "its attention function is not that of the ops"
-    for each in dict.fromkeys((torch.float32, dtype)):
+    # CPUs of older versions of torch lack functions of float16.
+    rounded = dtype if dtype == torch.float32 else torch.bfloat16
+    for each in dict.fromkeys((torch.float32, rounded)):
         played = _played(module, each)
         theirs = _results(played, partial(function, played), DynamicCache(), rotary, each)
         for form in list(forms):
             try:
                 paged = PagedCache(played.config)
                 paged.layers[module.layer_idx] = layer = _Watched(None)
-                ours = _results(played, form(played, said).forward, paged, rotary, each)
+                ours = _results(played, tried(partial(form, played, said)).forward, paged, rotary, each)
             except (Unknown, OpError) as reason:
                 why = str(reason)
                 forms.remove(form)

@@ -178,11 +178,11 @@ def tried(call: Callable[[], _T]) -> _T:
 
     Raises:
         OpError: an op refuses what it is given.
-        Unknown: the call fails for another reason: the code is not ours.
+        Unknown: the call raises it, or fails for another reason: the code is not ours.
     """
     try:
         return call()
-    except OpError:
+    except (OpError, Unknown):
         raise
     except Exception as error:
         said = str(error).partition("\n")[0]
