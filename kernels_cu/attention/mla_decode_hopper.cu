@@ -11,9 +11,7 @@
 // attention.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
 // same entries, and each loads a part of them for all.
 //
-// Tiles: TOKENS entries each, in pairs (mla_tiles.cuh).
-//
-// Warpgroups: the last loads. Each of the other two computes the logits of one tile of a pair, and one half
+// Warpgroups: the last loads tiles of TOKENS entries, in pairs (mla_tiles.cuh). Each of the other two computes the logits of one tile of a pair, and one half
 // of the results' columns, left or right, for which it needs the probabilities of both tiles:
 //
 //     warpgroup 0                                         warpgroup 1
@@ -48,6 +46,7 @@ constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_T
 // A thread's registers: what the loaders give up, the others take.
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : CLUSTER > 1 ? 40 : 24;
 constexpr int REGISTERS = IS_FP8 ? 208 : CLUSTER > 1 ? 232 : 240;
+static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
 mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
@@ -227,7 +226,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 
     if (pairs > 0) mbarrier_wait(&queries_full, 0);
     if (IS_FP8 && pairs > 0) {
-        convert_queries(queries, own_sums);
+        convert_queries<query_t>(queries, own_sums);
         named_barrier_sync<QUERIES>(256);
         units[0] *= own_sums[row];
         units[1] *= own_sums[row + 8];

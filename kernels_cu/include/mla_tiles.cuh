@@ -29,7 +29,6 @@ constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
 using product_t = conditional_t<IS_FP8, half_t, cache_t>;  // of the products' operands; float16 has every code
 static_assert(IS_FP8 ? CLUSTER == 1 && !HALF_BOXES : is_same<query_t, cache_t>);
 static_assert(CLUSTER == 1 || !HALF_BOXES);
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 // The tiles of a block, and who waits for what of them.
 struct EntryTiles {
@@ -83,6 +82,7 @@ DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope
 
 // Queries beside an fp8 cache become product_t in their place, relative to a power of two for each row: units[row] is what
 // their products are to be multiplied by. By 256 threads, four to a row.
+template <typename Q>
 DEVICE void convert_queries(uint8_t* queries, float* units) {
     const int row = threadIdx.x / 4, t = threadIdx.x % 4;
     const auto at = [&](int i) {  // neighbouring rows take other halves: of all banks
@@ -90,7 +90,7 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     };
     float absmax = 0.0f, x[8];
     for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<query_t, 8>::load(reinterpret_cast<const query_t*>(at(i))).to_floats(x);
+        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(x[j]));
     }
@@ -98,7 +98,7 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     absmax = fmaxf(absmax, shfl_xor(absmax, 2));
     const float factor = inverse_power_of_two(absmax);
     for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<query_t, 8>::load(reinterpret_cast<const query_t*>(at(i))).to_floats(x);
+        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] *= factor;
         Vec<product_t, 8>::from_floats(x).store(reinterpret_cast<product_t*>(at(i)));
