@@ -113,6 +113,7 @@ def test_kernels_on_the_host(family: str, dtype: str) -> None:
 @pytest.mark.slow
 def test_a_decode_step_is_one_graph() -> None:
     """By the attention's own forward; it serves the next step, too."""
+    torch.compiler.reset()  # other tests may have used up how often a code object is compiled
     model = model_of("GPTNeoX")
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), False)
     accelerate(model)
@@ -127,6 +128,7 @@ def test_a_decode_step_is_one_graph() -> None:
         same_logits(steps(model, PagedCache(model.config, 25), False, step), theirs)
     finally:
         torch.compiler.set_stance("default")
+        torch.compiler.reset()
 
 
 @pytest.mark.gpu

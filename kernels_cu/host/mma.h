@@ -60,7 +60,8 @@ template <typename T, int CORE>
 struct host_core {
     static constexpr bool IS_MFMA = CORE == 1, IS_11 = CORE == 2;
     static constexpr int LANES = IS_MFMA ? 64 : 32, SUMS = IS_MFMA ? 4 : 8;
-    static constexpr int N = 4 / sizeof(T), K = IS_MFMA ? 8 * N : 16;  // elements of a word, and of an instruction's sum
+    static constexpr int N = 4 / sizeof(T),
+                         K = IS_MFMA ? 8 * N : 16;  // elements of a word, and of an instruction's sum
     static constexpr int WORDS = IS_11 ? 16 / N : IS_MFMA ? 2 : 8 / N;
     // K of element `e` of lane l: runs of lanes follow each other, but 16 bits of WMMA_12 are runs of four by turns.
     static int k_of(int lane, int e) {

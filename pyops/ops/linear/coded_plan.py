@@ -23,8 +23,9 @@ _LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie und
 _STAGES = 3
 _STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
 _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
-# Warps of a multiprocessor that registers allow, by rows of a tile; the second also with zero points of 4 bits.
-_RESIDENT, _RESIDENT_OF_NIBBLES = {8: 16, 16: 12}, {8: 16, 16: 8}
+# Warps of a multiprocessor that registers allow, by rows of a tile. Zero points of 4 bits take more registers, and so
+# does sm_80, which has no sums and products of pairs of bfloat16.
+_RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 # Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
 # arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
 _MAX_ROWS = 64
@@ -126,7 +127,8 @@ def choose(problem: CodedProblem, device: Device) -> CodedConfig:
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
-    resident = (_RESIDENT_OF_NIBBLES if w.bits == 4 and w.zeros is not None else _RESIDENT)[tile_m]
+    fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")
+    resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
     warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w)))
