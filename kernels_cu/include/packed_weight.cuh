@@ -43,7 +43,6 @@ using codes_t = Codes<number_t, BITS, EXPONENT>;
 using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8) || (BITS == 2 && IS_GPTQ));
-static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPONENT == 0));
 
 // The codes of a lane in a product.
 struct Code {
