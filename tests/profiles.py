@@ -29,7 +29,7 @@ class Profile:
 
 
 PROFILES = {
-    # Everything in six minutes on two cores, with nothing in the caches.
+    # Everything in eight minutes on two cores, with nothing in the caches.
     "dev": Profile(4, 3, 1, 2, 1, 2, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
     "ci": Profile(6, 6, 2, 4, 1, 6, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
     # What a GPU runs, where nothing takes long but compiling.
