@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 16  # elements under one scale
+MX_BLOCK = 32  # elements under one scale of MXFP4 and MXFP8, whose scales lie in the same tiles
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
 

@@ -10,7 +10,7 @@ from ..._core.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
-from .._shared.fp4_tiles import TILE_ROWS, tile_sizes, untiled
+from .._shared.fp4_tiles import MX_BLOCK, TILE_ROWS, tile_sizes, untiled
 from .._shared.scalar_type import E2M1_NUMBERS
 
 if TYPE_CHECKING:
@@ -128,5 +128,5 @@ def dense_bytes(num_rows: int, size: int) -> int:
 
 
 NVFP4 = BlockFormat(4, 16, float8_e4m3fn)
-MXFP4 = BlockFormat(4, 32, float8_e8m0fnu)
-MXFP8 = BlockFormat(8, 32, float8_e8m0fnu)
+MXFP4 = BlockFormat(4, MX_BLOCK, float8_e8m0fnu)
+MXFP8 = BlockFormat(8, MX_BLOCK, float8_e8m0fnu)

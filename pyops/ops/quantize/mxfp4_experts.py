@@ -12,7 +12,7 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import fp8
-from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
+from .._shared.fp4_tiles import BLOCK, MX_BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
 from ._fp4 import check_codes, check_scales, e2m1, gated
 from .fp4_experts import check_matrix, experts_example, max_tiles, outside, write_experts
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant"]
 
-_MX_BLOCK = 32  # elements under one scale, a power of two
 _MX_THREADS = 128  # of a block: four rows of a tile's four columns each
 
 _mxfp4_experts_quant = Kernel("quantize/mxfp4_experts_quant.cu")
@@ -29,7 +28,7 @@ _mxfp4_experts_quant = Kernel("quantize/mxfp4_experts_quant.cu")
 
 def _mxfp4(x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
     """(codes, two to a byte; exponents, uint8) of rows [num_rows, hidden_size], whoever's they are."""
-    blocks = x.float().unflatten(-1, (-1, _MX_BLOCK))
+    blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     a = fp8.absmax(blocks)
     exponents = (a * torch.full_like(a, 1 / 6)).view(torch.int32) >> 23
     powers = torch.ldexp(torch.ones_like(a), 127 - exponents)
@@ -42,7 +41,7 @@ def _result_mxfp4(input: TensorArg, n_experts: int, halves: int) -> tuple[Result
     check_matrix(input)
     num_rows, hidden_size = input.shape[0], input.shape[1] // halves
     scale_rows = rounded_up(num_rows, TILE_ROWS) + TILE_ROWS * max(0, n_experts)
-    scales = scale_rows, rounded_up(hidden_size // _MX_BLOCK, TILE_COLUMNS)
+    scales = scale_rows, rounded_up(hidden_size // MX_BLOCK, TILE_COLUMNS)
     return Result((num_rows, hidden_size // 2), uint8), Result(scales, uint8)
 
 
@@ -56,14 +55,14 @@ def _plan_mxfp4(
     halves: int,
 ) -> Launch:
     check_matrix(input)
-    if input.shape[1] % (halves * _MX_BLOCK):
-        raise input.error(f"expected a last dimension of multiples of {halves * _MX_BLOCK}, got shape {input.shape}")
+    if input.shape[1] % (halves * MX_BLOCK):
+        raise input.error(f"expected a last dimension of multiples of {halves * MX_BLOCK}, got shape {input.shape}")
     check_codes(output, input, halves)
     if n_experts < 0:
         raise check.refuse(input, "n_experts", f"expected 0 or more, got {n_experts}")
     for arg in (offsets, tile_offsets):
         check.shape(arg, int32, num_offsets=n_experts + 1)
-    num_rows, blocks = input.shape[0], 2 * output.shape[1] // _MX_BLOCK
+    num_rows, blocks = input.shape[0], 2 * output.shape[1] // MX_BLOCK
     columns = rounded_up(blocks, TILE_COLUMNS)
     check_scales(output_scale, columns, None)
     return _mxfp4_experts_quant(
@@ -87,7 +86,7 @@ def _plan_mxfp4(
 
 def _mxfp4_example(make: Any, num_tokens: int, hidden_size: int, dtype: str, halves: int) -> tuple[Any, ...]:
     output, finer, input, _, offsets, tiles = experts_example(make, num_tokens, hidden_size, dtype, halves)
-    words = rounded_up(hidden_size // _MX_BLOCK, TILE_COLUMNS) // 4
+    words = rounded_up(hidden_size // MX_BLOCK, TILE_COLUMNS) // 4
     scales = make.empty(finer.shape[0], words, dtype="int32")
     return output, scales, input, offsets, tiles, 5
 

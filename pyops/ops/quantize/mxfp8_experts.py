@@ -11,7 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8
-from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
+from .._shared.fp4_tiles import BLOCK, MX_BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
 from .fp4_experts import check_matrix, max_tiles
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["mxfp8_experts_quant"]
 
-_MX_BLOCK = 32  # elements under one scale
 _MX_THREADS = 128  # of a block: four rows of a tile's four columns each
 _EXPONENT_BIAS = 127  # of e8m0
 _LARGEST_EXPONENT = 254  # the code above is NaN
@@ -29,7 +28,7 @@ _mxfp8_experts_quant = Kernel("quantize/mxfp8_experts_quant.cu")
 
 def _mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """(codes; exponents, uint8) of rows [num_rows, hidden_size]."""
-    blocks = x.float().unflatten(-1, (-1, _MX_BLOCK))
+    blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     a = fp8.absmax(blocks)
     mantissa, exponent = torch.frexp((a * torch.full_like(a, 1 / 448)).double())  # of a zero both are 0
     power = torch.where(mantissa == 0.5, exponent - 1, exponent).masked_fill(mantissa == 0, -_EXPONENT_BIAS)
@@ -89,8 +88,8 @@ def plan_mxfp8_experts_quant(
     check_matrix(input)
     check.dtype(input, float16, bfloat16)
     num_rows, hidden_size = input.shape
-    if check.row_size(input) % _MX_BLOCK:
-        raise input.error(f"expected a last dimension of multiples of {_MX_BLOCK}, got shape {input.shape}")
+    if check.row_size(input) % MX_BLOCK:
+        raise input.error(f"expected a last dimension of multiples of {MX_BLOCK}, got shape {input.shape}")
     check.sizes(problem_sizes, num_experts=None, sizes=3)
     num_experts = problem_sizes.shape[0]
     check.shape(problem_sizes, int32, num_experts=num_experts, sizes=3)
@@ -99,7 +98,7 @@ def plan_mxfp8_experts_quant(
     check.dtype(quant_output, float8_e4m3fn)
     check.sizes(quant_output, num_rows=num_rows, hidden_size=hidden_size)
     check.row_size(quant_output)
-    blocks = hidden_size // _MX_BLOCK
+    blocks = hidden_size // MX_BLOCK
     columns = rounded_up(blocks, TILE_COLUMNS)
     check.dtype(scale_factor, uint8, float8_e8m0fnu)
     check.shape(scale_factor, rows=scale_factor.shape[0] if scale_factor.shape else 0, columns=columns)
@@ -150,5 +149,5 @@ def example_mxfp8_experts_quant(
         make.values([0, counts[0], counts[0]], "int32"),
         make.values([0, padded[0], padded[0]], "int32"),
         make.full(num_tokens, hidden_size, value=0.0, dtype="float8_e4m3fn"),
-        make.randint(0, 255, sum(padded), rounded_up(hidden_size // _MX_BLOCK, TILE_COLUMNS), dtype="uint8"),
+        make.randint(0, 255, sum(padded), rounded_up(hidden_size // MX_BLOCK, TILE_COLUMNS), dtype="uint8"),
     )
