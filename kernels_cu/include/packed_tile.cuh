@@ -174,8 +174,9 @@ struct HeldPiece {
     }
     // Scale and shift of column `c`, likewise.
     DEVICE void terms(float& scale, float& shift, int c, int column) const {
+        constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
         scale = 1.0f;
-        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * power_of_two(GROUP_SCALE_EXPONENT);
+        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * FACTOR;
         const float zero = zero_of(c, column) + (ZERO_FLOATS ? to_float(zeros[c]) : 0.0f);
         shift = ADDED ? fmaf(-zero, scale, to_float(zeros[c])) : -zero * scale;
     }
