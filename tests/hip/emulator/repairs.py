@@ -52,7 +52,7 @@ def _keep_subnormals(emu: Any) -> None:
 
 
 def _return_what_atomics_read(emu: Any) -> None:
-    """An atomic operation returns what it has read by a bit, sc0 of CDNA and th of RDNA 4; the emulator asks for glc."""
+    """An atomic operation returns what it has read by a bit: sc0 of CDNA, th of RDNA 4; the emulator knows glc."""
     attribute = emu._iattr
 
     def named(inst: Any, name: str, default: int = 0) -> int:
