@@ -135,7 +135,7 @@ def test_exact_sums() -> None:
     [
         ("MFMA", "gfx90a", 8, 3, MulMatConfig(4, 1, 2, 1, 2)),
         ("MFMA", "gfx90a", 12, 19, MulMatConfig(32, 2, 2, 1, 1)),
-        ("WMMA_11", "gfx1100", 12, 1, MulMatConfig(1, 1, 2, 1, 1)),
+        ("WMMA_11", "gfx1100", 12, 3, MulMatConfig(4, 1, 2, 1, 1)),
         ("WMMA_12", "gfx1201", 14, 19, MulMatConfig(32, 4, 1, 1, 2)),
     ],
 )
@@ -169,6 +169,7 @@ def test_on_matrix_cores(
         ("gfx90a", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),
         ("gfx1201", 32, dtypes.bfloat16, 12, MulMatConfig(32, 4, 1, 1, 1)),
         ("gfx942", 2, dtypes.float32, 12, SimtConfig(2, 4, 256)),
+        ("gfx1100", 2, dtypes.bfloat16, 12, SimtConfig(2, 4, 256)),
     ],
 )
 def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:

@@ -283,7 +283,9 @@ def choose(problem: Problem, device: Device) -> Config:
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
-    if problem.X.dtype is float32 or not device.supports("products"):
+    # WMMA of gfx11 takes the time of vector instructions: for few rows more than ggml_mul_mat_simt.cu spends on them.
+    is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
+    if problem.X.dtype is float32 or not device.supports("products") or is_slow:
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
     if _on_matrix_cores(device):
