@@ -49,6 +49,8 @@ constexpr int OUT_CHUNK = 16 / sizeof(out_t);
 constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
 constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // scales of the columns of a warpgroup
 struct Factors { float rows[2], columns[FACTORS]; };
+// Scales of a step in shared memory: those of the tile's rows, then FACTORS of each warpgroup's columns.
+constexpr int STAGE_SCALES = SCALE_BLOCK > 0 ? TILE_M + PARTS * FACTORS : 0;
 // A thread's registers: what the producers give up, the consumers take.
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
@@ -77,12 +79,14 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     Ring<STAGES> ring(stores + 4 * CONSUMERS * STORE_BYTES);
+    float* scales = reinterpret_cast<float*>(ring.barriers + 2 * STAGES);  // [STAGES, STAGE_SCALES]
     if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
     // Rows that do not exist are never loaded.
     for (int i = threadIdx.x; i < STAGES * A_BYTES / 16; i += NUM_THREADS) {
         uint8_t* stage = shared + i / (A_BYTES / 16) * STAGE_BYTES;
         reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
     }
+    for (int i = threadIdx.x; i < STAGES * STAGE_SCALES; i += NUM_THREADS) scales[i] = 0.0f;
     fence_proxy_async();
     __syncthreads();
 
@@ -106,6 +110,17 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 const int row = rows.row(tile_row * TILE_M + own_row + i * PASS_ROWS);
                 from[i] = row < 0 ? nullptr : a + int64_t(row / int(top_k)) * a_stride + chunk * CHUNK;
             }
+            const float *row_scale = nullptr, *column_scale = nullptr;  // of the first step
+            if constexpr (SCALE_BLOCK > 0) {
+                const int thread = threadIdx.x % 128, row = thread < TILE_M ? rows.row(tile_row * TILE_M + thread) : -1;
+                if (row >= 0) row_scale = a_scales + int64_t(row / int(top_k)) * a_scale_step;
+                if (thread < PARTS * FACTORS) {
+                    const int64_t first = int64_t(tile_column * PARTS + thread / FACTORS) * OUT_N;
+                    const int64_t next = thread % FACTORS * (STRADDLES ? int64_t(BOX_N - 1) : n);
+                    const int64_t block = min(GATED == 2 ? 2 * first : first + next, int64_t(b_rows) - 1) / SCALE_BLOCK;
+                    column_scale = b_scales + expert * b_scale_expert_step + block * b_scale_step;
+                }
+            }
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
@@ -125,6 +140,11 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                     if (from[i] == nullptr) continue;
                     cp_async<16>(to + swizzle_128b(own_row + i * PASS_ROWS, chunk * 16), from[i] + step * TILE_K,
                                  exists);
+                }
+                if constexpr (SCALE_BLOCK > 0) {
+                    float* const scale = scales + ring.stage * STAGE_SCALES + threadIdx.x % 128;
+                    if (row_scale != nullptr) cp_async<4>(scale, row_scale + step * a_scale_block_step);
+                    if (column_scale != nullptr) cp_async<4>(scale + TILE_M, column_scale + step * b_scale_block_step);
                 }
                 cp_async_mbarrier_arrive_noinc(ring.full());
             }
@@ -239,20 +259,15 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
 #pragma unroll
                 for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
                 Factors factors[BUFFERS];
-                const auto start = [&](int step, sum_t(&sums)[PART_N / 2], Factors& of_step) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        const int a_row = max(own_rows[i], 0) / int(top_k);
-                        of_step.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
-                    }
-#pragma unroll
-                    for (int i = 0; i < FACTORS; ++i) {
-                        const int64_t next = STRADDLES ? BOX_N - 1 : n;
-                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * next;
-                        const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
-                        of_step.columns[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
-                    }
+                // Starts the products of the stage, whose scales lie beside it.
+                const auto start = [&](sum_t(&sums)[PART_N / 2], Factors& of_step) {
                     multiply(sums, false);
+                    const float* const from = scales + ring.stage * STAGE_SCALES;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) of_step.rows[i] = from[first_row + warp * 16 + lane / 4 + i * 8];
+#pragma unroll
+                    for (int i = 0; i < FACTORS; ++i) of_step.columns[i] = from[TILE_M + part * FACTORS + i];
+                    sync_warp();  // before a lane gives the stage back
                 };
                 const int own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // of the first of two scales
                 const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& of_step) {
@@ -271,29 +286,29 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 };
                 if constexpr (BUFFERS == 1) {
                     for (int step = 0; step < steps; ++step, ring.advance()) {
-                        start(step, d[0], factors[0]);
+                        start(d[0], factors[0]);
                         warpgroup_wait<0>();
                         ring.release(ring.stage);
                         add(d[0], factors[0]);
                     }
                 } else {
-                    start(0, d[0], factors[0]);
-                    // Starts step `step` into set `now`, and adds up the step before meanwhile.
-                    const auto next = [&](int step, int now) {
+                    start(d[0], factors[0]);
+                    // Starts the next step into set `now`, and adds up the step before meanwhile.
+                    const auto next = [&](int now) {
                         const int before = ring.stage;
                         ring.advance();
-                        start(step, d[now], factors[now]);
+                        start(d[now], factors[now]);
                         warpgroup_wait<1>();
                         ring.release(before);
                         add(d[1 - now], factors[1 - now]);
                     };
                     int step = 1;
                     for (; step + 1 < steps; step += 2) {
-                        next(step, 1);
-                        next(step + 1, 0);
+                        next(1);
+                        next(0);
                     }
                     if (step < steps) {
-                        next(step, 1);
+                        next(1);
                         warpgroup_wait<0>();
                         add(d[1], factors[1]);
                     } else {

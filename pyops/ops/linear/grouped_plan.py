@@ -79,6 +79,8 @@ class GroupedConfig:
         halves = 2 if problem.gated == 1 else 1
         columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
         stage = (self.tile_m + self.tile_n) * _STEP_BYTES + _BARRIER_BYTES
+        if problem.block_scaled:
+            stage += (self.tile_m + 4) * 4  # scales, of at most two columns of each warpgroup
         most = _BYTES_IN_FLIGHT // (self.tile_n * _STEP_BYTES)
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - _STORE_BYTES) // stage, most))
         k, itemsize = problem.k, problem.dtype.itemsize
