@@ -49,6 +49,14 @@ DEVICE int made_anew(int x) {
     return x;
 }
 
+// x. The compiler of HIP takes it for bits it cannot know, and does not part what one instruction has masked.
+DEVICE uint32_t unknown_bits(uint32_t x) {
+#if PYOPS_HIP
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
 // Every lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {
