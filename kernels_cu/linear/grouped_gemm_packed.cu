@@ -157,8 +157,8 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         const bool exists = WHOLE_STEPS || int64_t(step) * STEP_K + t * LANE_K < k;
 #pragma unroll
         for (int i = 0; i < FRAGMENTS * 2; ++i) {
-            cp_async<16>(stage + A_BYTES + (i * 32 + lane) * 16,
-                         exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : codes, exists);
+            cp_async_of_line(stage + A_BYTES + (i * 32 + lane) * 16,
+                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : codes, exists);
         }
         next += STEP_BYTES;
         const int64_t first = int64_t(step) * STEP_K;
