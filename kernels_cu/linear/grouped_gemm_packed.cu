@@ -12,7 +12,8 @@
 // in steps of 64 bytes of each row of w, of which lane 4g + t has the t-th 16 bytes of rows g and g + 8 of each fragment.
 // Products take elements of K in any order, so codes are paired as a word has them, and rows of a likewise. Codes and rows
 // of a come to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead; scales and zero points are loaded
-// a step ahead. Warps do not wait for each other before the end.
+// a step ahead, or, where the four lanes of a row have one group in a step, by each of these lanes for one of four steps,
+// four steps ahead. Warps do not wait for each other before the end.
 //
 // With gates and ups, rows g of a fragment are gates and rows g + 8 their ups: a thread has the sums of both.
 //
@@ -51,6 +52,9 @@ constexpr int COPIES = TILE_M * CHUNKS / 32;  // of a lane, of rows of a
 constexpr int SUM_BYTES = FRAGMENTS * ROW_TILES * 32 * sizeof(sums_t);
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
+// Whether lanes load the terms of groups for each other, and of how many steps terms are loaded at once.
+constexpr bool IN_TURN = HAS_SCALES && GROUP_SIZE % STEP_K == 0;
+constexpr int TERM_STEPS = IN_TURN ? 4 : 1;
 constexpr uint32_t MIDDLE = EXPONENT > 0 ? 0 : 1u << (BITS - 1);
 static_assert(BITS == 4 || BITS == 8);
 static_assert(TILE_M == 8 || TILE_M == 16);
@@ -170,9 +174,10 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
                          copied);
         }
     };
-    uint32_t terms[FRAGMENTS][2];
+    uint32_t terms[FRAGMENTS][2], now[FRAGMENTS][2];  // of the steps from `step` on, and of those before
     const auto load_terms = [&](int step) {
-        const int64_t first = int64_t(step) * STEP_K + t * LANE_K;
+        const int64_t first = IN_TURN ? int64_t(min(step + t, last_step - 1)) * STEP_K
+                                      : int64_t(min(step, last_step - 1)) * STEP_K + t * LANE_K;
         const uint32_t group = WHOLE_STEPS || first < k ? uint32_t(first) / GROUP_SIZE : groups - 1;
 #pragma unroll
         for (int i = 0; i < FRAGMENTS * 2; ++i) {
@@ -199,10 +204,12 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         const int filled = stage == own ? STAGES - 1 : -1;  // from `stage` on
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1, stage + filled * STAGE_BYTES);
         cp_async_commit();
-        uint32_t now[FRAGMENTS][2];
+        const int turn = (step - first_step) % TERM_STEPS;
+        if (turn == 0) {
 #pragma unroll
-        for (int i = 0; i < FRAGMENTS * 2; ++i) now[i / 2][i % 2] = terms[i / 2][i % 2];
-        load_terms(min(step + 1, last_step - 1));
+            for (int i = 0; i < FRAGMENTS * 2; ++i) now[i / 2][i % 2] = terms[i / 2][i % 2];
+            load_terms(step + TERM_STEPS);
+        }
         uint32_t a_pairs[ROW_TILES][PRODUCTS][2];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LANE_CHUNKS; ++i) {
@@ -227,8 +234,9 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
             for (int h = 0; h < 2; ++h) {
                 const auto* const at = reinterpret_cast<const uint32_t*>(stage + A_BYTES);
                 words[h] = four_t::load(at + ((f * 2 + h) * 32 + lane) * 4);
-                zero[h] = codes_t::zero(now[f][h] >> 16);
-                scale[h].template word<2>(0) = pack_halves<false>(now[f][h], now[f][h]);
+                const uint32_t own = IN_TURN ? shfl<32>(now[f][h], lane / 4 * 4 + turn) : now[f][h];
+                zero[h] = codes_t::zero(own >> 16);
+                scale[h].template word<2>(0) = pack_halves<false>(own, own);
             }
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
