@@ -180,13 +180,16 @@ def test_kernel_may_be_started_early(name: str) -> None:
 
 
 def test_every_kernel_is_launched() -> None:
-    """By an op's example with few tokens, some, or many; tests/test_collective.py launches those of several ranks."""
+    """By an op's example with few tokens, some, or many, or on AMD; tests/test_collective.py launches those of several ranks."""
     launched = {
         launch.specialisation.kernel.file
         for op in pyops.registry.values()
         if op.example
-        for case, more in product(axes.combinations(op), ({}, {"num_tokens": 256}, {"num_tokens": 4096}))
-        for launch in op.launches(*op.example(ArgMaker(device.model()), **case, **more))
+        for case, (arch, more) in product(
+            axes.combinations(op),
+            (("sm_90", {}), ("sm_90", {"num_tokens": 256}), ("sm_90", {"num_tokens": 4096}), ("gfx942", {})),
+        )
+        for launch in op.launches(*op.example(ArgMaker(device.model(arch)), **case, **more))
     }
     assert launched == {name for name in KERNELS if not name.startswith("collective/")}
 

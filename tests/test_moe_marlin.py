@@ -14,6 +14,7 @@ from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
+from pyops.ops.linear.packed_tile import PackedTileConfig
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.calls import DEVICES
@@ -107,6 +108,7 @@ def test_fused_marlin_moe(
         (True, PackedConfig(16, 256, 2, 1, 1)),
         (False, PackedConfig(160, 128, 2, 1, 1)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
+        (False, PackedTileConfig(16, 128, 1, 2, 4, 2)),  # by MFMA
     ],
     ids=str,
 )
@@ -141,9 +143,9 @@ def test_many_rows(permuted: bool, config: Any) -> None:
     )
     routing = ids, experts, count, weights, block_size, top_k, True, kind, m, n, k
     with forced("moe_wna16_marlin_gemm", config):
-        for schedule in SCHEDULES:
+        for schedule in SCHEDULES[:2] if isinstance(config, PackedTileConfig) else SCHEDULES:
             c = torch.full((m * top_k, n), 7.0, dtype=torch.bfloat16)
-            with scheduled(schedule):
+            with scheduled(schedule, warp_size=64 if isinstance(config, PackedTileConfig) else 32):
                 pyops.moe_wna16_marlin_gemm(a, c, *of_weight, *routing)
             first = c if first is None else first
             assert torch.equal(c, first)
@@ -163,7 +165,10 @@ def test_many_rows(permuted: bool, config: Any) -> None:
         ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
         ("sm_80", 60, {}, ["gemm_packed_mma"]),
         ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_mma"]),
-        ("gfx942", 16, {}, ["dequantize_packed", "grouped_gemm_mma"]),
+        ("gfx942", 16, {}, ["gemm_packed_tile"]),
+        ("gfx942", 16, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
+        ("gfx1100", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
+        ("gfx1201", 4000, {}, ["dequantize_packed", "grouped_gemm_mma"]),
     ],
 )
 def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:

@@ -42,7 +42,7 @@ constexpr int TILE_PIECES = TILE_N * STEP * BITS / 128, PIECES = ceil_div(TILE_P
 constexpr int SPAN = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 ? 16
                      : LAYOUT == layout_marlin_8                        ? 32
                                                                         : PIECE_ROWS;
-static_assert(sizeof(scalar_t) == 2 && STEP == 64 && TILE_N % 64 == 0);
+static_assert(sizeof(scalar_t) == 2 && STEP == 64 && (TILE_N == 64 || TILE_N == 128));
 static_assert(LAYOUT != layout_w4a8 && (BITS == 4 || (BITS == 8 && !IS_AWQ) || (BITS == 2 && IS_GPTQ)));
 static_assert(GROUP_SIZE % STEP == 0 || (STEP % (GROUP_SIZE ? GROUP_SIZE : 1) == 0 && GROUP_SIZE % SPAN == 0));
 static_assert(!ZERO_CODES || BY_LINES || (LAYOUT == layout_marlin && BITS == 4));
@@ -91,12 +91,10 @@ struct PiecePlace {
         }
     }
 
-    // The piece's first word, of a step that begins at row first_k, a multiple of a step, and a tile that begins at column
-    // first_column, a multiple of 64.
-    DEVICE const uint32_t*
-    in(const uint32_t* codes, int64_t first_k, uint32_t first_column, int64_t n, int64_t k) const {
+    // The piece's first word, of a step that begins at row first_k, a multiple of a step; `c` is its first column of the
+    // weight.
+    DEVICE const uint32_t* in(const uint32_t* codes, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
         const int64_t r = first_k + row;
-        const uint32_t c = first_column + column;
         if constexpr (LAYOUT == layout_marlin) {
             const int64_t tile = r / 16 * (n / 64) + c / 64;
             return codes + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
@@ -137,8 +135,9 @@ struct HeldPiece {
     // Loads the piece of a step that begins at row first_k; what does not exist, from places that do.
     DEVICE void load(const uint32_t* codes, const scale_t* scale_rows, const void* zero_rows, const PiecePlace& place,
                      int64_t first_k, uint32_t first_column, int64_t n, int64_t k, int64_t groups) {
-        if (TILE_N > 64 && first_column + place.column >= n) first_column = 0;  // 64 divides n
-        const uint32_t* const from = place.in(codes, first_k, first_column, n, k);
+        uint32_t column = first_column + place.column;
+        if (TILE_N > 64 && column >= n) column -= 64;  // a divisor of n
+        const uint32_t* const from = place.in(codes, first_k, column, n, k);
         const int64_t row = first_k + place.row;
         if constexpr (BY_LINES) {
 #pragma unroll
@@ -149,19 +148,18 @@ struct HeldPiece {
         } else {
             hold<16>(words, WHOLE_STEPS || row < k ? from : codes, true);
         }
-        const uint32_t first = first_column + place.column;
         // Where a step has one group, all lanes have it.
         int64_t group = 0;
         if constexpr (GROUP_SIZE >= STEP) group = first_k / GROUP_SIZE;
         else if constexpr (GROUP_SIZE > 0) group = first_k / GROUP_SIZE + place.row / GROUP_SIZE;
         if constexpr (GROUP_SIZE > 0 && GROUP_SIZE < STEP && !WHOLE_STEPS) group = min(group, groups - 1);
-        if constexpr (HAS_SCALES) load_entries(scales, scale_rows + group * n, first);
+        if constexpr (HAS_SCALES) load_entries(scales, scale_rows + group * n, column);
         if constexpr (ADDED || ZERO_FLOATS) {
-            load_entries(zeros, static_cast<const scalar_t*>(zero_rows) + group * n, first);
+            load_entries(zeros, static_cast<const scalar_t*>(zero_rows) + group * n, column);
         }
         if constexpr (ZERO_CODES) {
             // Of Marlin, the columns of a piece have a word, n % 8 its number among those of 64 columns.
-            const uint32_t at = LAYOUT == layout_marlin ? (first & -64) + first % 8 * 8 : first;
+            const uint32_t at = LAYOUT == layout_marlin ? (column & -64) + column % 8 * 8 : column;
             points = (static_cast<const uint32_t*>(zero_rows) + group * (n * BITS / 32))[at * BITS / 32];
         }
     }
@@ -174,8 +172,9 @@ struct HeldPiece {
     }
     // Scale and shift of column `c`, likewise.
     DEVICE void terms(float& scale, float& shift, int c, int column) const {
+        constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
         scale = 1.0f;
-        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * power_of_two(GROUP_SCALE_EXPONENT);
+        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * FACTOR;
         const float zero = zero_of(c, column) + (ZERO_FLOATS ? to_float(zeros[c]) : 0.0f);
         shift = ADDED ? fmaf(-zero, scale, to_float(zeros[c])) : -zero * scale;
     }

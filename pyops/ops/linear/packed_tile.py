@@ -44,7 +44,9 @@ class PackedTileConfig:
     splits: int
 
     def __post_init__(self) -> None:
-        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n) or self.tile_n % 64 or self.depth % 2:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
+            raise ValueError(f"warps do not divide the tile: {self}")
+        if self.tile_n not in (64, 128) or self.depth % 2:
             raise ValueError(f"no geometry of gemm_packed_tile.cu: {self}")
 
     @property
