@@ -106,7 +106,7 @@ def test_fused_marlin_moe(
     [
         (False, PackedConfig(16, 256, 2, 1, 1)),
         (True, PackedConfig(16, 256, 2, 1, 1)),
-        (False, PackedConfig(96, 256, 2, 1, 1)),
+        (False, PackedConfig(160, 128, 2, 1, 1)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
         (False, PackedTileConfig(16, 128, 1, 2, 4, 2)),  # by MFMA
     ],

@@ -21,7 +21,7 @@ _grouped_gemm_packed_tile = Kernel("linear/grouped_gemm_packed_tile.cu")
 _STEP_BYTES = 64  # of a row of weights
 _ROWS = 64  # of weights of a tile
 _LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie under one scale
-_STAGES = 3
+_MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
 _STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
 _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
 # Warps of a multiprocessor that registers allow, by rows of a tile. Zero points of 4 bits take more registers, and so
@@ -85,6 +85,8 @@ class CodedConfig:
         constants = product.constants()
         del constants["SCALE_BLOCK"]
         tiles = product.max_tiles(self.tile_m) * (product.b_rows // _ROWS)
+        own = ((problem.device.shared_memory + 1024) // self.min_blocks - 1024 - _STATIC_BYTES) // self.warps
+        stages = max(_MIN_STAGES, min(_MAX_STAGES, own // _stage_bytes(self.tile_m, weight)))
         launch = kernel(
             **constants,
             **weight.constants(),
@@ -92,12 +94,12 @@ class CodedConfig:
             WHOLE_STEPS=weight.k * weight.bits % (8 * _STEP_BYTES) == 0,
             TILE_M=self.tile_m,
             WARPS=self.warps,
-            STAGES=_STAGES,
+            STAGES=stages,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
             tiles,
             self.warps * 32,
-            self.warps * _warp_bytes(self.tile_m, weight),
+            self.warps * _warp_bytes(self.tile_m, weight, stages),
             **product.arguments(kernel, self.tile_m, **others),
         )
         return [launch]
@@ -218,13 +220,18 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
-    warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w)))
+    warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w, _MIN_STAGES)))
     return CodedConfig(tile_m, warps, resident // warps)
 
 
-def _warp_bytes(tile_m: int, weight: CodedExperts) -> int:
-    """Shared memory of a warp: stages of rows of a, and then its sums."""
-    return max(_STAGES * tile_m * _STEP_BYTES * 8 // weight.bits * 2, tile_m * _ROWS * 4)
+def _stage_bytes(tile_m: int, weight: CodedExperts) -> int:
+    """Codes of a step, and the elements of rows of a that belong to them."""
+    return _ROWS * _STEP_BYTES + tile_m * _STEP_BYTES * 8 // weight.bits * 2
+
+
+def _warp_bytes(tile_m: int, weight: CodedExperts, stages: int) -> int:
+    """Shared memory of a warp: stages, and then its sums."""
+    return max(stages * _stage_bytes(tile_m, weight), tile_m * _ROWS * 4)
 
 
 def plan(
