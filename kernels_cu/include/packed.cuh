@@ -65,7 +65,7 @@ DEVICE void bytes_to_floats(uint32_t word, float offset, float* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         // The last place of 2^23 is worth 1: or-ing a byte to its bits adds the byte.
-        x[i] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + offset);
+        x[i] = __uint_as_float(byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + offset);
     }
 }
 
