@@ -78,9 +78,10 @@ class PackedTileConfig:
         if problem.experts is not None:
             places = places_of(problem.experts.lists.block_size, self.tile_m)
         tiles = -(-problem.places // places) * -(-weight.n // self.tile_n)
+        splits = min(self.splits, -(-weight.k // STEP))  # a step for each
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
-        if self.splits > 1:
-            partial["partial"] = Scratch(tiles * self.splits * self.tile_m * self.tile_n * 4)
+        if splits > 1:
+            partial["partial"] = Scratch(tiles * splits * self.tile_m * self.tile_n * 4)
             partial["arrived"] = Scratch(tiles * 4, zeroed=True)
         kernel = problem.kernel(_gemm_packed_tile)
         launch = kernel(
@@ -94,10 +95,10 @@ class PackedTileConfig:
             WARPS_N=self.warps_n,
             PLACES=places,
             DEPTH=self.depth,
-            SPLITS=self.splits,
+            SPLITS=splits,
             MIN_BLOCKS=1,
         ).launch(
-            (tiles, self.splits),
+            (tiles, splits),
             self.warps_m * self.warps_n * problem.device.warp_size,
             self.shared_memory,
             **problem.arguments(kernel),
