@@ -316,9 +316,11 @@ using halves_t = _Float16 __attribute__((ext_vector_type(2)));
 DEVICE halves_t& as_halves(half_t* x) { return *reinterpret_cast<halves_t*>(x); }
 DEVICE halves_t as_halves(const half_t* x) { return *reinterpret_cast<const halves_t*>(x); }
 template <> DEVICE void multiply_pair<half_t>(half_t* out, const half_t* a, const half_t* b) {
+#pragma clang fp contract(off)
     as_halves(out) = as_halves(a) * as_halves(b);
 }
 template <> DEVICE void subtract_pair<half_t>(half_t* out, const half_t* a, const half_t* b) {
+#pragma clang fp contract(off)
     as_halves(out) = as_halves(a) - as_halves(b);
 }
 #endif

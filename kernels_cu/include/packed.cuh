@@ -11,7 +11,8 @@ enum PackedLayout {
     layout_awq,
     layout_n32k16,
     layout_marlin_8,
-    layout_w4a8
+    layout_w4a8,
+    layout_rows  // along K, as checkpoints of experts have them
 };
 
 // The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds

@@ -126,3 +126,20 @@ DEVICE void widen_fp8(uint4 codes, uint4 (&elements)[2]) {
     elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
     elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);
 }
+
+// 16 e4m3 elements times a scale, products of float32 rounded to T.
+template <typename T>
+DEVICE void widen_scaled_fp8(uint4 codes, float scale, uint4 (&elements)[2]) {
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t pairs[4][2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (i % 2 == 0) fp8_to_half<fp8_e4m3_t>(words[i / 2], pairs[i / 2]);
+        uint32_t& pair = pairs[i / 2][i % 2];
+        float low, high;
+        unpack_pair<half_t>(pair, low, high);
+        pair = pack_pair<T>(low * scale, high * scale);
+    }
+    elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+    elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);
+}
