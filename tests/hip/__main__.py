@@ -101,7 +101,7 @@ def _emulate(folder: Folder, options: argparse.Namespace) -> int:
     wrong = 0
     for arch in options.arch or cases.FAMILIES:
         found = []
-        chosen = [(cases.MATRIX_CORES, {"arch": arch})] if options.k in cases.MATRIX_CORES else []
+        chosen: list[cases.Case] = [(name, {"arch": arch}) for name in cases.CHECKS if options.k in name]
         chosen += cases.cases(arch, ops)
         try:
             for one in cases.outcomes(options.tinygrad, folder, arch, chosen):
