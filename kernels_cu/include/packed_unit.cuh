@@ -52,58 +52,67 @@ struct Unit {
         else return TILE_N / 8 * g + 2 * tile + h;
     }
 
-    // Codes lie in lines, one after another along K: of LINES a unit, of which a copy of a lane is a part of one. Sizes of
+    // Codes lie in lines, one after another along K: of LINES a unit, each of LINE_PIECES pieces of 16 bytes. Sizes of
     // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
     // another from the first row to the last, rows.
     static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
     static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : LAYOUT == layout_marlin ? PRODUCTS : 1;
+    static constexpr int COPIES = UNIT_BYTES / 512, LINE_PIECES = UNIT_BYTES / 16 / LINES;
     static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
     static DEVICE int64_t unit_words(int64_t pitch) {
         return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K * BITS / 32);
     }
-    // The line of the lane's first copy, in a unit, and where in the line it is.
-    static DEVICE int line() { return IS_TILED ? 0 : threadIdx.x % 4 * (LINES / 4); }
+    // The line of the lane's first copy, in a unit, and where in the line it is. A copy of all lanes brings pieces 0 ... 31
+    // of the unit, the next one 32 ... 63, whoever multiplies them: eight lanes, whose addresses are looked up together,
+    // ask for 128 bytes in a row, or for whole lines. Each lane's own pieces would be 32 bytes of four lines of GPTQ.
+    static DEVICE int line() { return LINES == 1 ? 0 : threadIdx.x % 32 / LINE_PIECES; }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
-        const int lane = threadIdx.x % 32, g = lane / 4;
-        if constexpr (LAYOUT == layout_awq) return first_column / 8 + AWQ_WORDS * g;
-        else if constexpr (IS_GPTQ) return first_column + 4 * g;
-        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + g) * pitch + lane % 4 * 4;
+        const int lane = threadIdx.x % 32;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + lane % LINE_PIECES * 4;
+        else if constexpr (IS_GPTQ) return first_column + lane % LINE_PIECES * 4;
+        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
         else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + lane * 4;
     }
-
-    // A lane's copies, and where they are from the first one on: in lines of their own, but where a line has two.
-    static constexpr int COPIES = LAYOUT == layout_awq ? WORDS / AWQ_WORDS : 2, COPY_BYTES = 4 * WORDS / COPIES;
-    static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
-    // Whether the words of a lane lie one after another. Then lanes copy for each other: two copies of half of each 32
-    // bytes would bring these bytes from L2 twice.
-    static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
+    // Where the lane's copy number i is from the first one on.
+    static constexpr int COPY_LINES = LINES / COPIES;  // of a copy of all lanes; 0: the line has several
     static DEVICE int64_t copy_at(int i, int64_t pitch) {
         if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
-        else if constexpr (LAYOUT == layout_marlin_8 || NEIGHBOURS) return i * 128;
-        else return OWN_LINES ? i * line_words(pitch) : i * 32;
+        else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
     }
-    // Where, in a unit in shared memory, a piece of 16 bytes is: neighbours on different banks, as are two pieces of lanes.
-    static DEVICE int piece_at(int piece) { return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : piece) * 16; }
+    // Where, in a unit in shared memory, a piece is, so that pieces that lanes read together lie on different banks: two
+    // neighbours for each lane, or two of each sixteen.
+    static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
+    static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
+    static DEVICE int piece_at(int piece) {
+        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) << 1 : piece) * 16;
+    }
 
     // Copies a unit to shared memory. `from` is where the lane's first copy is from. All but `lines` of the lines from
     // there on do not exist; the last that does stands for them, whose rows meet zeros of a.
     static DEVICE void copy(uint8_t* to, const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1), byte = i * COPY_BYTES;
-            const int piece = byte / 16 * 32 + threadIdx.x % 32;
-            cp_async<COPY_BYTES>(to + piece_at(piece) + byte % 16, from + copy_at(existing, pitch));
+            const bool exists = WHOLE_STEPS || COPY_LINES == 0 || i == 0 || i * COPY_LINES < lines;
+            const int64_t at = exists ? copy_at(i, pitch) : (lines - 1) * line_words(pitch);
+            cp_async<16>(to + piece_at(32 * i + threadIdx.x % 32), from + at);
         }
     }
-    // Reads the lane's words of a unit that is there.
+    // Reads the lane's words of a unit that is there: READ of a line at a time.
     DEVICE void read(const uint8_t* from) {
-        const int lane = threadIdx.x % 32;
+        constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int piece = NEIGHBOURS ? 2 * lane + half : 32 * half + lane;
-            const auto four = Vec<uint32_t, 4>::load(reinterpret_cast<const uint32_t*>(from + piece_at(piece)));
+        for (int i = 0; i < WORDS / READ; ++i) {
+            int piece = NEIGHBOURS ? 2 * lane + i : 32 * i + lane, byte = 0;
+            if constexpr (IS_GPTQ) piece = 16 * t + 8 * i + g;
+            if constexpr (LAYOUT == layout_awq) {
+                piece = 16 * t + LINE_PIECES * i + g / (4 / READ);
+                byte = g % (4 / READ) * (4 * READ);
+            }
+            const auto run =
+                Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + piece_at(piece) + byte));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[4 * half + i] = four.data[i];
+            for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }
     }
 
