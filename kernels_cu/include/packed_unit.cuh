@@ -116,7 +116,9 @@ struct Unit {
         }
     }
 
-    // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
+    // Pair q of rows of column (tile, h), in product number `product`: as codes_t::raw, times `factor` of the tile.
+    static constexpr bool IN_PLACE = LAYOUT == layout_awq && codes_t::IS_HALF;
+    static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
     DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
@@ -131,10 +133,12 @@ struct Unit {
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
+            // Of a word, the byte of this column and a neighbour's: the nibbles of columns are 0 2 4 6 1 3 5 7.
             const int row = (4 * product + 2 * q) * AWQ_WORDS + tile / 4;
-            const uint32_t even = pack_halves<false>(words[row], words[row + AWQ_WORDS]);
-            const uint32_t odd = pack_halves<true>(words[row], words[row + AWQ_WORDS]);
-            return decode.raw(h ? odd : even, tile % 4, term);
+            const uint32_t byte = 2 * h + tile % 4 / 2, both = byte * 0x11 + (byte + 4) * 0x1100;
+            const uint32_t bytes = __byte_perm(words[row], words[row + AWQ_WORDS], both);
+            if constexpr (IN_PLACE) return decode.raw_in_place(bytes, tile % 2);
+            else return decode.raw(bytes, tile % 2, term);
         }
     }
 };
@@ -279,6 +283,7 @@ struct Terms {
             if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
             const float shift = ADDED ? shifts[tile][h] / codes_t::RAW_FACTOR : 0.0f;
             shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);
+            scales[tile][h] *= 1.0f / Unit::factor(tile);
         }
     }
 };

@@ -190,7 +190,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         cp_async_commit();
     }
     float sums[TILES][ROW_TILES][4] = {};
-    float of_group[TILES][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
+    float of_group[TILES][ROW_TILES][4] = {}, of_rows[ROW_TILES][4] = {};  // of the second, only two sums are different
     const uint8_t* stage = own;
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
@@ -198,8 +198,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
         cp_async_commit();
-        // Of the group, where it has several steps: whether this one is the first of the warp's, and the last.
-        const bool first_of_group = GROUP_STEPS == 1 || step == first_step || step % GROUP_STEPS == 0;
+        // Of the warp's steps of a group.
         const bool last_of_group = GROUP_STEPS == 1 || step + 1 == last_step || (step + 1) % GROUP_STEPS == 0;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
@@ -212,13 +211,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             for (int product = 0; product < PRODUCTS; ++product) {
                 const int row = i * UNIT_K + product * 16;
                 if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
-                const bool begins = row % (STEP_K / GROUPS) == 0, ends = (row + 16) % (STEP_K / GROUPS) == 0;
-#pragma unroll
-                for (int j = 0; j < ROW_TILES * 4 && begins && first_of_group; ++j) {
-                    of_rows[j / 4][j % 4] = 0.0f;
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) of_group[tile][j / 4][j % 4] = 0.0f;
-                }
+                const bool ends = (row + 16) % (STEP_K / GROUPS) == 0;
 #pragma unroll
                 for (int j = 0; j < ROW_TILES && HAS_SHIFTS; ++j) {
                     const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[4] = {one, one, one, one};
@@ -246,7 +239,10 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                     float& sum = sums[tile][at][j % 4];
                     if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], of_rows[at][j % 2], sum);
                     sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
+                    of_group[tile][at][j % 4] = 0.0f;
                 }
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 4; ++j) of_rows[j / 4][j % 4] = 0.0f;
             }
         }
         stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
