@@ -143,7 +143,7 @@ struct SixBits {
     // Byte g % 4 as a float of the six bits of the first four groups or of the last: the latter's lower four bits are
     // those of `low`, and `own` has their upper two above six bits of the former.
     static DEVICE float six_bits(uint32_t own, uint32_t low, uint32_t g) {
-        const bool is_first = (g & 4) == 0;
+        const bool is_first = (g / 2 & 2) == 0;  // the same for two neighbours, as the compiler sees of g / 2
         const uint32_t upper = is_first ? own & 48 * ONES : own >> 2 & 48 * ONES;
         const uint32_t four = upper | ((is_first ? own : low) & 15 * ONES);
         return __uint_as_float(__byte_perm(four, 0x4b000000, 0x7540 + (g & 3))) - 8388608.0f;
