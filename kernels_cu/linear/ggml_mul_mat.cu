@@ -37,6 +37,7 @@
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * WARP_SIZE, ROWS = ROW_WARPS * 16;
 constexpr int TILES = ceil_div(TOKENS, PRODUCT_COLUMNS);
+static_assert(TILES == 1 || TOKENS % PRODUCT_COLUMNS == 0);
 constexpr int CODE_WORDS = ON_MATRIX_CORES ? SHORT_WORDS / 2 : 1;  // of a lane, in a row of a product
 constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;          // tokens on different banks
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
@@ -72,6 +73,15 @@ DEVICE void copy_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int6
                                             reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
                                             int(min(int64_t(PIECES), (k - from) / X_ACCESS)), threadIdx.x % THREADS);
 }
+// Rows of X that do not exist are zeros, in a stage where nothing is ever copied to them.
+DEVICE void clear_absent(scalar_t* to, const rows_t& rows) {
+    constexpr int THREADS = NUM_THREADS / TOKENS;  // of a row
+    const int token = threadIdx.x / THREADS;
+    if (rows.choice(token) >= 0) return;
+    for (int i = threadIdx.x % THREADS; i < STEP / 8; i += THREADS) {
+        *reinterpret_cast<uint4*>(to + token * X_PITCH + i * 8) = uint4{};
+    }
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 ggml_mul_mat(scalar_t* out,                          // [M, N]
@@ -91,22 +101,23 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane_row(lane);
-    // The lane's row of X in a product, and its run of K.
-    const int x_row = ON_MATRIX_CORES ? matrix_row(lane) : g, t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
+    // The lane's row of X in a product, and its run of K. Columns beyond TOKENS, which nobody reads, repeat the last.
+    const int x_row = min(ON_MATRIX_CORES ? matrix_row(lane) : g, TOKENS - 1),
+              t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
-    const int64_t units = (k + UNIT - 1) / UNIT;
-    const int64_t first_step = step_of(k, blockIdx.y), end_step = step_of(k, blockIdx.y + 1);
+    const int units = int((k + UNIT - 1) / UNIT);
+    const int first_step = int(step_of(k, blockIdx.y)), end_step = int(step_of(k, blockIdx.y + 1));
     const int64_t first_row = row_of(n);
     const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts);
-    const int steps = expert < 0 ? 0 : int(end_step - first_step);
+    const int steps = expert < 0 ? 0 : end_step - first_step;
     W += expert < 0 ? 0 : expert * n * row_bytes;
     const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
     const auto load = [&](int step) {
         if (step < steps) {
-            const int64_t unit = (first_step + step) * K_WARPS;
+            const int64_t unit = int64_t(first_step + step) * K_WARPS;
             tile_t::at(stage_of(step), unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
             copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X, rows, k, x_stride, unit * UNIT);
         }
@@ -118,11 +129,8 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
     for (int i = 0; i < SHORT_WORDS; ++i) ones[i] = ONE;
     float sums[TILES][PRODUCT_SUMS] = {};
-    bool exists[TILES];
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-        const int token = j * PRODUCT_COLUMNS + x_row;
-        exists[j] = token < TOKENS && rows.choice(token) >= 0;
+    for (int stage = 0; stage < STAGES; ++stage) {
+        clear_absent(reinterpret_cast<scalar_t*>(stage_of(stage) + tile_t::SIZE), rows);
     }
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int step = 0; step < STAGES; ++step) load(step);
@@ -133,14 +141,14 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         }
         cp_async_wait<STAGES - 1>();
         __syncthreads();
-        const int64_t unit = (first_step + step) * K_WARPS + k_warp;
+        const int unit = (first_step + step) * K_WARPS + k_warp;
         if (unit >= units) continue;
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
         const scalar_t* const x = reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + x_row * X_PITCH +
                                   k_warp * UNIT + 4 * CODE_WORDS * t;
 #pragma unroll
         for (int element = 0; element < UNIT; element += GROUP) {
-            if (LENGTH < UNIT && unit * UNIT + element >= k) break;
+            if (LENGTH < UNIT && int64_t(unit) * UNIT + element >= k) break;
             const uint8_t* blocks[LANE_ROWS];
             float scales[LANE_ROWS], minima[LANE_ROWS];
             uint32_t a[GROUP / 16][SHORT_WORDS];
@@ -166,10 +174,9 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                 float products[PRODUCT_SUMS] = {}, x_sums[PRODUCT_SUMS] = {};
 #pragma unroll
                 for (int u = 0; u < GROUP / 16; ++u) {
-                    uint32_t b[SHORT_WORDS] = {};
+                    uint32_t b[SHORT_WORDS];
 #pragma unroll
                     for (int i = 0; i < CODE_WORDS; ++i) {
-                        if (!exists[j]) continue;
                         const uint2 pairs = *reinterpret_cast<const uint2*>(x + j * PRODUCT_COLUMNS * X_PITCH +
                                                                             element + 16 * u + 4 * i);
                         b[2 * i] = pairs.x;
