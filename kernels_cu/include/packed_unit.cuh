@@ -87,30 +87,41 @@ struct Unit {
         return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) << 1 : piece) * 16;
     }
 
-    // Copies a unit to shared memory. `from` is where the lane's first copy is from. All but `lines` of the lines from
-    // there on do not exist; the last that does stands for them, whose rows meet zeros of a.
-    static DEVICE void copy(uint8_t* to, const uint32_t* from, int64_t pitch, int lines) {
+    // Copies a unit to shared memory, copy number i to `places[i]`. `from` is where the lane's first copy is from. All but
+    // `lines` of the lines from there on do not exist; the last that does stands for them, whose rows meet zeros of a.
+    static DEVICE void copy(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const bool exists = WHOLE_STEPS || COPY_LINES == 0 || i == 0 || i * COPY_LINES < lines;
-            const int64_t at = exists ? copy_at(i, pitch) : (lines - 1) * line_words(pitch);
-            cp_async<16>(to + piece_at(32 * i + threadIdx.x % 32), from + at);
+            const bool exists = COPY_LINES == 0 || i == 0 || i * COPY_LINES < lines;
+            cp_async<16>(to + places[i], from + (exists ? copy_at(i, pitch) : (lines - 1) * line_words(pitch)));
         }
     }
-    // Reads the lane's words of a unit that is there: READ of a line at a time.
-    DEVICE void read(const uint8_t* from) {
-        constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4;
-        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    // Copies all units of a step, and returns where the lane's first copy of the next one is from.
+    static DEVICE const uint32_t*
+    copy_step(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch) {
+        const int64_t step = COPY_LINES > 0 ? COPY_LINES * line_words(pitch) : unit_words(pitch);
 #pragma unroll
-        for (int i = 0; i < WORDS / READ; ++i) {
-            int piece = NEIGHBOURS ? 2 * lane + i : 32 * i + lane, byte = 0;
-            if constexpr (IS_GPTQ) piece = 16 * t + 8 * i + g;
-            if constexpr (LAYOUT == layout_awq) {
-                piece = 16 * t + LINE_PIECES * i + g / (4 / READ);
-                byte = g % (4 / READ) * (4 * READ);
-            }
-            const auto run =
-                Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + piece_at(piece) + byte));
+        for (int i = 0; i < UNITS * COPIES; ++i) {
+            const int64_t at = COPY_LINES > 0 ? 0 : copy_at(i % COPIES, pitch);
+            cp_async<16>(to + i / COPIES * UNIT_BYTES + places[i % COPIES], from + at);
+            if (COPY_LINES > 0 || i % COPIES == COPIES - 1) from += step;
+        }
+        return from;
+    }
+    // A lane reads READ words of a line at a time; read number i is from here in the unit.
+    static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
+    static DEVICE int read_at(int i) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (IS_GPTQ) return piece_at(16 * t + 8 * i + g);
+        else if constexpr (NEIGHBOURS) return piece_at(2 * lane + i);
+        else if constexpr (LAYOUT != layout_awq) return piece_at(32 * i + lane);
+        else return piece_at(16 * t + LINE_PIECES * i + g / (4 / READ)) + g % (4 / READ) * (4 * READ);
+    }
+    // Reads the lane's words of a unit that is there, from `places`.
+    DEVICE void read(const uint8_t* from, const int (&places)[READS]) {
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + places[i]));
 #pragma unroll
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }

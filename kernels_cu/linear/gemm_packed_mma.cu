@@ -141,20 +141,33 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         a + (GROUPED ? 0 : first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
     const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
     const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
+    // Where the lane's pieces are in a stage. Where pieces are permuted, results of shuffles: the compiler would find the
+    // places anew at every step.
+    const auto place = [&](int at) { return Unit::SIXTEENS ? shfl<32>(CODES_AT + at, lane) : CODES_AT + at; };
+    int codes_to[Unit::COPIES], words_at[Unit::READS];
+#pragma unroll
+    for (int i = 0; i < Unit::COPIES; ++i) codes_to[i] = place(Unit::piece_at(32 * i + lane));
+#pragma unroll
+    for (int i = 0; i < Unit::READS; ++i) words_at[i] = place(Unit::read_at(i));
+    // The lane's piece of scales, or of zero points behind them, in the first group.
+    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / 16;
+    const int group_bytes = has_zeros ? ZERO_BYTES : SCALE_BYTES;
+    const uint8_t* const of_groups = static_cast<const uint8_t*>(has_zeros ? zeros : scales) +
+                                     first_column / TILE_N * group_bytes +
+                                     (lane - (has_zeros ? SCALE_BYTES / 16 : 0)) * 16;
+    const int64_t group_pitch = n / TILE_N * group_bytes;
     uint8_t* filled = own;
     const auto copy = [&](int step) {
         uint8_t* const stage = filled;
         filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
+        if constexpr (WHOLE_STEPS) {
+            next = Unit::copy_step(stage, codes_to, next, pitch);
+        } else {
 #pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
-            uint8_t* const to = stage + CODES_AT + i * UNIT_BYTES;
-            if constexpr (WHOLE_STEPS) {
-                Unit::copy(to, next, pitch, 0);
-                next += Unit::unit_words(pitch);
-            } else {
+            for (int i = 0; i < UNITS; ++i) {
                 const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
                 const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
-                Unit::copy(to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
+                Unit::copy(stage + i * UNIT_BYTES, codes_to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
             }
         }
         const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
@@ -170,17 +183,23 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             }
         }
         own_a += STEP_K;
-        const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
-            const int64_t first = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
-            for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
-                const int64_t group =
-                    WHOLE_STEPS && GROUPS == 1 ? first : min(first + i / max(1, bytes / 16), groups - 1);
-                const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
-                cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
+        const int64_t first_group = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
+        if constexpr (GROUPS == 1) {
+            const int64_t group = WHOLE_STEPS ? first_group : min(first_group, groups - 1);
+            if (lane < (SCALE_BYTES + ZERO_BYTES) / 16) {
+                cp_async<16>(stage + A_BYTES + lane * 16, of_groups + group * group_pitch);
             }
-        };
-        if constexpr (SCALE_BYTES > 0) copy_groups(stage + A_BYTES, scales, SCALE_BYTES);
-        if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
+        } else {
+            const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
+                for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
+                    const int64_t group = min(first_group + i / max(1, bytes / 16), groups - 1);
+                    const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
+                    cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
+                }
+            };
+            if constexpr (SCALE_BYTES > 0) copy_groups(stage + A_BYTES, scales, SCALE_BYTES);
+            if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
+        }
     };
 
     const codes_t decode;
@@ -205,7 +224,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             // Of this layout, words that were read ahead for all units would have no registers left.
             if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
             Unit unit;
-            unit.read(stage + CODES_AT + i * UNIT_BYTES);
+            unit.read(stage + i * UNIT_BYTES, words_at);
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
