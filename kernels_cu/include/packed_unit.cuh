@@ -26,8 +26,9 @@ constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SI
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
 constexpr int UNIT_BYTES = WORDS * 4 * 32;  // of a warp
-// Of a step: rows of a, then scales of its groups, then their zero points, then codes.
-constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), STAGE_BYTES = CODES_AT + UNITS * UNIT_BYTES;
+// Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these.
+constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
+constexpr int STAGE_BYTES = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES);
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
@@ -65,18 +66,20 @@ struct Unit {
     // The line of the lane's first copy, in a unit, and where in the line it is. A copy of all lanes brings pieces 0 ... 31
     // of the unit, the next one 32 ... 63, whoever multiplies them: eight lanes, whose addresses are looked up together,
     // ask for 128 bytes in a row, or for whole lines. Each lane's own pieces would be 32 bytes of four lines of GPTQ.
-    static DEVICE int line() { return LINES == 1 ? 0 : threadIdx.x % 32 / LINE_PIECES; }
+    static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
-        const int lane = threadIdx.x % 32;
-        if constexpr (LAYOUT == layout_awq) return first_column / 8 + lane % LINE_PIECES * 4;
-        else if constexpr (IS_GPTQ) return first_column + lane % LINE_PIECES * 4;
+        const int lane = threadIdx.x % 32, words = first_piece() % LINE_PIECES * 4;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + words;
+        else if constexpr (IS_GPTQ) return first_column + words;
         else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
-        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + lane * 4;
+        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + words;
     }
+    static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
     // Where the lane's copy number i is from the first one on.
     static constexpr int COPY_LINES = LINES / COPIES;  // of a copy of all lanes; 0: the line has several
     static DEVICE int64_t copy_at(int i, int64_t pitch) {
         if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
+        else if constexpr (HELD) return i * (IS_GPTQ ? 32 : 4);  // the lane's own, in one line
         else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
     }
     // Where, in a unit in shared memory, a piece is, so that pieces that lanes read together lie on different banks: two
@@ -108,14 +111,24 @@ struct Unit {
         }
         return from;
     }
-    // A lane reads READ words of a line at a time; read number i is from here in the unit.
+    // A lane reads READ words of a line at a time; read number i is from here in the unit in shared memory, of this piece.
     static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
-    static DEVICE int read_at(int i) {
+    static DEVICE int piece(int i) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (IS_GPTQ) return piece_at(16 * t + 8 * i + g);
-        else if constexpr (NEIGHBOURS) return piece_at(2 * lane + i);
-        else if constexpr (LAYOUT != layout_awq) return piece_at(32 * i + lane);
-        else return piece_at(16 * t + LINE_PIECES * i + g / (4 / READ)) + g % (4 / READ) * (4 * READ);
+        if constexpr (IS_GPTQ) return 16 * t + 8 * i + g;
+        else if constexpr (LAYOUT == layout_awq) return 16 * t + LINE_PIECES * i + g / (4 / READ);
+        else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
+    }
+    static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
+    // Loads the lane's words from global memory. `from` is where the first of them is.
+    DEVICE void load(const uint32_t* from) {
+        static_assert(!HELD || IS_GPTQ || NEIGHBOURS);
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const auto run = Vec<uint32_t, READ>::load_once(from + copy_at(i, 0));
+#pragma unroll
+            for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
+        }
     }
     // Reads the lane's words of a unit that is there, from `places`.
     DEVICE void read(const uint8_t* from, const int (&places)[READS]) {

@@ -17,8 +17,8 @@
 //
 // Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows
 // of 64 columns. Codes, rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous
-// copies, STAGES - 1 steps ahead, and its words from there to the lane that multiplies them. Warps never wait for each
-// other before the end.
+// copies, STAGES - 1 steps ahead, and its words from there to the lane that multiplies them; or, if HELD, to its registers, which are loaded with a
+// unit of the next step as soon as they are used. Warps never wait for each other before the end.
 //
 // packed_unit.cuh says what a lane has of a unit.
 //
@@ -43,6 +43,7 @@
 //     WARPS         of a block
 //     SPLITS        blocks of a cluster
 //     STAGES        steps in shared memory: 2 or more
+//     HELD          whether lanes hold codes of the next step in registers: of GPTQ, and of 8 bits in Marlin's layout
 //     WHOLE_STEPS   whether a step divides K
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
@@ -160,9 +161,9 @@ gemm_packed_mma(out_t* out,                       // [M, N]
     const auto copy = [&](int step) {
         uint8_t* const stage = filled;
         filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
-        if constexpr (WHOLE_STEPS) {
+        if constexpr (WHOLE_STEPS && !HELD) {
             next = Unit::copy_step(stage, codes_to, next, pitch);
-        } else {
+        } else if constexpr (!HELD) {
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) {
                 const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
@@ -203,6 +204,17 @@ gemm_packed_mma(out_t* out,                       // [M, N]
     };
 
     const codes_t decode;
+    Unit held[HELD ? UNITS : 1];
+    const auto load = [&](int step, int i) {
+        if constexpr (!HELD) return;
+        const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+        held[i].load(WHOLE_STEPS ? next : codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch));
+        next += Unit::unit_words(pitch);
+    };
+#pragma unroll
+    for (int i = 0; i < UNITS && HELD; ++i) {
+        if (first_step < last_step) load(first_step, i);
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (first_step + i < last_step) copy(first_step + i);
@@ -224,7 +236,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             // Of this layout, words that were read ahead for all units would have no registers left.
             if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
             Unit unit;
-            unit.read(stage + i * UNIT_BYTES, words_at);
+            if constexpr (HELD) unit = held[i];
+            else unit.read(stage + i * UNIT_BYTES, words_at);
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
@@ -263,6 +276,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * 4; ++j) of_rows[j / 4][j % 4] = 0.0f;
             }
+            if (HELD && step + 1 < last_step) load(step + 1, i);
         }
         stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }
