@@ -48,7 +48,7 @@
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
 #include "cluster.cuh"
-#include "packed_unit.cuh"
+#include "packed_row_sums.cuh"
 
 constexpr int NUM_THREADS = WARPS * 32;
 constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
@@ -221,7 +221,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         cp_async_commit();
     }
     float sums[TILES][ROW_TILES][4] = {};
-    float of_group[TILES][ROW_TILES][4] = {}, of_rows[ROW_TILES][4] = {};  // of the second, only two sums are different
+    float of_group[TILES][ROW_TILES][4] = {};
+    RowSums of_rows;
     const uint8_t* stage = own;
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
@@ -244,11 +245,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                 const int row = i * UNIT_K + product * 16;
                 if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
                 const bool ends = (row + 16) % (STEP_K / GROUPS) == 0;
-#pragma unroll
-                for (int j = 0; j < ROW_TILES && HAS_SHIFTS; ++j) {
-                    const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[4] = {one, one, one, one};
-                    mma_m16n8k16<scalar_t>(of_rows[j], ones, a_pairs[product][j]);
-                }
+                if constexpr (HAS_SHIFTS) of_rows.add(a_pairs, product);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
@@ -263,18 +260,20 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                     }
                 }
                 if (!ends || !last_of_group) continue;
+                float row_sums[ROW_TILES][2];
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j) row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2);
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * TILES * 4; ++j) {
                     const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
                     float& sum = sums[tile][at][j % 4];
-                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], of_rows[at][j % 2], sum);
+                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], row_sums[at][j % 2], sum);
                     sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
                     of_group[tile][at][j % 4] = 0.0f;
                 }
-#pragma unroll
-                for (int j = 0; j < ROW_TILES * 4; ++j) of_rows[j / 4][j % 4] = 0.0f;
+                of_rows.clear();
             }
             if (HELD && step + 1 < last_step) load(step + 1, i);
         }
