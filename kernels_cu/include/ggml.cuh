@@ -147,7 +147,7 @@ struct SixBits {
         const bool is_first = (g / 2 & 2) == 0;  // the same for two neighbours, as the compiler sees of g / 2
         const uint32_t upper = is_first ? own & 48 * ONES : own >> 2 & 48 * ONES;
         const uint32_t four = upper | ((is_first ? own : low) & 15 * ONES);
-        return fmaf(unit, __uint_as_float(__byte_perm(four, 0x4b000000, 0x7540 + (g & 3))), -8388608.0f * unit);
+        return fmaf(unit, __uint_as_float(byte_perm(four, 0x4b000000, 0x7540 + (g & 3))), -8388608.0f * unit);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return times_six_bits(half_at(block), word(block, 0), word(block, 2), g);
