@@ -49,6 +49,14 @@ DEVICE int made_anew(int x) {
     return x;
 }
 
+// x. The compiler of HIP takes it for bits it cannot know, and does not part what one instruction has masked.
+DEVICE uint32_t unknown_bits(uint32_t x) {
+#if PYOPS_HIP
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
 // Every lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {
@@ -121,6 +129,15 @@ DEVICE T load_fresh(const T* address) {
     expect_global(address);
 #if PYOPS_CUDA
     return __ldcg(address);
+#elif PYOPS_HIP
+    // Of global memory by its type: a flat load would also wait for shared memory.
+    using word_t = typename word_of<sizeof(T) < 4 ? int(sizeof(T)) : 4>::type;
+    T value;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / sizeof(word_t)); ++i) {
+        reinterpret_cast<word_t*>(&value)[i] = ((const volatile __attribute__((address_space(1))) word_t*)address)[i];
+    }
+    return value;
 #else
     if constexpr (sizeof(T) <= 8) {
         return *const_cast<const volatile T*>(address);
