@@ -448,6 +448,7 @@ IMAGES |= {"image_size": 28, "patch_size": 14}
 
 
 @pytest.mark.parametrize("case", ["gemma3", "gemma3, three layers, not tied, gelu"])
+@pytest.mark.slow
 def test_the_text_of_a_model_that_reads_images(case: str, tmp_path: Path) -> None:
     """Under both of the names that transformers has written for the parts of such a model."""
     text = reference(case)
