@@ -5,9 +5,9 @@ python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:
 
 A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, the same with "capped" for "prompts", where a soft cap
 of 30 is on logits, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16
-for prompts, 64 for MLA). CACHE is bf16 or fp8; queries are bf16. Prompts are causal, every query token new; TOKENS of
-256+32768 are 256 new ones behind 32768 cached ones. torch's attention (cuDNN's and FlashAttention) reads contiguous
-keys and values of whole prompts.
+for prompts, 64 for MLA). CACHE is bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes; queries are bf16. Prompts are
+causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. torch's attention (cuDNN's
+and FlashAttention) reads contiguous keys and values of whole prompts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ROWS = (
     "prompts:fp8:1x8192:32/8x128",
     "prompts:bf16:1x256+32768:32/8x128",
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
-    *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8") for heads in (128, 16)),
+    *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _SETS = 2  # of operands, which calls take in turn: each is larger than the L2 cache
 _TURNS = 3
 _SOFT_CAP = 30.0
-_LATENT, _ROPE = 512, 64
+_LATENT, _ROPE, _DS_MLA_BYTES = 512, 64, 656
 
 
 def _randn(*shape: int) -> Any:
@@ -81,12 +81,16 @@ def prompts(
 def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
     """The arguments of `sm100_cutlass_mla_decode`, by name."""
     table = _tables(num_seqs, tokens, page)
+    if cache == "ds_mla":  # any codes; scales of some 1e-4; rotated keys as small
+        entries = torch.randint(0, 60, (table.numel(), page, _DS_MLA_BYTES), dtype=torch.uint8, device="cuda")
+    else:
+        entries = _randn(table.numel(), page, _LATENT + _ROPE).to(_DTYPES[cache])
     return {
         "out": torch.empty(num_seqs, num_heads, _LATENT, dtype=torch.bfloat16, device="cuda"),
         "lse": torch.empty(num_seqs, num_heads, device="cuda"),
         "q_nope": _randn(num_seqs, num_heads, _LATENT),
         "q_pe": _randn(num_seqs, num_heads, _ROPE),
-        "kv_c_and_k_pe_cache": _randn(table.numel(), page, _LATENT + _ROPE).to(_DTYPES[cache]),
+        "kv_c_and_k_pe_cache": entries,
         "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
         "page_table": table,
         "workspace": None,

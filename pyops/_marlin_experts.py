@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "swigluoai": swigluoai_and_mul,
     "swiglustep": swiglustep_and_mul,
 }
-_BLOCK_SIZES = 8, 16, 32, 48, 64, 96
+_BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160
 _MOST_IN_FULL = 64  # places of a block whose products take weights that are written in full: wgmma's rows
 _FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
 

@@ -378,14 +378,22 @@ def test_mla(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "page_size", "splits", "dtype"), [([65, 129, 0], 16, 1, torch.bfloat16), ([450], 5, 3, torch.float16)]
+    ("lengths", "page_size", "splits", "dtype", "kind"),
+    [
+        ([65, 129, 0], 16, 1, torch.bfloat16, FP8),
+        ([450], 5, 3, torch.float16, FP8),
+        ([65, 129, 0], 64, 1, torch.bfloat16, torch.uint8),
+        ([330], 5, 2, torch.float16, torch.uint8),
+    ],
 )
-def test_mla_codes(on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype) -> None:
+def test_mla_codes(
+    on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype, kind: torch.dtype
+) -> None:
     """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
     parts of a query differ, and so do heads."""
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
-        call = mla_call(lengths, 70, page_size, dtype=dtype, kind=FP8, num_kv_splits=splits, device=on)
+        call = mla_call(lengths, 70, page_size, dtype=dtype, kind=kind, num_kv_splits=splits, device=on)
         for head, (of_nope, of_pe) in enumerate([(0.0, 0.0), (2.0**-14, 2.0**-14), (2.0**-9, 4.0), (1.0, 2.0**-12)]):
             call["q_nope"][:, head] *= of_nope
             call["q_pe"][:, head] *= of_pe
@@ -436,18 +444,21 @@ def test_mla_pages_that_are_not_there(on: str) -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("cluster", "cache_t", "half_boxes"),
+    ("cluster", "cache_t", "half_boxes", "is_ds_mla"),
     few(
         [
-            (2, dtypes.bfloat16, False),
-            (1, dtypes.float8_e4m3fn, False),
-            (1, dtypes.bfloat16, True),
-            (1, dtypes.bfloat16, False),
+            (2, dtypes.bfloat16, False, False),
+            (1, dtypes.float8_e4m3fn, False, True),
+            (1, dtypes.float8_e4m3fn, False, False),
+            (1, dtypes.bfloat16, True, False),
+            (1, dtypes.bfloat16, False, False),
         ],
         2,
     ),
 )
-def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DType, half_boxes: bool) -> None:
+def test_mla_compiles_without_spills_and_advice(
+    cluster: int, cache_t: dtypes.DType, half_boxes: bool, is_ds_mla: bool
+) -> None:
     one = mla_hopper._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,
@@ -459,6 +470,8 @@ def test_mla_compiles_without_spills_and_advice(cluster: int, cache_t: dtypes.DT
         CLUSTER=cluster,
         HALF_BOXES=half_boxes,
         HAS_LSE=True,
+        IS_DS_MLA=is_ds_mla,
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
+    assert report.shared_bytes + mla_hopper._SHARED_BYTES <= HOPPER.shared_memory

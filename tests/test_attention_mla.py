@@ -37,8 +37,12 @@ def _call(
     seed: int = 0,
     num_kv_splits: int = 0,
 ) -> dict[str, Any]:
-    """The arguments of a call, NaN where no token is, and `plain`: the entries of each sequence."""
+    """The arguments of a call, NaN where no token is, and `plain`: the entries of each sequence.
+
+    A `kind` of uint8 makes entries of "fp8_ds_mla".
+    """
     generator = torch.Generator().manual_seed(seed)
+    is_ds_mla = kind == torch.uint8
 
     def draw(*shape: int, to: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(to)
@@ -46,13 +50,22 @@ def _call(
     num_seqs, max_pages = len(lengths), max(1, *(-(-length // page_size) for length in lengths))
     table = torch.randperm(num_seqs * max_pages + 3, generator=generator)[: num_seqs * max_pages]
     table = table.view(num_seqs, max_pages)
-    cache = torch.full((num_seqs * max_pages + 3, page_size, ENTRY), torch.nan).to(kind or dtype)
+    cache = torch.full((num_seqs * max_pages + 3, page_size, ENTRY), torch.nan).to(FP8 if is_ds_mla else kind or dtype)
+    if is_ds_mla:  # every byte 0xff: NaN in codes, scales and rotated keys
+        cache = torch.full((*cache.shape[:2], 656), 255, dtype=torch.uint8)
     plain = []
     for s, length in enumerate(lengths):
-        entries = draw(length, ENTRY, to=kind or dtype)
+        if is_ds_mla:
+            codes, rotated = draw(length, LATENT, to=FP8), draw(length, ROPE, to=dtype)
+            scales = draw(length, 4, to=torch.float32).abs() * torch.tensor([0.1, 1.0, 2.0, 0.01])
+            entries = torch.cat([x.view(torch.uint8) for x in (codes, scales, rotated)], -1)
+            latent = (codes.float() * scales.repeat_interleave(128, -1)).to(dtype)
+            plain.append(torch.cat((latent, rotated), -1).double())
+        else:
+            entries = draw(length, ENTRY, to=kind or dtype)
+            plain.append(entries.double())
         for i in range(length):
             cache[table[s, i // page_size], i % page_size] = entries[i]
-        plain.append(entries.double())
     call = {
         "out": torch.full((num_seqs, num_heads, LATENT), torch.nan, dtype=BF16 if dtype == FP8 else dtype),
         "lse": torch.full((num_seqs, num_heads), torch.nan),
@@ -91,6 +104,8 @@ KINDS = [
     for dtype in (torch.float32, torch.float16, BF16, FP8)
     for kind in (None, FP8)
     if (dtype, kind) != (FP8, FP8)
+] + [
+    pytest.param(dtype, torch.uint8, id=f"{dtype} fp8_ds_mla".removeprefix("torch.")) for dtype in (torch.float16, BF16)
 ]
 
 
@@ -244,6 +259,19 @@ def test_reads_what_concat_and_cache_mla_writes(code: torch.dtype | None, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_reads_entries_of_656_bytes_as_they_are_gathered(device: str) -> None:
+    """Written by concat_and_cache_mla, they are attended to as cp_gather_and_upconvert_fp8_kv_cache gathers them."""
+    call = _call([20], 16, device=device)
+    tokens = torch.randn(20, ENTRY, generator=torch.Generator().manual_seed(1)).to(BF16).to(device)
+    cache = torch.zeros(5, 16, 656, dtype=torch.uint8, device=device)
+    slots = torch.cat([page * 16 + torch.arange(16, device=device) for page in call["page_table"][0].long()])[:20]
+    pyops.concat_and_cache_mla(tokens[:, :LATENT], tokens[:, LATENT:], cache, slots, "fp8_ds_mla", 1.0)
+    gathered, start = torch.empty_like(tokens), torch.zeros(1, dtype=torch.int32, device=device)
+    pyops.cp_gather_and_upconvert_fp8_kv_cache(cache, gathered, call["page_table"], call["seq_lens"], start, 1)
+    _assert_is_attention(call | {"kv_c_and_k_pe_cache": cache, "plain": [gathered.double().cpu()]})
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_slices(device: str) -> None:
     """Queries inside one tensor, gaps between pages and slots, indices of 64 bits and apart, some heads of a result."""
     call = _call([100, 7], dtype=torch.float16, device=device)
@@ -265,7 +293,7 @@ def test_slices(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", [None, FP8, FNUZ], ids=["auto", "fp8", "fnuz"])
+@pytest.mark.parametrize("kind", [None, FP8, FNUZ, torch.uint8], ids=["auto", "fp8", "fnuz", "fp8_ds_mla"])
 def test_any_alignment(kind: torch.dtype | None, device: str) -> None:
     """A cache, queries and a result that begin at any element."""
     call = _call([40, 3], 3, kind=kind, device=device)
@@ -352,7 +380,8 @@ WRONG: list[tuple[str, Any]] = [
     ("out", torch.zeros(2, LATENT, 5, dtype=BF16).transpose(1, 2)),
     ("lse", torch.zeros(5, 2)),
     ("lse", torch.zeros(2, 5, dtype=BF16)),
-    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, 656, dtype=torch.uint8)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, 655, dtype=torch.uint8)),
+    ("kv_c_and_k_pe_cache", torch.zeros(4, 16, 656, dtype=FP8)),
     ("kv_c_and_k_pe_cache", torch.zeros(4, 16, ENTRY, dtype=torch.float16)),
     ("kv_c_and_k_pe_cache", torch.zeros(4, 16, ENTRY, dtype=torch.float8_e5m2)),
     ("kv_c_and_k_pe_cache", torch.zeros(4, 0, ENTRY, dtype=BF16)),
@@ -372,6 +401,14 @@ def test_refuses(name: str, value: torch.Tensor) -> None:
         MLA.wrapper(**call | {name: value})
     assert caught.value.argument == name
     assert call["out"].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8])
+def test_entries_of_656_bytes_hold_16_bit_elements(dtype: torch.dtype) -> None:
+    call = _call([20, 7], dtype=dtype)
+    call.pop("plain")
+    with pytest.raises(pyops.OpError, match="q_nope"):
+        MLA.wrapper(**call | {"kv_c_and_k_pe_cache": torch.zeros(4, 16, 656, dtype=torch.uint8)})
 
 
 def test_workspace_size() -> None:

@@ -156,6 +156,8 @@ def test_mxfp4_stays_packed_where_activations_have_16_bits(tmp_path: Path) -> No
         check_experts(layer.mlp, module.mlp.experts)
     (text,) = Engine(model, max_seq_len=96, max_num_seqs=1).generate([PROMPT], SamplingParams(max_tokens=COUNT))
     check_text(Case({}, {}, theirs), text, torch.bfloat16)
+    with pytest.raises(ModelError, match="prepare: expected one call"):
+        model.prepare()
 
 
 WRONG: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {

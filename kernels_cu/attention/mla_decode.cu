@@ -28,15 +28,16 @@
 //     HEADS          heads of a block: 16, 32 or 64
 //     TOKENS         entries of a tile
 //     NUM_WARPS      warps of the block: 4 or 8
+//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
 //     QUERY_ACCESS   elements of the queries in one memory access
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 
 #include "async.cuh"
 #include "attention.cuh"
+#include "mla_entry.cuh"
 #include "paged.cuh"
 #include "product.cuh"
 
-constexpr int LATENT_SIZE = 512, ROPE_SIZE = 64, ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE;
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
 
@@ -46,12 +47,12 @@ constexpr int STAGES = IS_FP8 ? 1 : 2;  // tiles of product_t; the next tile of 
 constexpr int PARTS = 4;                // of the sum over an entry
 constexpr int QUERY_BYTES = HEADS * PITCH * 2;
 constexpr int TILE_BYTES = TOKENS * PITCH * 2;
-constexpr int CODE_BYTES = IS_FP8 ? TOKENS * ENTRY_SIZE : 0;
+constexpr int CODE_BYTES = IS_FP8 ? TOKENS * ENTRY_BYTES : 0;
 constexpr int LOGIT_BYTES = PARTS * HEADS * LOGIT_PITCH * 4;
 
 // Copies to shared memory: each warp copies ROWS entries of a tile, in chunks of 16 bytes.
 constexpr int ROWS = TOKENS / NUM_WARPS;
-constexpr int CHUNK = 16 / sizeof(cache_t), CHUNKS = ENTRY_SIZE / CHUNK;
+constexpr int CHUNK = 16 / sizeof(cache_t), CHUNKS = ENTRY_BYTES / 16;
 constexpr int COPIES = ceil_div(ROWS * CHUNKS, WARP_SIZE);  // chunks that a lane copies
 
 // Logits: the warp's tile of heads and tokens, and its part of the sum.
@@ -82,7 +83,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
            float* exp_sums,                     // [num_seqs, num_heads, max_splits]
            const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
            const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
-           const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, ENTRY_SIZE]
+           const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
            const length_t* seq_lens,            // [num_seqs]
            const table_t* page_table,           // [num_seqs, max_pages]
            int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
@@ -161,6 +162,21 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
             if (!is_own) return;
             const unsigned char* from = code_at(row, chunk);
             product_t* to = tile_at(0) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
+            if constexpr (IS_DS_MLA) {
+                constexpr int SCALES = SCALES_AT / 16, ROPE = ROPE_AT / 16;  // chunks
+                const uint4 bytes = *reinterpret_cast<const uint4*>(from);
+                if (chunk >= ROPE) {
+                    to += LATENT_SIZE - ROPE * CHUNK - (chunk - ROPE) * (CHUNK / 2);
+                    *reinterpret_cast<uint4*>(to) = bytes;
+                } else if (chunk < SCALES) {
+                    const float* const scales = reinterpret_cast<const float*>(code_at(row, SCALES));
+                    uint4 elements[2];
+                    widen_scaled_fp8<product_t>(bytes, scales[chunk * CHUNK / SCALED_SIZE], elements);
+                    *reinterpret_cast<uint4*>(to) = elements[0];
+                    *reinterpret_cast<uint4*>(to + 8) = elements[1];
+                }
+                return;
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 if constexpr (IS_FP8 && is_same<product_t, half_t>) {

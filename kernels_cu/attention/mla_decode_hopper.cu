@@ -35,6 +35,7 @@
 //     BOX_TOKENS     a multiple of 8 that divides TOKENS / CLUSTER and, unless the cache is of fp8, PAGE_SIZE
 //     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel: clusters, codes
 //     CLUSTER        blocks of a cluster: 1 or 2; of an fp8 cache 1
+//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
 #include "mla_tiles.cuh"
@@ -57,12 +58,12 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
                                                                 // BOX_TOKENS / 8 x 4 x 8 x 64, if HALF_BOXES
                   out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
                   float* lse,                                   // [num_seqs, num_heads]
-                  const cache_t* kv_c_and_k_pe_cache,           // [num_pages, PAGE_SIZE, 576]; of codes, without a map
-                  float* tmp_out,                               // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-                  float* max_logits,                            // [num_seqs, num_heads, max_splits]
-                  float* exp_sums,                              // [num_seqs, num_heads, max_splits]
-                  const length_t* seq_lens,                     // [num_seqs]
-                  const table_t* page_table,                    // [num_seqs, max_pages]
+                  const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; of codes, without a map
+                  float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                  float* max_logits,                   // [num_seqs, num_heads, max_splits]
+                  float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                  const length_t* seq_lens,            // [num_seqs]
+                  const table_t* page_table,           // [num_seqs, max_pages]
                   int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
                   int64_t out_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
                   int64_t table_step, int64_t length_step, float scale) {
@@ -73,6 +74,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     __shared__ uint64_t empty[STAGES * 2];
     __shared__ uint64_t exists[STAGES];
     __shared__ int64_t places[PLACES];
+    __shared__ float4 scales[SCALES];
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
     __shared__ float
@@ -100,8 +102,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
         if (threadIdx.x == 256 && pairs > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, seq);
         if constexpr (IS_FP8) {
-            CodeLoader loader{tiles,       own,    kv_c_and_k_pe_cache,    page_stride,
-                              slot_stride, places, int(threadIdx.x) - 256, {}};
+            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, places, scales, {}};
             if (pairs > 0) loader.run();
         } else if (threadIdx.x / 32 % 4 == 0) {
             load_boxes(tiles, own, &cache_map, &half_map, rank);
@@ -225,7 +226,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     };
 
     if (pairs > 0) mbarrier_wait(&queries_full, 0);
-    if (IS_FP8 && pairs > 0) {
+    if (CONVERTS_QUERIES && pairs > 0) {
         convert_queries<query_t>(queries, own_sums);
         named_barrier_sync<QUERIES>(256);
         units[0] *= own_sums[row];

@@ -10,14 +10,34 @@
 //     table_t, length_t          element types of page_table and seq_lens
 //     PAGE_SIZE                  slots of a page of the cache
 //     NUM_WARPS                  warps of 32 lanes of the block
+//     IS_DS_MLA                  entries are of "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
+#include "cache.cuh"
+#include "mla_entry.cuh"
 #include "paged.cuh"
 #include "reduce.cuh"
 
-constexpr int LATENT_SIZE = 512, ROPE_SIZE = 64;
 constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
 constexpr int DIMS = LATENT_SIZE / WARP_SIZE, ROPE_DIMS = ROPE_SIZE / WARP_SIZE;  // elements of a lane
+
+// An element of an entry. Entries of bytes may lie anywhere.
+template <bool OF_DS_MLA>
+DEVICE float element_at(const cache_t* entry, int element) {
+    if constexpr (OF_DS_MLA) {
+        const uint8_t* const bytes = reinterpret_cast<const uint8_t*>(entry);
+        if (element >= LATENT_SIZE) {
+            const Vec<uint8_t, 2> two = Vec<uint8_t, 2>::load<1>(bytes + ROPE_AT + (element - LATENT_SIZE) * 2);
+            Vec<query_t, 1> rotated;
+            rotated.template word<1>(0) = two.word<2>(0);
+            return rotated[0];
+        }
+        const float scale = load_float<1>(bytes + SCALES_AT + element / SCALED_SIZE * 4);
+        return round_to<query_t>(to_float(entry[element]) * scale);
+    } else {
+        return to_float(entry[element]);
+    }
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
 mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
@@ -27,7 +47,7 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
                 float* exp_sums,                     // [num_seqs, num_heads, max_splits]
                 const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
                 const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
-                const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, LATENT_SIZE + ROPE_SIZE]
+                const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
                 const length_t* seq_lens,            // [num_seqs]
                 const table_t* page_table,           // [num_seqs, max_pages]
                 int64_t num_heads, int64_t num_pages, int64_t max_pages, int64_t max_tokens, int64_t max_splits,
@@ -62,7 +82,7 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
         float entry[DIMS + ROPE_DIMS], logit = 0.0f;
 #pragma unroll
         for (int i = 0; i < DIMS + ROPE_DIMS; ++i) {
-            entry[i] = to_float(kv_c_and_k_pe_cache[at + element_of(i)]);
+            entry[i] = element_at<IS_DS_MLA>(kv_c_and_k_pe_cache + at, element_of(i));
             logit = fmaf(q[i], entry[i], logit);
         }
         logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);

@@ -63,7 +63,21 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
 #endif
 }
 
-// The same if `wanted`, else nothing; without a branch, so that addresses of several copies are sums with constants.
+// The same of 16 bytes, and the L2 cache fetches all of the 128 bytes around them, for who copies the others soon.
+DEVICE void cp_async_of_line(void* shared, const void* global, bool valid) {
+#if PYOPS_CUDA
+    const uint32_t to = __cvta_generic_to_shared(shared);
+    const uint64_t from = __cvta_generic_to_global(global);
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :
+                 : "r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
+#else
+    cp_async<16>(shared, global, valid);
+#endif
+}
+
+// The same as cp_async if `wanted`, else nothing; without a branch, so that addresses of several copies are sums with constants.
 template <int BYTES>
 DEVICE void cp_async_if(bool wanted, void* shared, const void* global) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);

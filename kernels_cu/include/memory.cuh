@@ -10,9 +10,17 @@ template <> struct word_of<4> { using type = uint32_t; };
 template <> struct word_of<8> { using type = uint2; };
 template <> struct word_of<16> { using type = uint4; };
 
+// For instructions that take addresses of global memory only; the host reports others.
+DEVICE void expect_global(const void* address) {
+#if PYOPS_HOST
+    host::expect_global(address);
+#endif
+}
+
 // Prefetches the line of memory at `address` into L2, which the whole device shares: a write of the previous kernel to
 // the line is still seen. So this may be called before `await_previous_kernel`.
 DEVICE void prefetch_line(const void* address) {
+    expect_global(address);
 #if PYOPS_CUDA
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
@@ -41,6 +49,14 @@ DEVICE int made_anew(int x) {
     return x;
 }
 
+// x. The compiler of HIP takes it for bits it cannot know, and does not part what one instruction has masked.
+DEVICE uint32_t unknown_bits(uint32_t x) {
+#if PYOPS_HIP
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
 // Every lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {
@@ -65,6 +81,7 @@ DEVICE bool speculates(const T* address, int count) {
 // Streaming accesses, for data that is read once or written once: such data leaves the caches first.
 template <typename W>
 DEVICE W load_streaming(const W* address) {
+    expect_global(address);
 #if PYOPS_CUDA
     return __ldcs(address);
 #else
@@ -74,6 +91,7 @@ DEVICE W load_streaming(const W* address) {
 
 template <typename W>
 DEVICE void store_streaming(W* address, W value) {
+    expect_global(address);
 #if PYOPS_CUDA
     __stcs(address, value);
 #else
@@ -108,8 +126,18 @@ DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) 
 // A load of a value that another block of the launch may have written.
 template <typename T>
 DEVICE T load_fresh(const T* address) {
+    expect_global(address);
 #if PYOPS_CUDA
     return __ldcg(address);
+#elif PYOPS_HIP
+    // Of global memory by its type: a flat load would also wait for shared memory.
+    using word_t = typename word_of<sizeof(T) < 4 ? int(sizeof(T)) : 4>::type;
+    T value;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / sizeof(word_t)); ++i) {
+        reinterpret_cast<word_t*>(&value)[i] = ((const volatile __attribute__((address_space(1))) word_t*)address)[i];
+    }
+    return value;
 #else
     if constexpr (sizeof(T) <= 8) {
         return *const_cast<const volatile T*>(address);

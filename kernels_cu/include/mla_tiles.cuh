@@ -8,25 +8,29 @@
 // warpgroup that reads probabilities in their place.
 //
 // load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. CodeLoader: a warpgroup loads the codes of an
-// fp8 cache to registers, and stores them as product_t: float16, one instruction for a pair. What it needs next is in
-// flight while it waits for the place of what it has.
+// fp8 cache to registers, and stores them as product_t: float16, one instruction for a pair, or, with scales, the type of
+// the queries. What it needs next is in flight while it waits for the place of what it has.
 #pragma once
+#include "async.cuh"
 #include "attention.cuh"
 #include "cluster.cuh"
+#include "mla_entry.cuh"
 #include "mma.cuh"
 #include "paged.cuh"
 #include "tma.cuh"
 
 constexpr bool IS_FP8 = is_same<cache_t, fp8_e4m3_t>;
-constexpr int TOKENS = 64, LATENT_SIZE = 512, PANEL_SIZE = 64, ROW_BYTES = 128;
+constexpr bool CONVERTS_QUERIES = IS_FP8 && !IS_DS_MLA;
+constexpr int TOKENS = 64, PANEL_SIZE = 64, ROW_BYTES = 128;
 constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0, RIGHT = 1;
 constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES, ATOM = 8 * ROW_BYTES;
 // From 8 entries of a panel of latent vectors to the next, and from a panel to the next.
 constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
 constexpr int LOADERS_BARRIER = 7;  // a named barrier
 // Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
-constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1;
-using product_t = conditional_t<IS_FP8, half_t, cache_t>;  // of the products' operands; float16 has every code
+constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1, SCALES = IS_DS_MLA ? PLACES : 1;
+using product_t =
+    conditional_t<CONVERTS_QUERIES, half_t, query_t>;  // of the products' operands; float16 has every code
 static_assert(IS_FP8 ? CLUSTER == 1 && !HALF_BOXES : is_same<query_t, cache_t>);
 static_assert(CLUSTER == 1 || !HALF_BOXES);
 
@@ -101,7 +105,7 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
         Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] *= factor;
-        Vec<product_t, 8>::from_floats(x).store(reinterpret_cast<product_t*>(at(i)));
+        Vec<product_t, 8>::from_floats(x).store_shared(reinterpret_cast<product_t*>(at(i)));
     }
     if (t == 0) units[row] = 1.0f / factor;
     fence_proxy_async();
@@ -167,14 +171,16 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
 // Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). Four neighbours have two rows of a tile,
 // half a tile apart, each 16 codes of every panel.
 struct CodeLoader {
-    static constexpr int HALVES = 4;   // of a pair, in the order in which they are given back: steps
-    static constexpr int CHUNK = 16;   // codes that a thread loads at once
-    static constexpr int CHUNKS = 10;  // of a thread, of a half and rotated keys
+    static constexpr int HALVES = 4;  // of a pair, in the order in which they are given back: steps
+    static constexpr int CHUNK = 16;  // bytes that a thread loads at once
+    // Chunks of a thread, of a half and of rotated keys; rotated keys that are no codes are copied where they belong.
+    static constexpr int LATENT_CHUNKS = 2 * HALF_PANELS, CHUNKS = LATENT_CHUNKS + (IS_DS_MLA ? 0 : 2);
     const EntryTiles& tiles;
     const Split& split;
     const cache_t* cache;
     int64_t page_stride, slot_stride;
     int64_t* places;  // [KEPT_PAIRS][2 * TOKENS], shared: where each token of a pair lies in the cache
+    float4* scales;   // likewise: the scales of each token, if IS_DS_MLA
     uint4 codes[CHUNKS];
 
     DEVICE void run() {
@@ -186,20 +192,27 @@ struct CodeLoader {
             if (token >= split.end) return NOWHERE;
             const int64_t place = pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step);
             // Brought to L2 before its codes are loaded: registers hold no more than a step of what is on its way.
-            for (int i = 0; i < LATENT_SIZE + PANEL_SIZE && place != NOWHERE; i += 128)
-                prefetch_line(cache + place + i);
+            for (int i = 0; i < ENTRY_BYTES && place != NOWHERE; i += 128) prefetch_line(cache + place + i);
             return place;
         };
+        // Keeps the place, and starts a copy of the scales.
+        const auto keep = [&](int pair, int64_t place) {
+            const int at = pair % KEPT_PAIRS * (2 * TOKENS) + thread;
+            places[at] = place;
+            if constexpr (IS_DS_MLA) {
+                cp_async<16>(scales + at, cache + max(place, int64_t(0)) + SCALES_AT, place != NOWHERE);
+                cp_async_commit();
+            }
+        };
         int64_t place = place_at(0);
-        places[thread] = place;
+        keep(0, place);
+        if (IS_DS_MLA) cp_async_wait<0>();
         named_barrier_sync<LOADERS_BARRIER>(128);
-        const Rows first = rows_of<0>(0);
-#pragma unroll
-        for (int chunk = 0; chunk < chunks_of(0); ++chunk) load<0>(first, chunk);
+        load_step<0>(rows_of<0>(0));
         for (int pair = 0; pair < split.pairs(); ++pair) {
             const uint32_t found = ballot(place != NOWHERE);
             place = place_at(pair + 1);
-            places[(pair + 1) % KEPT_PAIRS * (2 * TOKENS) + thread] = place;
+            keep(pair + 1, place);
             named_barrier_sync<LOADERS_BARRIER>(128);
             // Warps 2i and 2i + 1 have the tokens of stage i, of which the warpgroup reads that gives half i back.
             const auto tell = [&](int stage) {
@@ -227,10 +240,10 @@ private:
     static constexpr DEVICE int stage_of(int step) { return step % 2; }
     static constexpr DEVICE int half_of(int step) { return step == 1 || step == 2 ? RIGHT : LEFT; }
     static constexpr DEVICE bool has_rope(int step) { return half_of(step) != stage_of(step); }
-    static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : CHUNKS - 2; }
-    static constexpr DEVICE int row_of(int chunk) { return chunk < 2 * HALF_PANELS ? chunk / HALF_PANELS : chunk % 2; }
+    static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : LATENT_CHUNKS; }
+    static constexpr DEVICE int row_of(int chunk) { return chunk < LATENT_CHUNKS ? chunk / HALF_PANELS : chunk % 2; }
     static constexpr DEVICE int panel_of(int step, int chunk) {
-        return chunk < 2 * HALF_PANELS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
+        return chunk < LATENT_CHUNKS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
     }
     template <int STEP>
     DEVICE Rows rows_of(int pair) const {
@@ -244,20 +257,45 @@ private:
         return rows;
     }
     template <int STEP>
-    DEVICE void load(const Rows& rows, int chunk) {
-        const cache_t* const row = rows.from[row_of(chunk)];
-        codes[chunk] = make_uint4(0, 0, 0, 0);
-        if (row != nullptr) codes[chunk] = *reinterpret_cast<const uint4*>(row + panel_of(STEP, chunk) * PANEL_SIZE);
+    DEVICE void load_step(const Rows& rows) {
+#pragma unroll
+        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) {
+            const cache_t* const row = rows.from[row_of(chunk)];
+            codes[chunk] = make_uint4(0, 0, 0, 0);
+            if (row != nullptr)
+                codes[chunk] = *reinterpret_cast<const uint4*>(row + panel_of(STEP, chunk) * PANEL_SIZE);
+        }
     }
     // `at`: the place of the thread's first codes in a panel. Rows half a tile apart are swizzled alike.
     template <int STEP>
-    DEVICE void store(int chunk, int at) const {
-        uint4 elements[2];
-        widen_fp8<product_t>(codes[chunk], elements);
+    DEVICE void store(int chunk, int at, const float* row_scales) const {
         uint8_t* const rows =
             tiles.panel(stage_of(STEP), panel_of(STEP, chunk)) + row_of(chunk) * (TOKENS / 2 * ROW_BYTES);
+        uint4 elements[2];
+        if constexpr (IS_DS_MLA) {
+            constexpr int ROWS_APART = TOKENS / 2 * (LATENT_SIZE / SCALED_SIZE);
+            const int tile = panel_of(STEP, chunk) * PANEL_SIZE / SCALED_SIZE;
+            widen_scaled_fp8<product_t>(codes[chunk], row_scales[row_of(chunk) * ROWS_APART + tile], elements);
+        } else {
+            widen_fp8<product_t>(codes[chunk], elements);
+        }
         *reinterpret_cast<uint4*>(rows + at) = elements[0];
         *reinterpret_cast<uint4*>(rows + (at ^ 16)) = elements[1];
+    }
+    // Starts copies of rotated keys that are no codes, as they lie in L2 by now: two chunks of each row of the thread.
+    template <int STEP>
+    DEVICE void copy_rope(int pair) const {
+        const Rows rows = rows_of<STEP>(pair);
+        const int at = swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * CHUNK);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bool exists = rows.from[i] != nullptr;
+            const cache_t* const from = (exists ? rows.from[i] : cache) + ROPE_AT;
+            uint8_t* const to = tiles.panel(stage_of(STEP), ROPE_PANEL) + i * (TOKENS / 2 * ROW_BYTES);
+            cp_async<16>(to + at, from, exists);
+            cp_async<16>(to + (at ^ 4 * CHUNK), from + 4 * CHUNK, exists);
+        }
+        cp_async_commit();
     }
     // Stores what has been loaded for a step of a pair, and loads for the next step: only then, because the fence waits
     // for loads, too.
@@ -266,8 +304,12 @@ private:
         constexpr int NEXT = (STEP + 1) % HALVES;
         // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
         const int at = made_anew(swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 32));
+        if (IS_DS_MLA && has_rope(STEP)) copy_rope<STEP>(pair);
+        const float4* const of_stage = scales + pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(STEP) * TOKENS;
+        const float* const row_scales = reinterpret_cast<const float*>(of_stage + threadIdx.x % 128 / 4);
 #pragma unroll
-        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) store<STEP>(chunk, at);
+        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) store<STEP>(chunk, at, row_scales);
+        if (IS_DS_MLA && has_rope(STEP)) cp_async_wait<0>();
         fence_proxy_async();
         sync_warp();
         if (threadIdx.x % 32 == 0) {
@@ -277,8 +319,6 @@ private:
         }
         keep_loads_of_warp();
         if (NEXT == 0 && is_last) return;
-        const Rows rows = rows_of<NEXT>(pair + (NEXT == 0));
-#pragma unroll
-        for (int chunk = 0; chunk < chunks_of(NEXT); ++chunk) load<NEXT>(rows, chunk);
+        load_step<NEXT>(rows_of<NEXT>(pair + (NEXT == 0)));
     }
 };

@@ -22,16 +22,28 @@ DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
     load_pair<T>(pair.data, low, high);
 }
 
+// The same of numbers whose NaN are those of T: on AMD, where no instruction rounds to bfloat16, NaN costs none then.
+template <typename T>
+DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {
+#if PYOPS_HIP && !defined(__gfx950__)
+    if constexpr (is_same<T, bf16_t>) {
+        const uint32_t x = __float_as_uint(low), y = __float_as_uint(high);
+        return byte_perm(x + (x >> 16 & 1) + 0x7fff, y + (y >> 16 & 1) + 0x7fff, 0x7632);
+    }
+#endif
+    return pack_pair<T>(low, high);
+}
+
 // A word of the lower (HIGH: upper) halves of two words, the half of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {
-    return __byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
+    return byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
 }
 
 // A word of the two lower (HIGH: upper) bytes of each of two words, alternating, a byte of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
-    return __byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
+    return byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
 // Four fp8 elements as two words of float16 pairs; float16 holds every fp8 number.
@@ -55,7 +67,7 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             // Two codes in the upper bytes of halves. One of e5m2 is float16 without its last bits.
-            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             halves[i] = bytes;
             if constexpr (!IS_E5M2) {
                 // Exponent and mantissa of e4m3, in their places in float16, are a number 2^-8 (FNUZ: 2^-7) times as
@@ -89,7 +101,7 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
         for (int i = 0; i < 2; ++i) {
             // Exponent and mantissa, in their places in bfloat16, are a number 2^-120 times as large, and so are those
             // of subnormal numbers.
-            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             const uint32_t magnitude = bytes & 0x7f007f00u;
             Vec<bf16_t, 2> pair;
             pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;
@@ -110,6 +122,23 @@ DEVICE void widen_fp8(uint4 codes, uint4 (&elements)[2]) {
     for (int i = 0; i < 4; ++i) {
         if constexpr (is_same<T, half_t>) fp8_to_half<fp8_e4m3_t>(words[i], pairs[i]);
         else fp8_to_bf16(words[i], pairs[i]);
+    }
+    elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
+    elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);
+}
+
+// 16 e4m3 elements times a scale, products of float32 rounded to T.
+template <typename T>
+DEVICE void widen_scaled_fp8(uint4 codes, float scale, uint4 (&elements)[2]) {
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t pairs[4][2];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (i % 2 == 0) fp8_to_half<fp8_e4m3_t>(words[i / 2], pairs[i / 2]);
+        uint32_t& pair = pairs[i / 2][i % 2];
+        float low, high;
+        unpack_pair<half_t>(pair, low, high);
+        pair = pack_pair<T>(low * scale, high * scale);
     }
     elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
     elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);

@@ -116,16 +116,16 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     }
     start_cluster<SPLITS>();
 
-    const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
+    // Of places, only those in use are dealt out: tiles without an expert would fall to some blocks more than to others.
+    const int num_places = GROUPED ? int(min(int64_t(max(*num_tokens_post_pad, 0)), m)) : 0;
+    const int rows = int(((GROUPED ? num_places : m) + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
     const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     CutTile<CUT> tile(tiles, first_step, last_step, int(sharers));
     // The expert of a tile of rows; -1 if it has none.
-    const int num_places = GROUPED ? *num_tokens_post_pad : 0;
     const auto expert_of = [&](int first_row) {
         if constexpr (!GROUPED) return 0;
-        if (first_row >= num_places) return -1;
         const int expert = expert_ids[first_row / block_size];
         return expert < num_experts ? expert : -1;
     };

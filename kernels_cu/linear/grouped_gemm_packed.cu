@@ -4,15 +4,16 @@
 //     sum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t
 //     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
 //
-// Each code goes once from global memory to the registers of the lane that multiplies it. Rows of w are the first operand
+// Each code is copied once from global memory, by the lane that multiplies it. Rows of w are the first operand
 // of products, so that a fragment has 16 of them and eight rows of a.
 //
 // Mapping: a block has TILE_M places of the lists and ROWS rows of w, blockIdx.x counts such tiles, those of the same rows
 // of w one after another. Its WARPS warps share K; their sums are added up in a fixed order. A warp goes through its part
-// in steps of 64 bytes of each row of w, of which lane 4g + t has the t-th 16 bytes of rows g and g + 8 of each fragment. As
-// soon as a fragment is multiplied its registers are loaded with that of the next step. Products take elements of K in any
-// order, so codes are paired as a word has them, and rows of a likewise. Rows of a come to shared memory of the warp by
-// asynchronous copies, STAGES - 1 steps ahead. Warps do not wait for each other before the end.
+// in steps of 64 bytes of each row of w, of which lane 4g + t has the t-th 16 bytes of rows g and g + 8 of each fragment.
+// Products take elements of K in any order, so codes are paired as a word has them, and rows of a likewise. Codes and rows
+// of a come to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead; scales and zero points are loaded
+// a step ahead, or, where the four lanes of a row have one group in a step, by each of these lanes for one of four steps,
+// four steps ahead. Warps do not wait for each other before the end.
 //
 // With gates and ups, rows g of a fragment are gates and rows g + 8 their ups: a thread has the sums of both.
 //
@@ -27,7 +28,7 @@
 //     TILE_M        places of a tile: 8 or 16
 //     WARPS         of a block
 //     WHOLE_STEPS   whether a step divides K
-//     STAGES        steps whose rows of a are in shared memory
+//     STAGES        steps that are in shared memory or on the way there
 //     MIN_BLOCKS    blocks per multiprocessor that the compiler makes room for
 
 #include "async.cuh"
@@ -46,9 +47,14 @@ constexpr int STEP_BYTES = 64, STEP_K = STEP_BYTES * 8 / BITS, LANE_K = STEP_K /
 constexpr int WORDS = 4, PRODUCTS = STEP_K / 16, WORD_PRODUCTS = PRODUCTS / WORDS;    // of a lane's 16 bytes
 constexpr int ROW_TILES = TILE_M / 8;
 constexpr int CHUNK = 8, CHUNKS = STEP_K / CHUNK, LANE_CHUNKS = LANE_K / CHUNK;  // of 16 bytes, of a row of a
-constexpr int STAGE_BYTES = TILE_M * CHUNKS * 16, SUM_BYTES = FRAGMENTS * ROW_TILES * 32 * sizeof(sums_t);
+constexpr int A_BYTES = TILE_M * CHUNKS * 16, STAGE_BYTES = A_BYTES + ROWS * STEP_BYTES;
+constexpr int COPIES = TILE_M * CHUNKS / 32;  // of a lane, of rows of a
+constexpr int SUM_BYTES = FRAGMENTS * ROW_TILES * 32 * sizeof(sums_t);
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
 constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
+// Whether lanes load the terms of groups for each other, and of how many steps terms are loaded at once.
+constexpr bool IN_TURN = HAS_SCALES && GROUP_SIZE % STEP_K == 0;
+constexpr int TERM_STEPS = IN_TURN ? 4 : 1;
 constexpr uint32_t MIDDLE = EXPONENT > 0 ? 0 : 1u << (BITS - 1);
 static_assert(BITS == 4 || BITS == 8);
 static_assert(TILE_M == 8 || TILE_M == 16);
@@ -145,40 +151,45 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
     constexpr int ZERO_ROWS = BITS == 4 ? 2 : 1;
     const uint8_t* const own_zeros = zeros + (HAS_ZEROS ? own_row / ZERO_ROWS * groups : 0);
 
-    four_t words[FRAGMENTS][2];
-    uint32_t terms[FRAGMENTS][2];
-    const auto load = [&](int step, int f) {
-        const int64_t first = int64_t(step) * STEP_K + t * LANE_K;
-        const bool exists = WHOLE_STEPS || first < k;
-        const uint32_t group = exists ? uint32_t(first) / GROUP_SIZE : groups - 1;
+    const scalar_t* from[COPIES];  // of rows of a; null for none
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const uint8_t* const at = next + f * fragment_bytes + h * half_bytes;
-            if (exists) words[f][h] = four_t::load_once(reinterpret_cast<const uint32_t*>(at));
-            const uint32_t rows = f * FRAGMENT_ROWS + h * uint32_t(half_rows);
-            const int nibble = BITS == 8 ? 0 : GATED == 2 ? h : g % 2;
-            terms[f][h] =
-                terms_of(own_scales, own_zeros, rows * groups + group, rows / ZERO_ROWS * groups + group, nibble);
-        }
-        if (f == FRAGMENTS - 1) next += STEP_BYTES;
-    };
+    for (int i = 0; i < COPIES; ++i) {
+        const int row = a_rows[(i * 32 + lane) / CHUNKS];
+        from[i] = row < 0 ? nullptr : a + row * a_stride + lane % CHUNKS * CHUNK;
+    }
     const auto copy = [&](int step, uint8_t* stage) {
-#pragma unroll 2
-        for (int i = lane; i < TILE_M * CHUNKS; i += 32) {
-            const int row = a_rows[i / CHUNKS];
-            const int64_t first = int64_t(step) * STEP_K + i % CHUNKS * CHUNK;
-            const bool exists = row >= 0 && (WHOLE_STEPS || first < k);
-            cp_async<16>(stage + chunk_place(i / CHUNKS, i % CHUNKS), a + (exists ? row * a_stride + first : 0),
-                         exists);
+        const bool exists = WHOLE_STEPS || int64_t(step) * STEP_K + t * LANE_K < k;
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS * 2; ++i) {
+            cp_async_of_line(stage + A_BYTES + (i * 32 + lane) * 16,
+                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : codes, exists);
+        }
+        next += STEP_BYTES;
+        const int64_t first = int64_t(step) * STEP_K;
+        const bool has_chunk = WHOLE_STEPS || first + lane % CHUNKS * CHUNK < k;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const bool copied = from[i] != nullptr && has_chunk;
+            cp_async<16>(stage + chunk_place((i * 32 + lane) / CHUNKS, lane % CHUNKS), copied ? from[i] + first : a,
+                         copied);
+        }
+    };
+    uint32_t terms[FRAGMENTS][2], now[FRAGMENTS][2];  // of the steps from `step` on, and of those before
+    const auto load_terms = [&](int step) {
+        const int64_t first = IN_TURN ? int64_t(min(step + t, last_step - 1)) * STEP_K
+                                      : int64_t(min(step, last_step - 1)) * STEP_K + t * LANE_K;
+        const uint32_t group = WHOLE_STEPS || first < k ? uint32_t(first) / GROUP_SIZE : groups - 1;
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS * 2; ++i) {
+            const int h = i % 2, nibble = BITS == 8 ? 0 : GATED == 2 ? h : g % 2;
+            const uint32_t rows = i / 2 * FRAGMENT_ROWS + h * uint32_t(half_rows);
+            terms[i / 2][h] =
+                terms_of(own_scales, own_zeros, rows * groups + group, rows / ZERO_ROWS * groups + group, nibble);
         }
     };
 
     const codes_t decode;
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f) {
-        words[f][0] = words[f][1] = {};
-        if (first_step < last_step) load(first_step, f);
-    }
+    if (first_step < last_step) load_terms(first_step);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (first_step + i < last_step) copy(first_step + i, own + i * STAGE_BYTES);
@@ -193,6 +204,12 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         const int filled = stage == own ? STAGES - 1 : -1;  // from `stage` on
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1, stage + filled * STAGE_BYTES);
         cp_async_commit();
+        const int turn = (step - first_step) % TERM_STEPS;
+        if (turn == 0) {
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS * 2; ++i) now[i / 2][i % 2] = terms[i / 2][i % 2];
+            load_terms(step + TERM_STEPS);
+        }
         uint32_t a_pairs[ROW_TILES][PRODUCTS][2];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LANE_CHUNKS; ++i) {
@@ -212,10 +229,14 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         for (int f = 0; f < FRAGMENTS; ++f) {
             codes_t::Zero zero[2];
             pair_t scale[2];
+            four_t words[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                zero[h] = codes_t::zero(terms[f][h] >> 16);
-                scale[h].template word<2>(0) = pack_halves<false>(terms[f][h], terms[f][h]);
+                const auto* const at = reinterpret_cast<const uint32_t*>(stage + A_BYTES);
+                words[h] = four_t::load(at + ((f * 2 + h) * 32 + lane) * 4);
+                const uint32_t own = IN_TURN ? shfl<32>(now[f][h], lane / 4 * 4 + turn) : now[f][h];
+                zero[h] = codes_t::zero(own >> 16);
+                scale[h].template word<2>(0) = pack_halves<false>(own, own);
             }
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
@@ -223,14 +244,13 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int h = j % 2, q = j / 2;
-                    uint32_t word = words[f][h].data[product / WORD_PRODUCTS];
+                    uint32_t word = words[h].data[product / WORD_PRODUCTS];
                     if constexpr (IS_SIGNED) word ^= 0x80808080;
                     pairs[j] = weights_of(decode, word, product % WORD_PRODUCTS * 2 + q, zero[h], scale[h]);
                 }
 #pragma unroll
                 for (int i = 0; i < ROW_TILES; ++i) mma_m16n8k16<scalar_t>(sums[f][i], pairs, a_pairs[i][product]);
             }
-            if (step + 1 < last_step) load(step + 1, f);
         }
         stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }
@@ -242,7 +262,7 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         sums_t four;
 #pragma unroll
         for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j];
-        four.store(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
+        four.store_shared(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
     }
     __syncthreads();
     const epilogue_t epilogue{

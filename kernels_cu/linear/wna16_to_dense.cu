@@ -6,7 +6,8 @@
 // along r. Without zero points, zero is the middle of the codes. Codes of EXPONENT 2 are numbers of e2m1 and have no zero
 // points; codes of 8 bits without scales are two's complement.
 //
-// A thread takes four bytes of codes.
+// A thread takes four bytes of codes of each of ROWS rows: threads of a block the words of a row, blockIdx.x counts such
+// rows, blockIdx.y blocks of words. Nothing is divided but by constants.
 //
 // Constants
 //     scalar_t      T: half_t or bf16_t
@@ -15,37 +16,55 @@
 //     HAS_SCALES    scales are given
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     HAS_ZEROS     zero points are given
+//     GROUP_SIZE    codes of a row under one scale and zero point
+//     ROWS          of a thread, whose loads are under way together
 //     CODE_ACCESS   bytes of codes in one memory access; divides 4
 
 #include "group_scale.cuh"
 #include "packed.cuh"
 
 constexpr int CODES = 32 / BITS, MASK = (1 << BITS) - 1;
-constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
+constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES, ONE_GROUP = GROUP_SIZE % CODES == 0;  // of a thread in a row
+constexpr int GROUPS = ONE_GROUP ? 1 : CODES;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 wna16_to_dense(scalar_t* dense,        // [rows, words * CODES]
                const uint8_t* codes,   // [rows, 4 * words]
                const scale_t* scales,  // [rows, groups]
                const uint8_t* zeros,   // [rows * BITS / 8, groups]
-               int64_t rows, int64_t words, int64_t groups, int64_t group_size) {
+               int64_t rows, int64_t words, int64_t groups) {
     await_previous_kernel();
-    const int64_t thread = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
-    if (thread >= rows * words) return;
-    const int64_t row = thread / words, first = thread % words * CODES;
-    const auto bytes = Vec<uint8_t, 4>::template load<CODE_ACCESS>(codes + thread * 4);
-    float x[CODES];
+    const int64_t first_row = int64_t(blockIdx.x) * ROWS, word = int64_t(blockIdx.y) * NUM_THREADS + threadIdx.x;
+    if (word >= words) return;
+    const uint32_t first = uint32_t(word) * CODES;
+    Vec<uint8_t, 4> bytes[ROWS];
+    float scale[ROWS][GROUPS];
+    int zero[ROWS][GROUPS];
 #pragma unroll
-    for (int i = 0; i < CODES; ++i) {
-        const int64_t group = (first + i) / group_size;
-        const int code = bytes.data[i * BITS / 8] >> i * BITS % 8 & MASK;
-        int zero = 1 << (BITS - 1);
-        if constexpr (HAS_ZEROS) {
-            zero = zeros[row * BITS / 8 * groups + group] >> (BITS == 4 ? row % 2 * 4 : 0) & MASK;
+    for (int i = 0; i < ROWS; ++i) {
+        const int64_t row = min(first_row + i, rows - 1);
+        bytes[i] = Vec<uint8_t, 4>::template load<CODE_ACCESS>(codes + (row * words + word) * 4);
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j) {
+            const int64_t group = (first + j) / GROUP_SIZE;
+            zero[i][j] = 1 << (BITS - 1);
+            if constexpr (HAS_ZEROS) {
+                zero[i][j] = zeros[row * BITS / 8 * groups + group] >> (BITS == 4 ? row % 2 * 4 : 0) & MASK;
+            }
+            if constexpr (HAS_SCALES) scale[i][j] = SCALE<scale_t>(scales, row * groups + group);
         }
-        if constexpr (EXPONENT > 0) x[i] = e2m1_to_float(code);
-        else x[i] = float((IS_SIGNED ? code ^ zero : code) - zero);
-        if constexpr (HAS_SCALES) x[i] *= SCALE<scale_t>(scales, row * groups + group);
     }
-    Vec<scalar_t, CODES>::from_floats(x).store(dense + thread * CODES);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        if (first_row + i >= rows) return;
+        float x[CODES];
+#pragma unroll
+        for (int j = 0; j < CODES; ++j) {
+            const int code = bytes[i].data[j * BITS / 8] >> j * BITS % 8 & MASK, of = ONE_GROUP ? 0 : j;
+            if constexpr (EXPONENT > 0) x[j] = e2m1_to_float(code);
+            else x[j] = float((IS_SIGNED ? code ^ zero[i][of] : code) - zero[i][of]);
+            if constexpr (HAS_SCALES) x[j] *= scale[i][of];
+        }
+        Vec<scalar_t, CODES>::from_floats(x).store(dense + ((first_row + i) * words + word) * CODES);
+    }
 }

@@ -90,7 +90,7 @@ class Decoder:
         self._multiplier = torch.tensor(multipliers.embedding, dtype=rounded_to, device="cpu").item()
         self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
-        self._tensors = self._named()
+        self._tensors, self._prepared = self._named(), False
 
     def _layer(self, i: int, place: Place) -> Layer:
         """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
@@ -161,11 +161,14 @@ class Decoder:
             checked: whether it is checked first that they can be, which tensors without data cannot.
 
         Raises:
-            ModelError: such weights cannot be multiplied.
+            ModelError: such weights cannot be multiplied, or have been made already: codes in their place were lost.
         """
+        if self._prepared:
+            raise ModelError("prepare", "expected one call: the weights of experts are those that are multiplied")
         experts = [layer.mlp.weights for layer in self.layers if isinstance(layer.mlp, Experts)]
         for weights in experts if checked else ():
             weights.check()
+        self._prepared = True
         for weights in experts:
             weights.prepare()
 

@@ -11,7 +11,7 @@ from ..._core.op import op
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import choose, launch
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla
+from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla
 from .reference import finish, float32_logits, largest_of, weighted_sum
 
 if TYPE_CHECKING:
@@ -22,15 +22,19 @@ __all__ = ["sm100_cutlass_mla_decode", "sm100_cutlass_mla_get_workspace_size"]
 
 def _absolute_error(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale: float) -> float:
     """The rounding errors of a softmax weight, in the type of the products with the entries, and of its logit."""
-    cache = _entries(kv_c_and_k_pe_cache)
+    cache = _entries(kv_c_and_k_pe_cache, q_nope)
     product = torch.float16 if q_nope.dtype == torch.float8_e4m3fn else q_nope.dtype
     return float(torch.finfo(product).eps) + float32_logits(
         torch.cat((q_nope.double(), q_pe.double()), -1), cache, scale
     )
 
 
-def _entries(cache: Tensor) -> Tensor:
-    """The cache; one of bytes as the fp8 numbers that they are."""
+def _entries(cache: Tensor, q_nope: Tensor) -> Tensor:
+    """The cache; of bytes the fp8 numbers that they are, of "fp8_ds_mla" elements of the queries' dtype."""
+    if cache.shape[2] == DS_MLA_BYTES:
+        codes, scales, rotated = (part.contiguous() for part in cache.split((LATENT_SIZE, 16, 2 * ROPE_SIZE), -1))
+        tiles = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128)) * scales.view(torch.float32)[..., None]
+        return torch.cat((tiles.flatten(-2).to(q_nope.dtype), rotated.view(q_nope.dtype)), -1)
     return cache.view(fp8.cache_codes(cache, "fp8")) if cache.element_size() == 1 else cache
 
 
@@ -75,7 +79,9 @@ def sm100_cutlass_mla_decode(
         q_pe: [num_seqs, num_heads, 64], the rotated part of the queries, of the dtype of q_nope.
         kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
             or uint8). No scale is applied to fp8 entries: a caller who has written them with a scale multiplies `scale`
-            and the result by it. Any page size, any strides but the last.
+            and the result by it. Or [num_pages, page_size, 656] uint8, entries of "fp8_ds_mla" (`concat_and_cache_mla`,
+            written with the queries' dtype, float16 or bfloat16), read where they lie: ``c = T(code * scale)``, scales
+            of 128 codes each. Any page size, any strides but the last.
         seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count.
         page_table: [num_seqs, max_pages], int32 or int64, any strides.
         workspace: uint8, or None. Neither read nor written: the op allocates its own for the length of the call.
@@ -83,7 +89,7 @@ def sm100_cutlass_mla_decode(
         num_kv_splits: splits of a sequence, at most, each for a block of its own; 1 for a single pass, 0 or less for as
             many as keep the device busy.
     """
-    cache = _entries(kv_c_and_k_pe_cache)
+    cache = _entries(kv_c_and_k_pe_cache, q_nope)
     num_pages, page_size, _ = cache.shape
     queries = torch.cat((q_nope.double(), q_pe.double()), -1)
     for s, length in enumerate(seq_lens.tolist()):
@@ -120,15 +126,22 @@ def example_sm100_cutlass_mla_decode(
     *,
     num_tokens: int = 16,
     dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"] = "bfloat16",
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_ds_mla"] = "auto",
 ) -> tuple[Any, ...]:
     num_heads, page_size, num_pages, max_pages = 12, 16, 37, 6
+    if kv_cache_dtype == "fp8_ds_mla":
+        if dtype in ("float32", "float8_e4m3fn"):
+            dtype = "bfloat16"
+        cache = make.randint(0, 60, num_pages, page_size, DS_MLA_BYTES, dtype="uint8")
+    else:
+        cache_dtype = dtype if kv_cache_dtype == "auto" else "float8_e4m3fn"
+        cache = make.randn(num_pages, page_size, ENTRY_SIZE, dtype=cache_dtype)
     return (
         make.empty(num_tokens, num_heads, LATENT_SIZE, dtype="bfloat16" if dtype == "float8_e4m3fn" else dtype),
         make.empty(num_tokens, num_heads, dtype="float32"),
         make.randn(num_tokens, num_heads, LATENT_SIZE, dtype=dtype),
         make.randn(num_tokens, num_heads, ROPE_SIZE, dtype=dtype),
-        make.randn(num_pages, page_size, ENTRY_SIZE, dtype=dtype if kv_cache_dtype == "auto" else "float8_e4m3fn"),
+        cache,
         make.randint(0, max_pages * page_size + 1, num_tokens, dtype="int32"),
         make.randint(0, num_pages, num_tokens, max_pages, dtype="int32"),
         None,

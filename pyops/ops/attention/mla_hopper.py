@@ -68,6 +68,7 @@ class HopperConfig:
             CLUSTER=self.cluster,
             HALF_BOXES=has_half_boxes,
             HAS_LSE=problem.lse is not None,
+            IS_DS_MLA=problem.is_ds_mla,
         )
         grid = (problem.num_seqs * _groups(problem) // self.cluster, self.max_splits * self.cluster)
         return kernel.launch(

@@ -62,7 +62,9 @@ class Config:
         if self.step_tokens:
             for heads, tokens, num_warps in _blocks_that_fit(problem, device):
                 found.append(replace(self, heads_per_block=heads, step_tokens=tokens, num_warps=num_warps))
-            block_shared = shared_memory(self.heads_per_block, self.step_tokens, problem.is_fp8) + _RESERVED_SHARED
+            block_shared = (
+                shared_memory(self.heads_per_block, self.step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
+            )
             found += tuning.varied(self, min_blocks=range(1, device.shared_memory // block_shared + 1))
         else:
             found += tuning.varied(self, num_warps=tuning.beside(self.num_warps, 2, 8))
@@ -79,7 +81,7 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig:
         return mla_hopper.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
-    block_shared = shared_memory(heads, step_tokens, problem.is_fp8) + _RESERVED_SHARED
+    block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
     min_blocks = 2 if heads == 16 and 2 * block_shared <= device.shared_memory else 1
     blocks = num_seqs * -(-num_heads // heads)
     wanted = problem.num_kv_splits
@@ -107,15 +109,20 @@ def _blocks_that_fit(problem: Problem, device: Device) -> list[tuple[int, int, i
     if problem.is_fp8 and device.arch.startswith("gfx11"):
         return []  # 24 registers of a thread spill
     blocks = BLOCKS if device.warp_size == 32 else WIDE_BLOCKS
-    return [block for block in blocks if shared_memory(block[0], block[1], problem.is_fp8) <= room]
+    return [block for block in blocks if shared_memory(block[0], block[1], _code_bytes(problem)) <= room]
 
 
-def shared_memory(heads: int, step_tokens: int, is_fp8: bool) -> int:
+def _code_bytes(problem: Problem) -> int:
+    """Bytes of an entry of codes; 0 where entries are not codes."""
+    return problem.cache.shape[2] if problem.is_fp8 else 0
+
+
+def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
     """Bytes of dynamic shared memory of a block, as mla_decode.cu counts them; 0 for mla_decode_simt.cu."""
     if not step_tokens:
         return 0
     row, padded_tokens = (ENTRY_SIZE + 8) * 2, step_tokens + 8
-    tiles = step_tokens * (row + ENTRY_SIZE if is_fp8 else 2 * row)
+    tiles = step_tokens * (row + (code_bytes or row))
     return heads * row + tiles + heads * padded_tokens * (4 * 4 + 2)
 
 
@@ -170,6 +177,7 @@ def _launch_splits(problem: Problem, config: Config, arguments: dict[str, Any]) 
         "PAGE_SIZE": cache.shape[1],
         "HAS_LSE": problem.lse is not None,
         "NUM_WARPS": config.num_warps,
+        "IS_DS_MLA": problem.is_ds_mla,
     }
     arguments = arguments | {
         "num_heads": problem.num_heads,
@@ -199,4 +207,4 @@ def _launch_splits(problem: Problem, config: Config, arguments: dict[str, Any]) 
         kernel = _decode_simt(**constants)
     grid = (problem.num_seqs * -(-problem.num_heads // heads), config.max_splits)
     num_threads = config.num_warps * (cache.device.warp_size if tokens else 32)
-    return kernel.launch(grid, num_threads, shared_memory(heads, tokens, problem.is_fp8), **arguments)
+    return kernel.launch(grid, num_threads, shared_memory(heads, tokens, _code_bytes(problem)), **arguments)

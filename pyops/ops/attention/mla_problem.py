@@ -15,8 +15,9 @@ from .layout import MAX_TOKENS
 
 LATENT_SIZE, ROPE_SIZE = 512, 64
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
+DS_MLA_BYTES = 656  # of an entry of "fp8_ds_mla": codes, four scales, and a rotated key of 16-bit elements
 _MIN_HEADS_FOR_WGMMA = 8
-_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 5120  # bytes: queries and two tiles; barriers, places, maxima and sums
+_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264  # bytes: queries and two tiles; barriers, places, scales, maxima, sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,11 @@ class Problem:
     @property
     def is_fp8(self) -> bool:
         return self.cache.dtype.itemsize == 1
+
+    @property
+    def is_ds_mla(self) -> bool:
+        """Whether entries are 656 bytes of "fp8_ds_mla"."""
+        return self.cache.shape[2] == DS_MLA_BYTES
 
     @property
     def product_dtype(self) -> DType:
@@ -92,7 +98,7 @@ class Problem:
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
             self.q_nope.dtype.name,
-            f"cache={self.cache_dtype.name}",
+            f"cache={'fp8_ds_mla' if self.is_ds_mla else self.cache_dtype.name}",
             f"heads={self.num_heads}",
             f"page={self.cache.shape[1]}",
             f"seqs={tuning.power_of_two(self.num_seqs)}",
@@ -120,7 +126,10 @@ def check_mla(call: Mapping[str, Any]) -> Problem:
     check.dtype(out, bfloat16 if q_nope.dtype is float8_e4m3fn else q_nope.dtype)
     check.shape(lse, float32, num_seqs=num_seqs, num_heads=num_heads)
     check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
-    check.sizes(cache, num_pages=None, page_size=None, entry_size=ENTRY_SIZE)
+    is_ds_mla = cache.dtype is uint8 and cache.shape[2:] == (DS_MLA_BYTES,)
+    if is_ds_mla:
+        check.dtype(q_nope, float16, bfloat16)  # of which the rotated key is
+    check.sizes(cache, num_pages=None, page_size=None, entry_size=DS_MLA_BYTES if is_ds_mla else ENTRY_SIZE)
     for arg in (q_nope, q_pe, cache):
         check.row_size(arg)
     if cache.shape[1] == 0:
@@ -128,5 +137,9 @@ def check_mla(call: Mapping[str, Any]) -> Problem:
     check.index(seq_lens, num_seqs=num_seqs)
     check.index(page_table, num_seqs=num_seqs, max_pages=None)
     check.dtype(call["workspace"], uint8)
-    cache_dtype = fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
+    cache_dtype = (
+        float8_e4m3fn
+        if is_ds_mla
+        else fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
+    )
     return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])

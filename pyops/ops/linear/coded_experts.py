@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _wna16_to_dense = Kernel("linear/wna16_to_dense.cu")
-_NUM_THREADS = 256  # of wna16_to_dense.cu, each with four bytes of codes
+_NUM_THREADS, _WRITTEN_ROWS = 256, 4  # of wna16_to_dense.cu: of a block, and of a thread; no measurement of its own
 _CODE_DTYPES: dict[str, DType] = {"uint4": uint8, "uint8": uint8, "int8": int8, "float4_e2m1f": uint8}
 TYPES = tuple(_CODE_DTYPES)
 MX_BLOCK = 32  # codes of float4_e2m1f under one scale
@@ -79,15 +79,19 @@ class CodedExperts:
         access = check.vector_width(4, self.codes)
         pointers: dict[str, Any] = {name: one or 0 for name, one in self.tensors().items() if name not in named}
         return _wna16_to_dense.renamed(**named)(
-            scalar_t=dtype, **self.constants(), CODE_ACCESS=access, NUM_THREADS=_NUM_THREADS
+            scalar_t=dtype,
+            **self.constants(),
+            GROUP_SIZE=max(1, self.group_size),
+            ROWS=_WRITTEN_ROWS,
+            CODE_ACCESS=access,
+            NUM_THREADS=_NUM_THREADS,
         ).launch(
-            -(-self.num_experts * self.rows * words // _NUM_THREADS),
+            (-(-self.num_experts * self.rows // _WRITTEN_ROWS), -(-words // _NUM_THREADS)),
             _NUM_THREADS,
             dense=dense,
             rows=self.num_experts * self.rows,
             words=words,
             groups=self.groups,
-            group_size=self.group_size,
             **pointers,
         )
 

@@ -1,0 +1,84 @@
+// gemm_tile.cuh: the tile of a block of a matrix product by product.cuh: how blocks that share the tile add up
+// their sums, and how sums become elements of out.
+//
+// A kernel defines before: SPLITS, OUT_ACCESS, and the constants of tile_shape.cuh and gemm_epilogue.cuh.
+#pragma once
+#include "gemm_epilogue.cuh"
+#include "tile_shape.cuh"
+
+// Adds up, in order, the sums of the SPLITS blocks along y that share tile number blockIdx.x, and returns true in the last
+// of them to arrive. `partial` has [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4] sums, `arrived` a counter of each tile, 0
+// before and after; `is_last` lies in shared memory.
+template <typename Sum>
+DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uint32_t* is_last) {
+    if constexpr (SPLITS > 1) {
+        using four_t = Vec<Sum, 4>;
+        Sum* const of_thread = partial + (int64_t(blockIdx.x) * SPLITS * SUMS * NUM_THREADS + threadIdx.x * 4);
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) {
+            four_t four;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) four.data[j] = result[i + j];
+            *reinterpret_cast<four_t*>(of_thread + int64_t(blockIdx.y * SUMS + i) * NUM_THREADS) = four;
+        }
+        if (!arrives_last(arrived + blockIdx.x, SPLITS, is_last)) return false;
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) result[i] = 0;
+        for (int split = 0; split < SPLITS; ++split) {
+#pragma unroll
+            for (int i = 0; i < SUMS; i += 4) {
+                const uint4 four =
+                    load_fresh(reinterpret_cast<const uint4*>(of_thread + int64_t(split * SUMS + i) * NUM_THREADS));
+                const auto& part = reinterpret_cast<const Sum(&)[4]>(four);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) result[i + j] += part[j];
+            }
+        }
+    }
+    return true;
+}
+
+// Writes the tile to out, whose rows have n columns. The thread's first sum is in row own_row and column own_column of the
+// tile. row_of(local, more) is the row of out that row `local + more` of the tile
+// is, if it exists(); column_of(local) the column of out, GATED that of a gate or an up. `Terms` is an Epilogue, or has its parts.
+template <typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
+DEVICE void
+write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[SUMS], int own_row,
+           int own_column, const RowOf& row_of, const Exists& exists, const ColumnOf& column_of) {
+    // Of products of a warp, or of pairs of columns in one: gates, and the ups behind them.
+    constexpr int HALVES = GATED && RUNS == 1 ? 2 : 1;
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j += HALVES) {
+#pragma unroll
+        for (int l = 0; l < ROW_RUN; l += 2) {
+            const int64_t column = column_of(own_column + j * PRODUCT_COLUMNS + l);
+            if (column >= n) continue;
+            const int64_t next = min(column + 1, n - 1);
+            const auto low = epilogue.column(column), high = epilogue.column(next);
+            const auto low_up = epilogue.column(GATED ? n + column : column);
+            const auto high_up = epilogue.column(GATED ? n + next : next);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int64_t row = row_of(own_row, i * ROW_STEP);
+                if (!exists(row)) continue;
+                const auto row_terms = epilogue.row(row);
+                const int at = (i / LANE_ROWS * COLUMN_TILES + j) * PRODUCT_SUMS + i % LANE_ROWS * ROW_SUMS + l;
+                const int up = at + (RUNS == 2 ? ROW_RUN : PRODUCT_SUMS);
+                float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
+                float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));
+                if constexpr (GATED) {
+                    x *= epilogue.value(row_terms, low_up, result[up]);
+                    y *= epilogue.value(row_terms, high_up, result[up + 1]);
+                }
+                out_t* const to = out + row * out_stride + column;
+                if constexpr (OUT_ACCESS == 2) {
+                    const float pair[2] = {x, y};
+                    Vec<out_t, 2>::from_floats(pair).store(to);
+                } else {
+                    to[0] = from_float<out_t>(x);
+                    if (column + 1 < n) to[1] = from_float<out_t>(y);
+                }
+            }
+        }
+    }
+}
