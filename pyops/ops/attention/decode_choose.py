@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fnuz
-from .decode_problem import Problem
+from .decode_problem import Problem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
 TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (attention.cuh)
@@ -39,6 +39,8 @@ _WAVE_PER_SATURATION = 1.5
 _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
+
+_STATIC_SHARED_MEMORY = 10 * 1024  # bytes of a block, at most: queries of 16 heads of 256, and sums of warps
 
 # What tuning tries.
 _CANDIDATE_WARPS = 1, 2, 3, 4, 8
@@ -92,8 +94,8 @@ class Config:
             return found
         found += tuning.varied(
             self,
-            heads_per_block=(8, 16) if problem.group > 8 and problem.head_size <= 128 else (),
-            tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles)],
+            heads_per_block=(8, 16) if device.supports("mma") and problem.group > 8 and problem.head_size <= 128 else (),
+            tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
             one_at_a_time=(not self.one_at_a_time,),
         )
@@ -104,9 +106,9 @@ class Config:
         return found
 
 
-def _can_step(problem: Problem, tiles: int) -> bool:
+def _can_step(problem: Problem, tiles: int, device: Device) -> bool:
     """Whether a warp can load so many tiles at once. What a lane loads of a packed cache lies in one of its blocks."""
-    layout, lane_tokens = problem.layout, 4 * tiles
+    layout, lane_tokens = problem.layout, run_tokens(device) * tiles
     if layout.packed:
         return layout.block_size % lane_tokens == 0 and lane_tokens * layout.dtype.itemsize <= 16
     return layout.block_size % 8 == 0 or tiles <= 2
@@ -114,7 +116,7 @@ def _can_step(problem: Problem, tiles: int) -> bool:
 
 def choose(problem: Problem, device: Device) -> Config:
     """The Config for this problem."""
-    heads, tiles, min_blocks = _choose_step(problem)
+    heads, tiles, min_blocks = _choose_step(problem, device)
     blocks = blocks_of_one_split(problem, heads)
     num_warps, cluster_size = NUM_WARPS, 1
     if problem.uses_mma:
@@ -127,6 +129,8 @@ def choose(problem: Problem, device: Device) -> Config:
         cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
         if cluster_size > 1:
             num_warps, max_splits = cluster_warps, 1
+    while problem.uses_mma and shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
+        num_warps -= 1
     return Config(
         num_warps,
         heads,
@@ -146,15 +150,19 @@ def choose(problem: Problem, device: Device) -> Config:
     )
 
 
-def _choose_step(problem: Problem) -> tuple[int, int, int]:
+def _choose_step(problem: Problem, device: Device) -> tuple[int, int, int]:
     """(query heads of a block, tiles of a warp's step, blocks of four warps on a multiprocessor).
 
     A warp has as many bytes in flight as there are registers for. Large heads, many heads, small blocks of the cache,
     and codes that integer arithmetic converts need registers themselves.
     """
     layout, head_size = problem.layout, problem.head_size
-    heads = 16 if problem.group > 8 and head_size <= 128 else 8
     is_16_bit, is_large = layout.x == 8, head_size > 128
+    if not device.supports("mma"):
+        is_long = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
+        fitting = device.shared_memory // (shared_memory(problem, NUM_WARPS, 16) + _STATIC_SHARED_MEMORY)
+        return 16, 2 if is_long else 1, max(1, min(fitting, 2))
+    heads = 16 if problem.group > 8 and head_size <= 128 else 8
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
     tiles = 1 if is_16_bit or is_large else 4 if is_small else 2
     needs_registers = (
@@ -175,6 +183,15 @@ def _is_short_of_registers(problem: Problem, device: Device) -> bool:
     options = problem.options
     is_crowded = options.alibi_slopes or options.logits_soft_cap or not device.arch.startswith(("sm_8", "sm_90"))
     return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8
+
+
+def shared_memory(problem: Problem, num_warps: int, heads_per_block: int) -> int:
+    """Bytes of dynamic shared memory of a block, as attention_decode.cu counts them.
+
+    What each warp leaves of each head, padded so that stores meet different banks.
+    """
+    padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
+    return num_warps * min(heads_per_block, problem.group) * (problem.head_size + padding) * 4
 
 
 def blocks_of_one_split(problem: Problem, heads_per_block: int) -> int:
