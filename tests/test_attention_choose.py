@@ -64,6 +64,32 @@ CHOICES = [
 ]
 
 
+# Heads of a group, their size, the cache -> (warps, tiles, blocks of a compute unit, one at a time, pieces).
+MATRIX_CORE_CHOICES = [
+    ("gfx942", 4, 128, "auto", (4, 1, 2, False, 1)),
+    ("gfx942", 4, 128, "fp8", (4, 2, 2, False, 1)),
+    ("gfx942", 16, 128, "auto", (4, 1, 1, False, 1)),
+    ("gfx942", 16, 256, "auto", (3, 1, 1, False, 1)),
+    ("gfx950", 16, 256, "auto", (4, 1, 2, False, 1)),
+    ("gfx1100", 4, 64, "auto", (4, 1, 2, False, 1)),
+    ("gfx1100", 4, 128, "auto", (4, 1, 2, True, 4)),
+    ("gfx1100", 4, 128, "fp8", (4, 1, 2, True, 2)),
+    ("gfx1201", 4, 128, "auto", (4, 1, 2, False, 1)),
+    ("gfx1201", 4, 256, "auto", (4, 1, 2, True, 4)),
+]
+
+
+@pytest.mark.parametrize(("arch", "group", "head_size", "cache", "expected"), MATRIX_CORE_CHOICES)
+def test_decode_on_matrix_cores(
+    arch: str, group: int, head_size: int, cache: str, expected: tuple[int, int, int, bool, int]
+) -> None:
+    """Registers and shared memory suffice: the latter for what the warps of a block leave of each head."""
+    axes = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": head_size, "kv_cache_dtype": cache}
+    found = chosen(V1, arch, num_tokens=64, max_seq_len=2048, **axes)
+    of_registers = found.num_warps, found.tiles_per_step, found.min_blocks, found.one_at_a_time, found.pieces
+    assert (*of_registers, found.heads_per_block) == (*expected, 16)
+
+
 @pytest.mark.parametrize(("num_seqs", "max_tokens", "expected"), CHOICES)
 def test_decode(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> None:
     found = chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL)

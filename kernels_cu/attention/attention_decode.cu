@@ -36,6 +36,7 @@
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        blocks of a cluster
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
+//     PIECES         registers hold one of so many pieces of the keys or of the values; 1 unless ONE_AT_A_TIME
 //     MIN_BLOCKS     occupancy that bounds the registers: blocks of 4 warps on a multiprocessor
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
 //     DIRECT         the result of a sequence of one split is final
@@ -175,8 +176,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     for (; start < end; start += round) {
         const int next = start + round;
 
-        logits_t s;
-        multiply_keys(s, keys, queries, lane);
+        // Masks stand before products, which the compiler would move behind their branches: operands would be kept.
         const bool whole = loader.all_attended(numbers, start);
         unsigned attended = ~0u;  // bit tile * SUM_ROWS + i: the lane's token i of the tile
         if (!whole) {
@@ -186,6 +186,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 const int token = token_of(i / SUM_ROWS, sum_row(lane, i % SUM_ROWS));
                 attended |= unsigned(loader.is_attended(numbers, start, token)) << i;
             }
+        }
+        logits_t s;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            if (piece > 0) {
+                order_loads();
+                loader.load_keys(keys, start, numbers, piece);
+            }
+            multiply_keys(s, keys, queries, lane, piece);
         }
         if constexpr (ONE_AT_A_TIME) {
             sync_warp();
@@ -250,26 +259,32 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                 multiply_cache<product_t>(o[column][m], a, p_hi[tile][column]);
             }
         };
-        if (!whole) loader.clear_unattended(values, start, numbers);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int i = 0; i < PIECES * TILES; ++i) {
+            const int piece = i / TILES, tile = i % TILES;
+            if (tile == 0 && piece > 0) {
+                order_loads();
+                loader.load_values(values, start, numbers, piece);
+            }
+            if (tile == 0 && !whole) loader.clear_unattended(values, start, numbers);
             if constexpr (PACKED) {
 #pragma unroll
-                for (int m = 0; m < ROWS; ++m) {
+                for (int m = 0; m < PIECE_ROWS; ++m) {
                     uint32_t a[SHORT_WORDS];
                     operand_of_rows<RUN_WORDS>(a, [&](int row, int word) {
                         return values.runs[m][row][tile * (RUN_TOKENS / WORD_ELEMENTS) + word];
                     });
-                    accumulate(tile, m, a);
+                    accumulate(tile, piece * PIECE_ROWS + m, a);
                 }
             } else {
 #pragma unroll
                 for (int w = 0; w < VALUE_CHUNKS * VALUE_WORDS; ++w) {
                     uint32_t a[OPERANDS][SHORT_WORDS];
+                    order_loads();
                     operands_of_tokens(
                         a, [&](int token) { return values.rows[tile][token][w / VALUE_WORDS][w % VALUE_WORDS]; });
 #pragma unroll
-                    for (int i = 0; i < OPERANDS; ++i) accumulate(tile, w * OPERANDS + i, a[i]);
+                    for (int k = 0; k < OPERANDS; ++k) accumulate(tile, piece * PIECE_ROWS + w * OPERANDS + k, a[k]);
                 }
             }
         }

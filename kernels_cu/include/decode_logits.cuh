@@ -39,21 +39,26 @@ DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, flo
     }
 }
 
-// S^T = K Q^T.
-DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* queries, int lane) {
+// S^T = K Q^T for the first piece of the keys; S^T += for others.
+DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* queries, int lane, int piece) {
+    if (piece == 0) {
 #pragma unroll
-    for (int i = 0; i < TILES * COLUMNS * PRODUCT_SUMS; ++i) {
-        s[i / (COLUMNS * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMNS][i % PRODUCT_SUMS] = 0.0f;
+        for (int i = 0; i < TILES * COLUMNS * PRODUCT_SUMS; ++i) {
+            s[i / (COLUMNS * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMNS][i % PRODUCT_SUMS] = 0.0f;
+        }
     }
+    // Where registers are few, queries are loaded in every step.
+    const int own = MATRIX_CORE == WMMA_11 || PIECES > 1 ? made_anew(lane) : lane;
     // Words of a query that are loaded at once, of one product or two; of one access or two.
     constexpr int TERMS = KEY_WORDS < 4 && !IS_FP8 ? 4 : KEY_WORDS, ACCESS = TERMS < 4 ? TERMS : 4;
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS * CHUNK_WORDS * COLUMNS; i += TERMS) {
         const int column = i / TERMS % COLUMNS, first = i / (TERMS * COLUMNS) * TERMS;
-        const int c = first / CHUNK_WORDS, head = column * TILE_HEADS + operand_head(lane);
+        const int c = piece * KEY_CHUNKS + first / CHUNK_WORDS, head = column * TILE_HEADS + operand_head(own);
         const product_t* q =
-            queries + head * QUERY_STRIDE + (KEY_LANES * c + cache_run(lane)) * CHUNK + first % CHUNK_WORDS * 2;
+            queries + head * QUERY_STRIDE + (KEY_LANES * c + cache_run(own)) * CHUNK + first % CHUNK_WORDS * 2;
         uint32_t terms[TERMS];
+        order_loads();
 #pragma unroll
         for (int k = 0; k < TERMS; k += ACCESS) {
             const auto loaded = *reinterpret_cast<const Vec<uint32_t, ACCESS>*>(q + 2 * k);

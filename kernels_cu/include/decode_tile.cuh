@@ -62,26 +62,31 @@ constexpr int STEP = TILE_TOKENS * TILES;
 constexpr int COLUMNS = HEADS / TILE_HEADS;
 constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // blocks of one key-value head
 
-// Keys: KEY_LANES lanes share one, and take its chunks by turns. A product takes KEY_WORDS words of 16-bit elements.
+// Keys: KEY_LANES lanes share one, and take its chunks by turns. A product takes KEY_WORDS words of 16-bit elements, of
+// KEY_GROUP chunks.
 constexpr int KEY_LANES = ON_MATRIX_CORES ? K_LANES : 4;
 constexpr int KEY_WORDS = ON_MATRIX_CORES && RUN_WORDS < 4 ? 4 : RUN_WORDS;
 constexpr int CHUNK_WORDS = CHUNK / 2;  // of 16-bit elements
-constexpr int KEY_CHUNKS = ceil_div(ceil_div(CHUNKS, KEY_LANES) * CHUNK_WORDS, KEY_WORDS) * KEY_WORDS / CHUNK_WORDS;
+constexpr int KEY_GROUP = ceil_div(KEY_WORDS, CHUNK_WORDS);
+constexpr int KEY_CHUNKS = ceil_div(CHUNKS, KEY_LANES * KEY_GROUP * PIECES) * KEY_GROUP;  // of a piece in a lane
 
-// Values: VALUE_LANES lanes share one. On matrix cores small heads have chunks of less than 16 bytes, one for each lane.
+// Values: VALUE_LANES lanes share one. On matrix cores chunks of small heads, and of pieces, have less than 16 bytes, so
+// that every lane has one.
 constexpr int VALUE_LANES = 16 / CACHE_ROWS;
-constexpr int VALUE_CHUNK = !ON_MATRIX_CORES || HEAD_SIZE > VALUE_LANES* CHUNK / 2 ? CHUNK
-                            : HEAD_SIZE > VALUE_LANES* CHUNK / 4 && CHUNK / 2 > 4  ? CHUNK / 2
-                                                                                   : 4;
+constexpr int LANE_DIMS = ceil_div(HEAD_SIZE, VALUE_LANES* PIECES);
+constexpr int VALUE_CHUNK = !ON_MATRIX_CORES || LANE_DIMS > CHUNK / 2 ? CHUNK : LANE_DIMS > 4 ? CHUNK / 2 : 4;
 constexpr int VALUE_COUNT = HEAD_SIZE / VALUE_CHUNK;
-constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES);  // of a value in a lane
+constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES* PIECES);  // of a piece in a lane
+constexpr bool ALL_HAVE_CHUNKS = VALUE_CHUNKS * PIECES * VALUE_LANES == VALUE_COUNT;
 constexpr int VALUE_WORDS = VALUE_CHUNK * sizeof(cache_t) / 4;
 constexpr int RUN = RUN_TOKENS * TILES;  // PACKED: neighbouring tokens of a lane
-// Tiles of 16 head dimensions.
-constexpr int ROWS = PACKED ? ceil_div(HEAD_SIZE, 16) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
+// Tiles of 16 head dimensions, of a piece and of all.
+constexpr int PIECE_ROWS = PACKED ? ceil_div(HEAD_SIZE, 16 * PIECES) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
+constexpr int ROWS = PIECE_ROWS * PIECES;
+static_assert(PIECES == 1 || ONE_AT_A_TIME);
 
 // Queries in shared memory end with zeros. The stride lets lanes meet different banks.
-constexpr int QUERY_SIZE = KEY_CHUNKS * KEY_LANES * CHUNK;
+constexpr int QUERY_SIZE = KEY_CHUNKS * PIECES * KEY_LANES * CHUNK;
 constexpr int QUERY_PADDING = ON_MATRIX_CORES ? 8 : IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0;
 constexpr int QUERY_STRIDE = QUERY_SIZE + QUERY_PADDING;
 static_assert(HEAD_SIZE % CHUNK == 0 && HEADS % TILE_HEADS == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
@@ -132,13 +137,13 @@ DEVICE int value_token(int tile, int run, int i) {
 constexpr int RUN_MEMORY_WORDS = RUN * sizeof(cache_t) / 4;
 constexpr int RUN_ACCESS = RUN_MEMORY_WORDS < 4 ? RUN_MEMORY_WORDS : 4;
 
-// Keys of a step in a lane: its rows of each tile, every KEY_LANES-th chunk.
+// Keys of a step in a lane, or a piece of them: its rows of each tile, every KEY_LANES-th chunk.
 struct Keys { uint32_t rows[TILES][CACHE_ROWS][KEY_CHUNKS][4]; };
 
-// Values of a step in a lane.
+// Values of a step in a lane, or a piece of them.
 struct Values {
     // PACKED: RUN neighbouring tokens of the lane's dimensions of each tile.
-    uint32_t runs[PACKED ? ROWS : 1][CACHE_ROWS][PACKED ? RUN_MEMORY_WORDS : 1];
+    uint32_t runs[PACKED ? PIECE_ROWS : 1][CACHE_ROWS][PACKED ? RUN_MEMORY_WORDS : 1];
     // Otherwise: every VALUE_LANES-th chunk of the lane's tokens of each tile.
     uint32_t rows[PACKED ? 1 : TILES][RUN_TOKENS][VALUE_CHUNKS][VALUE_WORDS];
 };
@@ -250,7 +255,7 @@ struct StepLoader {
         return base + int64_t(max(block_number(numbers, i), 0)) * block_stride + int(slot) * token_stride;
     }
 
-    DEVICE void load_keys(Keys& to, int start, const BlockNumbers& numbers) const {
+    DEVICE void load_keys(Keys& to, int start, const BlockNumbers& numbers, int piece = 0) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
@@ -260,26 +265,26 @@ struct StepLoader {
                     address(keys, key_block_stride, PACKED ? CHUNK : int(key_token_stride), numbers, start, i);
 #pragma unroll
                 for (int c = 0; c < KEY_CHUNKS; ++c) {
-                    const int chunk = KEY_LANES * c + run;
+                    const int chunk = KEY_LANES * (piece * KEY_CHUNKS + c) + run;
                     load_cache<4>(to.rows[tile][half][c], from + chunk * (PACKED ? CHUNK * BLOCK_SIZE : CHUNK),
-                                  KEY_CHUNKS * KEY_LANES == CHUNKS || chunk < CHUNKS);
+                                  KEY_CHUNKS * PIECES * KEY_LANES == CHUNKS || chunk < CHUNKS);
                 }
             }
         }
     }
 
-    DEVICE void load_values(Values& to, int start, const BlockNumbers& numbers) const {
+    DEVICE void load_values(Values& to, int start, const BlockNumbers& numbers, int piece = 0) const {
         if constexpr (PACKED) {
             const cache_t* from = address(values, value_block_stride, 1, numbers, start, RUN * run);
 #pragma unroll
-            for (int m = 0; m < ROWS; ++m) {
+            for (int m = 0; m < PIECE_ROWS; ++m) {
 #pragma unroll
                 for (int half = 0; half < CACHE_ROWS; ++half) {
-                    const int dim = m * 16 + half * 8 + row;
+                    const int dim = (piece * PIECE_ROWS + m) * 16 + half * 8 + row;
 #pragma unroll
                     for (int w = 0; w < RUN_MEMORY_WORDS; w += RUN_ACCESS) {
                         load_cache<RUN_ACCESS>(to.runs[m][half] + w, from + dim * BLOCK_SIZE + w * WORD_ELEMENTS,
-                                               HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE);
+                                               ROWS * 16 == HEAD_SIZE || dim < HEAD_SIZE);
                     }
                 }
             }
@@ -293,9 +298,9 @@ struct StepLoader {
                         address(values, value_block_stride, int(value_token_stride), numbers, start, i);
 #pragma unroll
                     for (int c = 0; c < VALUE_CHUNKS; ++c) {
-                        const int chunk = VALUE_LANES * c + row;
+                        const int chunk = VALUE_LANES * (piece * VALUE_CHUNKS + c) + row;
                         load_cache<VALUE_WORDS>(to.rows[tile][k][c], from + chunk * VALUE_CHUNK,
-                                                VALUE_COUNT % VALUE_LANES == 0 || chunk < VALUE_COUNT);
+                                                ALL_HAVE_CHUNKS || chunk < VALUE_COUNT);
                     }
                 }
             }
@@ -316,7 +321,8 @@ struct StepLoader {
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < ROWS * CACHE_ROWS; ++i) of.runs[i / CACHE_ROWS][i % CACHE_ROWS][w] &= kept_bits;
+                for (int i = 0; i < PIECE_ROWS * CACHE_ROWS; ++i)
+                    of.runs[i / CACHE_ROWS][i % CACHE_ROWS][w] &= kept_bits;
             }
         } else {
 #pragma unroll
@@ -354,18 +360,18 @@ DEVICE void store_results(const float (&max_logit)[COLUMNS][LANE_HEADS], float (
 #pragma unroll
             for (int m = 0; m < ROWS * SUM_ROWS; ++m) {
                 const int dim = m / SUM_ROWS * 16 + sum_row(lane, m % SUM_ROWS);
-                if (HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE) to[dim] = element(m / SUM_ROWS, m % SUM_ROWS);
+                if (ROWS * 16 == HEAD_SIZE || dim < HEAD_SIZE) to[dim] = element(m / SUM_ROWS, m % SUM_ROWS);
             }
         } else {
             constexpr int OWN_CHUNKS = SUM_ROWS / CACHE_ROWS, TILES_OF_CHUNK = VALUE_CHUNK / CACHE_ROWS;
 #pragma unroll
-            for (int j = 0; j < VALUE_CHUNKS * OWN_CHUNKS * VALUE_CHUNK; j += 4) {
+            for (int j = 0; j < VALUE_CHUNKS * PIECES * OWN_CHUNKS * VALUE_CHUNK; j += 4) {
                 const int c = j / VALUE_CHUNK / OWN_CHUNKS, own = j / VALUE_CHUNK % OWN_CHUNKS, first = j % VALUE_CHUNK;
                 const int chunk = c * VALUE_LANES + sum_row(lane, own);
                 const auto at = [&](int e) {
                     return element(c * TILES_OF_CHUNK + e / CACHE_ROWS, own * CACHE_ROWS + e % CACHE_ROWS);
                 };
-                if (VALUE_COUNT % VALUE_LANES == 0 || chunk < VALUE_COUNT) {
+                if (ALL_HAVE_CHUNKS || chunk < VALUE_COUNT) {
                     *reinterpret_cast<float4*>(to + chunk * VALUE_CHUNK + first) =
                         float4{at(first), at(first + 1), at(first + 2), at(first + 3)};
                 }

@@ -40,6 +40,8 @@ _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
 
+# "Products on AMD's matrix cores": a product has 16 heads, and two blocks keep enough in flight.
+_MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
 _STATIC_SHARED_MEMORY = 10 * 1024  # bytes of a block, at most: queries of 16 heads of 256, and sums of warps
 
 # What tuning tries.
@@ -62,6 +64,7 @@ class Config:
         max_splits: splits of a sequence, at most; a block takes one split.
         min_split: tokens of a split, at least.
         join: how the splits are joined.
+        pieces: registers hold one of so many pieces of keys or of values; 1 unless one_at_a_time.
     """
 
     num_warps: int
@@ -73,6 +76,7 @@ class Config:
     max_splits: int
     min_split: int
     join: JoinConfig
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (1, 4)
@@ -94,10 +98,12 @@ class Config:
             return found
         found += tuning.varied(
             self,
-            heads_per_block=(8, 16) if device.supports("mma") and problem.group > 8 and problem.head_size <= 128 else (),
+            heads_per_block=(8, 16)
+            if device.supports("mma") and problem.group > 8 and problem.head_size <= 128
+            else (),
             tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
-            one_at_a_time=(not self.one_at_a_time,),
+            one_at_a_time=(not self.one_at_a_time,) if self.pieces == 1 else (),
         )
         if not problem.partials:
             for size in tuning.beside(self.cluster_size, 1, device.cluster):
@@ -121,6 +127,8 @@ def choose(problem: Problem, device: Device) -> Config:
     num_warps, cluster_size = NUM_WARPS, 1
     if problem.uses_mma:
         num_warps = choose_num_warps(blocks, min_blocks * device.multiprocessors)
+        while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
+            num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     max_splits = problem.num_partitions or choose_max_splits(problem, wave)
     if problem.uses_mma and not problem.partials:
@@ -129,14 +137,13 @@ def choose(problem: Problem, device: Device) -> Config:
         cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
         if cluster_size > 1:
             num_warps, max_splits = cluster_warps, 1
-    while problem.uses_mma and shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
-        num_warps -= 1
+    pieces = _choose_pieces(problem, device)
     return Config(
         num_warps,
         heads,
         tiles,
         min_blocks,
-        _is_short_of_registers(problem, device),
+        pieces > 1 or _is_short_of_registers(problem, device),
         cluster_size,
         max_splits,
         _MIN_SPLIT,
@@ -147,6 +154,7 @@ def choose(problem: Problem, device: Device) -> Config:
             lanes_of(problem.head_size, problem.join_vector_width, device),
             device,
         ),
+        pieces,
     )
 
 
@@ -158,10 +166,11 @@ def _choose_step(problem: Problem, device: Device) -> tuple[int, int, int]:
     """
     layout, head_size = problem.layout, problem.head_size
     is_16_bit, is_large = layout.x == 8, head_size > 128
-    if not device.supports("mma"):
-        is_long = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
-        fitting = device.shared_memory // (shared_memory(problem, NUM_WARPS, 16) + _STATIC_SHARED_MEMORY)
-        return 16, 2 if is_long else 1, max(1, min(fitting, 2))
+    if problem.uses_mma and not device.supports("mma"):
+        has_registers = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
+        block_bytes = shared_memory(problem, NUM_WARPS, _MATRIX_CORE_HEADS) + _STATIC_SHARED_MEMORY
+        min_blocks = max(1, min(device.shared_memory // block_bytes, _MATRIX_CORE_BLOCKS))
+        return _MATRIX_CORE_HEADS, 2 if has_registers else 1, min_blocks
     heads = 16 if problem.group > 8 and head_size <= 128 else 8
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
     tiles = 1 if is_16_bit or is_large else 4 if is_small else 2
@@ -182,7 +191,21 @@ def _is_short_of_registers(problem: Problem, device: Device) -> bool:
     """
     options = problem.options
     is_crowded = options.alibi_slopes or options.logits_soft_cap or not device.arch.startswith(("sm_8", "sm_90"))
-    return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8
+    return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8 and device.warp_size == 32
+
+
+def _choose_pieces(problem: Problem, device: Device) -> int:
+    """Pieces of keys and of values.
+
+    A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand.
+    """
+    if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
+        return 1
+    if problem.head_size > 128:
+        return 4
+    if problem.head_size <= 64 or not device.arch.startswith("gfx11"):
+        return 1
+    return 4 if problem.layout.x == 8 else 2
 
 
 def shared_memory(problem: Problem, num_warps: int, heads_per_block: int) -> int:

@@ -77,7 +77,7 @@ class Problem:
         return (
             self.query.dtype is not float32
             and layout.aligned
-            and self.head_size <= 256
+            and self.head_size <= (128 if device.arch.startswith("gfx11") else 256)  # of more, registers spill
             and device.supports("products")
             and not self.sparse.on
             and token_stride * layout.block_size < 2**31
