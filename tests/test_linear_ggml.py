@@ -134,7 +134,7 @@ def test_by_mfma(quant_type: int) -> None:
     """In warps of 64 lanes, types with minima and without, rows of X behind the last tile."""
     n, k = 70, 3 * 256
     weight, truth = draw(quant_type, n, k)
-    for config, m in ((MulMatConfig(4, 1, 2, 2, 2), 3), (MulMatConfig(32, 2, 2, 2, 1), 19)):
+    for config, m in ((MulMatConfig(4, 1, 2, 1, 2), 3), (MulMatConfig(32, 2, 2, 1, 1), 19)):
         x = torch.randn(m, k).bfloat16()
         for schedule in (SCHEDULES[0], SCHEDULES[3]):
             with scheduled(schedule, warp_size=64):
@@ -151,9 +151,10 @@ def test_by_mfma(quant_type: int) -> None:
         ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
         ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
         ("sm_90", 1, dtypes.float32, 12, SimtConfig(1, 4, 256)),
-        ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 2, 1)),
-        ("gfx942", 2, dtypes.bfloat16, 12, SimtConfig(2, 4, 256)),
-        ("gfx1201", 9, dtypes.bfloat16, 12, SimtConfig(4, 4, 256)),
+        ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),
+        ("gfx950", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 1, 1)),
+        ("gfx1201", 32, dtypes.bfloat16, 12, MulMatConfig(32, 4, 1, 1, 1)),
+        ("gfx942", 2, dtypes.float32, 12, SimtConfig(2, 4, 256)),
     ],
 )
 def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:

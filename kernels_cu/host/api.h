@@ -51,6 +51,8 @@ enum class Access : uint8_t { READ, WRITE, ATOMIC };
 HOST_API void record_access(const void* address, size_t bytes, Access kind);
 // Check the address of a load that a device makes and the host does not.
 HOST_API void check_load(const void* address, size_t bytes);
+// Check that an address is one of global memory, for an instruction that takes no other.
+HOST_API void expect_global(const void* address);
 // Copy bytes without recording an access.
 HOST_API void copy_unrecorded(void* to, const void* from, size_t bytes);
 

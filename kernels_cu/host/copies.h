@@ -47,6 +47,7 @@ __attribute__((noinline)) void copy_async(void* to, const void* from, unsigned b
     if (thread.num_copies == MAX_COPIES) raise_fault("async copy not waited for", where, "%u in flight", MAX_COPIES);
     check_access(to, bytes, Access::WRITE, pc);
     claim_for_copy(offset, bytes);
+    if (valid_bytes) check_space(from, pc);
     check_access(from, valid_bytes, Access::READ, pc);
     copies[state.rank][thread.number][thread.num_copies++] = {
         static_cast<char*>(to), static_cast<const char*>(from), bytes, valid_bytes, thread.group, 0};

@@ -105,6 +105,15 @@ __attribute__((noinline)) void check_load(const void* address, size_t bytes) {
     check_bounds(static_cast<const char*>(address), bytes, Access::READ, state.asked_pc);
 }
 
+inline void check_space(const void* address, const void* pc) {
+    const bool is_shared = in_arena(address);
+    if (!is_shared && !on_a_stack(address)) return;
+    raise_fault("wrong address space", {nullptr, 0, pc},
+                "an address of %s memory, where the instruction takes global ones", is_shared ? "shared" : "local");
+}
+
+__attribute__((noinline)) void expect_global(const void* address) { check_space(address, __builtin_return_address(0)); }
+
 inline void drop_records() {
     for (size_t i = 0; i < MAX_PAGES; ++i) {
         if (!global_memory.table[i]) continue;

@@ -85,6 +85,8 @@ inline const char* verb_of(Access kind) {
 // Defined in global.h.
 inline bool on_a_stack(const void* address);
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);
+// Raise a fault unless the address is one of global memory, for an instruction that takes no other. Defined in global.h.
+inline void check_space(const void* address, const void* pc);
 
 // Check an access of the running thread beside its stack against bounds and records, and record it. Raises a fault.
 __attribute__((noinline)) void check_memory(const void* address, size_t bytes, Access kind, const void* pc) {

@@ -1,4 +1,4 @@
-// fp4_experts.cuh: which expert a tile of scales belongs to, where rows are sorted by expert.
+// fp4_experts.cuh: which expert a tile of scales belongs to, where rows are sorted by expert, and such a tile of bytes.
 
 #pragma once
 #include "fp4.cuh"
@@ -97,3 +97,31 @@ struct Expert {
         tile = shfl<WARP_SIZE>(tile, owner);
     }
 };
+
+// Writes a block's tile of scales: 128 rows of an expert and FP4_TILE_COLUMNS columns, of which blockIdx.y counts those
+// beside each other. scale_at(row, column) writes the codes of a row of the matrix in a column of scales, and returns their
+// scale; where there are no codes the scale is 0. A thread has one column, in rows ROWS_APART apart; neighbouring threads
+// have the columns of a row. An expert whose tiles do not all fit in scales is skipped.
+template <int NUM_THREADS, typename F>
+DEVICE void write_scale_tile(uint8_t* scales, const Expert& expert, int64_t scale_rows, int blocks, int columns,
+                             const F& scale_at) {
+    constexpr int ROWS_APART = NUM_THREADS / FP4_TILE_COLUMNS;
+    static_assert(ROWS_APART == 32, "scales of rows 32 apart are neighbours");
+    if (!expert.exists) return;
+    const int64_t rows = expert.end - expert.begin, first_tile_row = expert.tiles_at;
+    const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
+    if (first_tile_row < 0 || first_tile_row + padded > scale_rows) return;
+
+    const int64_t tile_row = int64_t(expert.tile) * FP4_TILE_ROWS;
+    const int lane_row = threadIdx.x / FP4_TILE_COLUMNS, lane_column = threadIdx.x % FP4_TILE_COLUMNS;
+    const int column = blockIdx.y * FP4_TILE_COLUMNS + lane_column;
+    scales += (first_tile_row + tile_row) * columns + int64_t(blockIdx.y) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) +
+              lane_row * (FP4_TILE_ROWS / ROWS_APART * FP4_TILE_COLUMNS) + lane_column;
+#pragma unroll 1
+    for (int i = 0; i < FP4_TILE_ROWS / ROWS_APART; ++i) {
+        const int64_t row = tile_row + i * ROWS_APART + lane_row;
+        uint32_t scale = 0;
+        if (row < rows && column < blocks) scale = scale_at(expert.begin + row, column);
+        scales[i * FP4_TILE_COLUMNS] = uint8_t(scale);
+    }
+}

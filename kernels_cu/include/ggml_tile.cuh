@@ -23,6 +23,40 @@ DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
     }
 }
 
+// The copy of pieces 0 to `count` - 1 of a row, as copy_row makes it, in two parts: `load` begins it, and behind a barrier
+// after the last use of the shared memory `store` ends it. Where copies are held, pieces wait in registers in between.
+template <int ACCESS, int PIECES, int THREADS>
+struct HeldRow {
+    static constexpr bool HOLDS = HOLDS_COPIES && ACCESS >= 4;
+    uint32_t words[HOLDS ? ceil_div(PIECES, THREADS) : 1][HOLDS ? ACCESS / 4 : 1];
+
+    DEVICE void load(uint8_t* to, const uint8_t* from, int count, int thread) {
+        if constexpr (HOLDS) {
+#pragma unroll
+            for (int i = 0; i < ceil_div(PIECES, THREADS); ++i) {
+                // Beyond the row's end its last piece, instead of a branch: nobody reads what is stored there.
+                hold<ACCESS>(words[i], from + min(thread + i * THREADS, count - 1) * ACCESS, true);
+            }
+        } else if constexpr (!HOLDS_COPIES) {
+            copy_row<ACCESS, PIECES, THREADS>(to, from, count, thread);
+        }
+    }
+    DEVICE void store(uint8_t* to, const uint8_t* from, int count, int thread) const {
+        if constexpr (HOLDS) {
+#pragma unroll
+            for (int i = 0; i < ceil_div(PIECES, THREADS); ++i) {
+                if (PIECES % THREADS != 0 && thread + i * THREADS >= PIECES) continue;
+                Vec<uint32_t, ACCESS / 4> piece;
+#pragma unroll
+                for (int j = 0; j < ACCESS / 4; ++j) piece.data[j] = words[i][j];
+                *reinterpret_cast<Vec<uint32_t, ACCESS / 4>*>(to + (thread + i * THREADS) * ACCESS) = piece;
+            }
+        } else if constexpr (HOLDS_COPIES) {
+            copy_row<ACCESS, PIECES, THREADS>(to, from, count, thread);
+        }
+    }
+};
+
 // UNITS units of each of ROWS rows, which ACCESS bytes at a time come from memory. Rows begin at multiples of ACCESS
 // bytes. A part of a row need not: then the pieces that its ends lie in are copied whole.
 template <typename FORMAT_T, int ROWS, int UNITS, int ACCESS>
@@ -40,17 +74,28 @@ struct RowTile {
     // The tile at `data` whose parts begin at unit `unit` of the rows.
     static DEVICE RowTile at(uint8_t* data, int64_t unit) { return {data, int(unit * UNIT_BYTES % ACCESS)}; }
 
-    // Copies the parts of rows `first_row` on, as far as rows reach. Beyond the last row come copies of the last row. All
-    // threads of the block call.
-    template <int NUM_THREADS>
-    DEVICE void copy(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit) const {
+    template <int NUM_THREADS> using held_t = HeldRow<ACCESS, PIECES, NUM_THREADS / ROWS>;
+
+    // Calls f(to, from, count, thread), as copy_row has it, for the caller's row among the rows from `first_row` on, as
+    // far as that row reaches. Beyond the last row come copies of the last row. All threads of the block call.
+    template <int NUM_THREADS, typename F>
+    DEVICE void
+    with_row(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit, F f) const {
         constexpr int THREADS = NUM_THREADS / ROWS;  // of a row
         static_assert(NUM_THREADS % ROWS == 0);
         const int row = threadIdx.x / THREADS;
         const int64_t begin = unit * UNIT_BYTES - skew;
         const int count = int(min(int64_t(PIECES), (row_bytes - begin) / ACCESS));
-        const uint8_t* const from = W + min(first_row + row, num_rows - 1) * row_bytes + begin;
-        copy_row<ACCESS, PIECES, THREADS>(data + row * PITCH, from, count, threadIdx.x % THREADS);
+        f(data + row * PITCH, W + min(first_row + row, num_rows - 1) * row_bytes + begin, count, threadIdx.x % THREADS);
+    }
+
+    // Copies the parts of these rows.
+    template <int NUM_THREADS>
+    DEVICE void copy(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit) const {
+        with_row<NUM_THREADS>(W, first_row, num_rows, row_bytes, unit,
+                              [](uint8_t* to, const uint8_t* from, int count, int thread) {
+                                  copy_row<ACCESS, PIECES, NUM_THREADS / ROWS>(to, from, count, thread);
+                              });
     }
 
     // The format block that holds element `element` of unit `unit` of a row.

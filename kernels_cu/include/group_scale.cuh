@@ -12,7 +12,7 @@ template <typename T> DEVICE float scale_e5m3(const T* scales, int64_t i) {
 // A power of two by its exponent; the last is NaN.
 template <typename T> DEVICE float scale_e8m0(const T* scales, int64_t i) {
     const uint32_t exponent = reinterpret_cast<const uint8_t*>(scales)[i];
-    return __uint_as_float(exponent == 255 ? 0x7fffffff : exponent == 0 ? 0x00400000 : exponent << 23);
+    return __uint_as_float(exponent == 255 ? 0x7fc00000 : exponent == 0 ? 0x00400000 : exponent << 23);
 }
 // An integer in the bits of a float.
 template <typename T> DEVICE float scale_int16(const T* scales, int64_t i) {

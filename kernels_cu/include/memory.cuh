@@ -10,9 +10,17 @@ template <> struct word_of<4> { using type = uint32_t; };
 template <> struct word_of<8> { using type = uint2; };
 template <> struct word_of<16> { using type = uint4; };
 
+// For instructions that take addresses of global memory only; the host reports others.
+DEVICE void expect_global(const void* address) {
+#if PYOPS_HOST
+    host::expect_global(address);
+#endif
+}
+
 // Prefetches the line of memory at `address` into L2, which the whole device shares: a write of the previous kernel to
 // the line is still seen. So this may be called before `await_previous_kernel`.
 DEVICE void prefetch_line(const void* address) {
+    expect_global(address);
 #if PYOPS_CUDA
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
@@ -43,6 +51,14 @@ DEVICE int made_anew(int x) {
     return x;
 }
 
+// x. The compiler of HIP takes it for bits it cannot know, and does not part what one instruction has masked.
+DEVICE uint32_t unknown_bits(uint32_t x) {
+#if PYOPS_HIP
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
 // Every lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {
@@ -67,6 +83,7 @@ DEVICE bool speculates(const T* address, int count) {
 // Streaming accesses, for data that is read once or written once: such data leaves the caches first.
 template <typename W>
 DEVICE W load_streaming(const W* address) {
+    expect_global(address);
 #if PYOPS_CUDA
     return __ldcs(address);
 #else
@@ -76,6 +93,7 @@ DEVICE W load_streaming(const W* address) {
 
 template <typename W>
 DEVICE void store_streaming(W* address, W value) {
+    expect_global(address);
 #if PYOPS_CUDA
     __stcs(address, value);
 #else
@@ -110,6 +128,7 @@ DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) 
 // A load of a value that another block of the launch may have written.
 template <typename T>
 DEVICE T load_fresh(const T* address) {
+    expect_global(address);
 #if PYOPS_CUDA
     return __ldcg(address);
 #else

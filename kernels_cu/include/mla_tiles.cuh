@@ -101,7 +101,7 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
         Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
 #pragma unroll
         for (int j = 0; j < 8; ++j) x[j] *= factor;
-        Vec<product_t, 8>::from_floats(x).store(reinterpret_cast<product_t*>(at(i)));
+        Vec<product_t, 8>::from_floats(x).store_shared(reinterpret_cast<product_t*>(at(i)));
     }
     if (t == 0) units[row] = 1.0f / factor;
     fence_proxy_async();

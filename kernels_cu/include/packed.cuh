@@ -3,6 +3,17 @@
 #pragma once
 #include "vec.cuh"
 
+// Where the codes of a weight lie (packed_layouts.py), for kernels that read them in the order in which they lie.
+enum PackedLayout {
+    layout_marlin,
+    layout_gptq,
+    layout_exllama,
+    layout_awq,
+    layout_n32k16,
+    layout_marlin_8,
+    layout_w4a8
+};
+
 // The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds
 // the integer.
 template <typename T> constexpr uint32_t RAISED_PAIR = 0;

@@ -11,8 +11,6 @@
 #include "group_scale.cuh"
 #include "mma.cuh"
 
-enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16, layout_marlin_8 };
-
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
 constexpr int UNITS = 4, WORDS = 8;     // of a step, and of a lane's unit

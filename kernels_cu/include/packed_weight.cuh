@@ -35,8 +35,6 @@
 #include "mma.cuh"
 #include "tma.cuh"
 
-enum Layout { layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16, layout_marlin_8, layout_w4a8 };
-
 constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether codes are those of packed_table.cuh
 using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
 using codes_t = Codes<number_t, BITS, EXPONENT>;

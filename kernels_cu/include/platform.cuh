@@ -111,6 +111,18 @@ DEVICE void sync_warp() {
 #endif
 }
 
+// A barrier of the block behind which its threads see each other's shared memory, and no more: on RDNA, __syncthreads()
+// waits for all loads from global memory, too.
+DEVICE void sync_shared() {
+#if PYOPS_HIP && __clang_major__ >= 20
+    __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");
+    __builtin_amdgcn_s_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup", "local");
+#else
+    __syncthreads();
+#endif
+}
+
 // threadIdx.x, with the promise to the compiler that it is less than NUM_THREADS.
 template <int NUM_THREADS>
 DEVICE uint32_t thread_of() {

@@ -25,7 +25,7 @@ struct alignas(sizeof(T) * N) Vec {
             result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
         return result;
     }
-    // For data that is read once: it leaves the caches first.
+    // For data of global memory that is read once: it leaves the caches first.
     template <int ACCESS = N>
     static DEVICE Vec load_once(const T* address) {
         Vec result;
@@ -40,6 +40,8 @@ struct alignas(sizeof(T) * N) Vec {
         for (int i = 0; i < N; i += ACCESS)
             store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
     }
+    // To shared memory, where streaming stores cannot go.
+    DEVICE void store_shared(T* address) const { *reinterpret_cast<word_t<N>*>(address) = word<N>(0); }
 
     template <int ACCESS>
     DEVICE word_t<ACCESS>& word(int i) {

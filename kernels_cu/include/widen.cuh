@@ -22,6 +22,18 @@ DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
     load_pair<T>(pair.data, low, high);
 }
 
+// The same of numbers whose NaN are those of T: on AMD, where no instruction rounds to bfloat16, NaN costs none then.
+template <typename T>
+DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {
+#if PYOPS_HIP && !defined(__gfx950__)
+    if constexpr (is_same<T, bf16_t>) {
+        const uint32_t x = __float_as_uint(low), y = __float_as_uint(high);
+        return __byte_perm(x + (x >> 16 & 1) + 0x7fff, y + (y >> 16 & 1) + 0x7fff, 0x7632);
+    }
+#endif
+    return pack_pair<T>(low, high);
+}
+
 // A word of the lower (HIGH: upper) halves of two words, the half of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {

@@ -9,8 +9,12 @@
 // A scale is an e4m3, or, as a byte s, 2^(s - 127), of which 255 is NaN. A product is exact in float32, and in bfloat16
 // unless it is 2^128 or more, or below 2^-126.
 //
-// A thread takes sixteen elements, which have one scale. Scales lie in tiles of 128 rows and 4 columns: that of row r,
-// column c is byte (r / 128 * (columns / 4) + c / 4) * 512 + r % 32 * 16 + r / 32 % 4 * 4 + c % 4.
+// Scales lie in tiles of 128 rows and 4 columns: that of row r, column c is byte
+// (r / 128 * (columns / 4) + c / 4) * 512 + r % 32 * 16 + r / 32 % 4 * 4 + c % 4.
+//
+// Mapping: a thread takes sixteen elements of a row, which have one scale. blockIdx.x counts the blocks of a row,
+// blockIdx.y rows of a matrix and blockIdx.z matrices, both by strides of the grid: no thread divides by a size, and a
+// matrix that is left out costs the start of a few blocks.
 //
 // Constants
 //     scale_t       fp8_e4m3_t, or uint8_t for exponents
@@ -36,35 +40,39 @@ DEVICE float code_of(const Vec<uint8_t, CODE_BYTES>& bytes, int j) {
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-block_scaled_to_bf16(bf16_t* dense,                 // [num_rows, 16 * parts]
-                     const uint8_t* codes,          // [num_rows, CODE_BYTES * parts]
+block_scaled_to_bf16(bf16_t* dense,                 // [num_matrices * rows_of_matrix, 16 * parts]
+                     const uint8_t* codes,          // [num_matrices * rows_of_matrix, CODE_BYTES * parts]
                      const scale_t* scales,         // [num_scale_rows, columns]
-                     const int32_t* scale_rows,     // [num_rows]
-                     const int32_t* problem_sizes,  // [num_rows / rows_of_matrix, 3]
-                     int64_t num_rows, int64_t parts, int64_t columns, int64_t rows_of_matrix, int64_t padded_rows,
+                     const int32_t* scale_rows,     // [num_matrices * rows_of_matrix]
+                     const int32_t* problem_sizes,  // [num_matrices, 3]
+                     int64_t num_matrices, int64_t parts, int64_t columns, int64_t rows_of_matrix, int64_t padded_rows,
                      int64_t num_scale_rows, int64_t codes_stride) {
     await_previous_kernel();
-    const int64_t i = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
-    if (i >= num_rows * parts) return;
-    const int64_t row = i / parts, part = i % parts;
-    if constexpr (HAS_SIZES) {
-        const int32_t* const sizes = problem_sizes + row / rows_of_matrix * 3;
-        if ((sizes[1] == rows_of_matrix ? sizes[0] : sizes[1]) <= 0) return;
-    }
-    const int64_t at = HAS_SCALE_ROWS ? scale_rows[row] : row / rows_of_matrix * padded_rows + row % rows_of_matrix;
-    float scale = 0.0f;
-    if (at >= 0 && at < num_scale_rows) {
-        const int64_t column = part / (SCALE_SIZE / ELEMENTS);
-        const int64_t tile = (at / 128 * (columns / 4) + column / 4) * 512;
-        scale = scale_of(scales[tile + at % 32 * 16 + at / 32 % 4 * 4 + column % 4]);
-    }
-    const auto bytes =
-        Vec<uint8_t, CODE_BYTES>::template load<CODE_ACCESS>(codes + row * codes_stride + part * CODE_BYTES);
+    const int64_t part = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x;
+    if (part >= parts) return;
+    for (int64_t matrix = blockIdx.z; matrix < num_matrices; matrix += gridDim.z) {
+        if constexpr (HAS_SIZES) {
+            const int32_t* const sizes = problem_sizes + matrix * 3;
+            if ((sizes[1] == rows_of_matrix ? sizes[0] : sizes[1]) <= 0) continue;
+        }
+        for (int64_t m = blockIdx.y; m < rows_of_matrix; m += gridDim.y) {
+            const int64_t row = matrix * rows_of_matrix + m;
+            const int64_t at = HAS_SCALE_ROWS ? scale_rows[row] : matrix * padded_rows + m;
+            float scale = 0.0f;
+            if (at >= 0 && at < num_scale_rows) {
+                const int64_t column = part / (SCALE_SIZE / ELEMENTS);
+                const int64_t tile = (at / 128 * (columns / 4) + column / 4) * 512;
+                scale = scale_of(scales[tile + at % 32 * 16 + at / 32 % 4 * 4 + column % 4]);
+            }
+            const auto bytes =
+                Vec<uint8_t, CODE_BYTES>::template load<CODE_ACCESS>(codes + row * codes_stride + part * CODE_BYTES);
 #pragma unroll
-    for (int half = 0; half < ELEMENTS; half += 8) {
-        float x[8];
+            for (int half = 0; half < ELEMENTS; half += 8) {
+                float x[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] = ieee_multiply(code_of(bytes, half + j), scale);
-        Vec<bf16_t, 8>::from_floats(x).store(dense + i * ELEMENTS + half);
+                for (int j = 0; j < 8; ++j) x[j] = ieee_multiply(code_of(bytes, half + j), scale);
+                Vec<bf16_t, 8>::from_floats(x).store(dense + (row * parts + part) * ELEMENTS + half);
+            }
+        }
     }
 }

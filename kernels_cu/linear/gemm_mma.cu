@@ -30,19 +30,11 @@
 //     SPLITS        blocks that share a tile
 //     GROUP_ROWS    tiles below each other whose blocks run together
 
-#include "gemm_epilogue.cuh"
-#include "gemm_step.cuh"
+#include "gemm_tile.cuh"
 
-constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
-constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;     // products of a warp
-constexpr int ROWS = ROW_TILES * LANE_ROWS, SUMS = ROWS * COLUMN_TILES * ROW_SUMS;  // of a thread
-// Runs of ROW_RUN columns of a thread in a row of a product: gates, or gates and their ups.
-constexpr int RUNS = GATED && GATE_COLUMNS < ROW_SUMS ? 2 : 1, ROW_RUN = ROW_SUMS / RUNS;
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
-constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemm_mma(out_t* out,                 // [M, N]
@@ -160,67 +152,10 @@ gemm_mma(out_t* out,                 // [M, N]
         if constexpr (SCALE_BLOCK > 0) result[i] = totals[row][column][i % PRODUCT_SUMS];
         else result[i] = sums[row][column][i % PRODUCT_SUMS];
     }
-    if constexpr (SPLITS > 1) {
-        using four_t = Vec<total_t, 4>;
-        total_t* const of_thread = partial + (int64_t(blockIdx.x) * SPLITS * SUMS * NUM_THREADS + threadIdx.x * 4);
-#pragma unroll
-        for (int i = 0; i < SUMS; i += 4) {
-            four_t four;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) four.data[j] = result[i + j];
-            *reinterpret_cast<four_t*>(of_thread + int64_t(blockIdx.y * SUMS + i) * NUM_THREADS) = four;
-        }
-        if (!arrives_last(arrived + blockIdx.x, SPLITS, &is_last)) return;
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) result[i] = 0;
-        for (int split = 0; split < SPLITS; ++split) {
-#pragma unroll
-            for (int i = 0; i < SUMS; i += 4) {
-                const uint4 four =
-                    load_fresh(reinterpret_cast<const uint4*>(of_thread + int64_t(split * SUMS + i) * NUM_THREADS));
-                const auto& part = reinterpret_cast<const total_t(&)[4]>(four);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) result[i + j] += part[j];
-            }
-        }
-    }
-
+    if (!add_splits(result, partial, arrived, &is_last)) return;
     const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, bias_stride};
-    // Of products of a warp, or of pairs of columns in one: gates, and the ups behind them.
-    constexpr int HALVES = GATED && RUNS == 1 ? 2 : 1;
-#pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j += HALVES) {
-#pragma unroll
-        for (int l = 0; l < ROW_RUN; l += 2) {
-            const int64_t column = column_of(warp_column + j * PRODUCT_COLUMNS + t + l);
-            if (column >= n) continue;
-            const int64_t next = min(column + 1, n - 1);
-            const auto low = epilogue.column(column), high = epilogue.column(next);
-            const auto low_up = epilogue.column(GATED ? n + column : column);
-            const auto high_up = epilogue.column(GATED ? n + next : next);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int64_t row = first_row + warp_row + i * ROW_STEP + g;
-                if (row >= m) continue;
-                const auto row_terms = epilogue.row(row);
-                const int at = (i / LANE_ROWS * COLUMN_TILES + j) * PRODUCT_SUMS + i % LANE_ROWS * ROW_SUMS + l;
-                const int up = at + (RUNS == 2 ? ROW_RUN : PRODUCT_SUMS);
-                float x = ACTIVATION<out_t>(epilogue.value(row_terms, low, result[at]));
-                float y = ACTIVATION<out_t>(epilogue.value(row_terms, high, result[at + 1]));
-                if constexpr (GATED) {
-                    x *= epilogue.value(row_terms, low_up, result[up]);
-                    y *= epilogue.value(row_terms, high_up, result[up + 1]);
-                }
-                out_t* const to = out + row * out_stride + column;
-                if constexpr (OUT_ACCESS == 2) {
-                    const float pair[2] = {x, y};
-                    Vec<out_t, 2>::from_floats(pair).store(to);
-                } else {
-                    to[0] = from_float<out_t>(x);
-                    if (column + 1 < n) to[1] = from_float<out_t>(y);
-                }
-            }
-        }
-    }
+    const auto row_of = [&](int local, int more) { return first_row + local + more; };
+    const auto exists = [&](int64_t row) { return row < m; };
+    write_tile(out, out_stride, n, epilogue, result, warp_row + g, warp_column + t, row_of, exists, column_of);
 }

@@ -1,4 +1,5 @@
-// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by product.cuh: sm_80 and later, gfx90a and later.
+// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by product.cuh: sm_80 and later,
+// gfx90a and later, gfx11 and gfx12.
 //
 //     out[m, n] = T(sum over groups g of K of
 //                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
@@ -13,11 +14,13 @@
 //
 // Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
 // each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
-// X. While the kernel before still runs, the block brings the format blocks of its first steps to L2.
+// X. While the kernel before still runs, the block brings the format blocks of its first steps to L2. Where copies are
+// held (async.cuh) there is one stage, and registers hold the next step while warps multiply.
 //
-// Fragments: in a product, row r of the 16 x 16 tile of codes is row r of W, and the columns of a lane are 4 * CODE_WORDS
+// Fragments: in a product, row r of the tile of codes is row r of W, and the columns of a lane are 4 * CODE_WORDS
 // neighbouring elements, since the order of K is free. Then words of codes are what a lane needs. A tile of ones gives
-// the sums of X. Rows of X that do not exist are zeros in registers.
+// the sums of X. Rows of X that do not exist are zeros in registers; on matrix cores they are other rows, whose sums
+// nobody writes. There a product takes a whole group, by as many instructions as that needs.
 //
 // Rows of X, of out and of W are those of ggml_rows.cuh.
 //
@@ -27,7 +30,7 @@
 //     FORMAT        the GGUF type, a struct of ggml.cuh
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
-//     STAGES        steps in shared memory
+//     STAGES        steps in shared memory; 1 where copies are held
 //     SPLITS        blocks that share rows
 //     ACCESS        bytes of one access to W
 //     X_ACCESS      elements of one access to X
@@ -37,10 +40,13 @@
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * WARP_SIZE, ROWS = ROW_WARPS * 16;
 constexpr int TILES = ceil_div(TOKENS, PRODUCT_COLUMNS);
-constexpr int CODE_WORDS = ON_MATRIX_CORES ? SHORT_WORDS / 2 : 1;  // of a lane, in a row of a product
-constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + 16;          // tokens on different banks
+constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + (ON_MATRIX_CORES ? 8 : 16);  // tokens on different banks
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
 constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
+constexpr int PRODUCT_K = ON_MATRIX_CORES ? GROUP : 16, PRODUCTS = GROUP / PRODUCT_K;  // of a group
+// Words of a lane in one product: of an operand, of codes of a row, of X.
+constexpr int WORDS = PRODUCT_K / 16 * SHORT_WORDS, CODE_WORDS = ON_MATRIX_CORES ? WORDS / 2 : 1;
+constexpr int X_WORDS = 2 * CODE_WORDS, X_RUN = X_WORDS < 4 ? X_WORDS : 4;
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
@@ -62,15 +68,20 @@ DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_
     }
 }
 
-// Copies elements `from` to `from` + STEP - 1 of the rows of X that exist, as far as rows reach.
-DEVICE void copy_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64_t stride, int64_t from) {
-    constexpr int THREADS = NUM_THREADS / TOKENS, PIECES = STEP / X_ACCESS;  // of a row
-    const int token = threadIdx.x / THREADS;
-    const int64_t choice = rows.choice(token);
+// Of a row of X in a step.
+constexpr int X_THREADS = NUM_THREADS / TOKENS, X_PIECES = STEP / X_ACCESS;
+// Calls f(to, from, count, thread), as copy_row has it, for elements `from` to `from` + STEP - 1 of the caller's row of X,
+// as far as the row reaches. Not for a row that does not exist; on matrix cores the first row of X takes its place.
+template <typename F>
+DEVICE void
+with_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64_t stride, int64_t from, F f) {
+    const int token = threadIdx.x / X_THREADS;
+    int64_t choice = rows.choice(token);
+    if constexpr (ON_MATRIX_CORES) choice = max(choice, int64_t(0));
     if (choice < 0) return;
-    copy_row<X_ACCESS * 2, PIECES, THREADS>(reinterpret_cast<uint8_t*>(to + token * X_PITCH),
-                                            reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
-                                            int(min(int64_t(PIECES), (k - from) / X_ACCESS)), threadIdx.x % THREADS);
+    f(reinterpret_cast<uint8_t*>(to + token * X_PITCH),
+      reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
+      int(min(int64_t(X_PIECES), (k - from) / X_ACCESS)), threadIdx.x % X_THREADS);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -92,7 +103,8 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane_row(lane);
     // The lane's row of X in a product, and its run of K.
-    const int x_row = ON_MATRIX_CORES ? matrix_row(lane) : g, t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
+    const int x_row = ON_MATRIX_CORES ? min(matrix_row(lane), TOKENS - 1) : g;
+    const int t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
     const int64_t units = (k + UNIT - 1) / UNIT;
@@ -104,35 +116,50 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     const int steps = expert < 0 ? 0 : int(end_step - first_step);
     W += expert < 0 ? 0 : expert * n * row_bytes;
     const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
+    typename tile_t::template held_t<NUM_THREADS> held_weight;
+    HeldRow<X_ACCESS * 2, X_PIECES, X_THREADS> held_input;
+    // Calls f(held, to, from, count, thread) for the caller's rows of W and of X in a step.
+    const auto with_rows = [&](int step, auto f) {
+        const int64_t unit = (first_step + step) * K_WARPS;
+        tile_t::at(stage_of(step), unit)
+            .template with_row<NUM_THREADS>(W, first_row, n, row_bytes, unit,
+                                            [&](auto... row) { f(held_weight, row...); });
+        with_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X, rows, k, x_stride, unit * UNIT,
+                   [&](auto... row) { f(held_input, row...); });
+    };
     const auto load = [&](int step) {
-        if (step < steps) {
-            const int64_t unit = (first_step + step) * K_WARPS;
-            tile_t::at(stage_of(step), unit).copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
-            copy_input(reinterpret_cast<scalar_t*>(stage_of(step) + tile_t::SIZE), X, rows, k, x_stride, unit * UNIT);
-        }
+        if (step < steps) with_rows(step, [](auto& held, auto... row) { held.load(row...); });
         cp_async_commit();
     };
 
     constexpr uint32_t ONE = ONE_PAIR<scalar_t>;
-    uint32_t ones[SHORT_WORDS];
+    uint32_t ones[WORDS];
 #pragma unroll
-    for (int i = 0; i < SHORT_WORDS; ++i) ones[i] = ONE;
+    for (int i = 0; i < WORDS; ++i) ones[i] = ONE;
     float sums[TILES][PRODUCT_SUMS] = {};
     bool exists[TILES];
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
         const int token = j * PRODUCT_COLUMNS + x_row;
-        exists[j] = token < TOKENS && rows.choice(token) >= 0;
+        exists[j] = ON_MATRIX_CORES || (token < TOKENS && rows.choice(token) >= 0);
     }
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
-        if (step > 0) {
-            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
-            load(step - 1 + STAGES);
+        if constexpr (HOLDS_COPIES) {
+            static_assert(STAGES == 1);
+            __syncthreads();  // the step before is done with
+            with_rows(step, [](const auto& held, auto... row) { held.store(row...); });
+            __syncthreads();
+            load(step + 1);
+        } else {
+            if (step > 0) {
+                if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+                load(step - 1 + STAGES);
+            }
+            cp_async_wait<STAGES - 1>();
+            __syncthreads();
         }
-        cp_async_wait<STAGES - 1>();
-        __syncthreads();
         const int64_t unit = (first_step + step) * K_WARPS + k_warp;
         if (unit >= units) continue;
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
@@ -141,9 +168,10 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
         for (int element = 0; element < UNIT; element += GROUP) {
             if (LENGTH < UNIT && unit * UNIT + element >= k) break;
+            order_loads();
             const uint8_t* blocks[LANE_ROWS];
             float scales[LANE_ROWS], minima[LANE_ROWS];
-            uint32_t a[GROUP / 16][SHORT_WORDS];
+            uint32_t a[PRODUCTS][WORDS];
 #pragma unroll
             for (int half = 0; half < LANE_ROWS; ++half) {
                 blocks[half] = tile.block(row_warp * 16 + half * 8 + g, k_warp, element);
@@ -151,10 +179,10 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                 minima[half] = FORMAT::minimum(blocks[half], element % LENGTH / GROUP);
                 if constexpr (RAISES) minima[half] = fmaf(float(RAISED<FORMAT, scalar_t>), scales[half], minima[half]);
 #pragma unroll
-                for (int u = 0; u < GROUP / 16; ++u) {
+                for (int u = 0; u < PRODUCTS; ++u) {
 #pragma unroll
                     for (int i = 0; i < CODE_WORDS; ++i) {
-                        const int word = element % LENGTH / 4 + 4 * u + CODE_WORDS * t + i;
+                        const int word = element % LENGTH / 4 + PRODUCT_K / 4 * u + CODE_WORDS * t + i;
                         const uint32_t codes = FORMAT::codes(blocks[half], word, grid);
                         uint32_t& high = a[u][ON_MATRIX_CORES ? 2 * i + 1 : half + 2];
                         pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][ON_MATRIX_CORES ? 2 * i : half], high);
@@ -165,15 +193,15 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
             for (int j = 0; j < TILES; ++j) {
                 float products[PRODUCT_SUMS] = {}, x_sums[PRODUCT_SUMS] = {};
 #pragma unroll
-                for (int u = 0; u < GROUP / 16; ++u) {
-                    uint32_t b[SHORT_WORDS] = {};
+                for (int u = 0; u < PRODUCTS; ++u) {
+                    uint32_t b[WORDS] = {};
 #pragma unroll
-                    for (int i = 0; i < CODE_WORDS; ++i) {
+                    for (int i = 0; i < X_WORDS; i += X_RUN) {
                         if (!exists[j]) continue;
-                        const uint2 pairs = *reinterpret_cast<const uint2*>(x + j * PRODUCT_COLUMNS * X_PITCH +
-                                                                            element + 16 * u + 4 * i);
-                        b[2 * i] = pairs.x;
-                        b[2 * i + 1] = pairs.y;
+                        const auto run = *reinterpret_cast<const Vec<uint32_t, X_RUN>*>(
+                            x + j * PRODUCT_COLUMNS * X_PITCH + element + PRODUCT_K * u + 2 * i);
+#pragma unroll
+                        for (int l = 0; l < X_RUN; ++l) b[i + l] = run.data[l];
                     }
                     product<scalar_t>(products, a[u], b);
                     if constexpr (FORMAT::HAS_MINIMUM) product<scalar_t>(x_sums, ones, b);

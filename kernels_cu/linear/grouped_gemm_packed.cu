@@ -242,7 +242,7 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
         sums_t four;
 #pragma unroll
         for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j];
-        four.store(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
+        four.store_shared(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
     }
     __syncthreads();
     const epilogue_t epilogue{

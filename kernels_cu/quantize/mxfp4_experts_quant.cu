@@ -23,8 +23,6 @@
 #include "fp4_experts.cuh"
 
 constexpr int MX_PARTS = 2;  // blocks of sixteen values under one scale
-constexpr int ROWS_APART = NUM_THREADS / FP4_TILE_COLUMNS;
-static_assert(ROWS_APART == 32, "scales of rows 32 apart are neighbours");
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 mxfp4_experts_quant(uint8_t* output,                                // [num_rows, blocks * 16]
@@ -37,39 +35,23 @@ mxfp4_experts_quant(uint8_t* output,                                // [num_rows
     await_previous_kernel();
     const Expert expert(FollowingRows{input_offset_by_experts, num_rows}, output_scale_offset_by_experts, nullptr,
                         num_experts, blockIdx.x);
-    if (!expert.exists) return;
-    const int64_t rows = expert.end - expert.begin, first_tile_row = expert.tiles_at;
-    const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
-    if (first_tile_row < 0 || first_tile_row + padded > scale_rows) return;
-
-    const int64_t tile_row = int64_t(expert.tile) * FP4_TILE_ROWS;
-    const int lane_row = threadIdx.x / FP4_TILE_COLUMNS, lane_column = threadIdx.x % FP4_TILE_COLUMNS;
-    const int column = blockIdx.y * FP4_TILE_COLUMNS + lane_column;
-    output_scale += (first_tile_row + tile_row) * columns + int64_t(blockIdx.y) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) +
-                    lane_row * (FP4_TILE_ROWS / ROWS_APART * FP4_TILE_COLUMNS) + lane_column;
-#pragma unroll 1
-    for (int i = 0; i < FP4_TILE_ROWS / ROWS_APART; ++i) {
-        const int64_t row = tile_row + i * ROWS_APART + lane_row;
-        uint32_t scale = 0;
-        if (row < rows && column < blocks) {
-            const int64_t at = expert.begin + row;
-            Fp4Block<scalar_t> parts[MX_PARTS];
-            float largest = 0.0f;
+    const auto scale_at = [&](int64_t at, int column) {
+        Fp4Block<scalar_t> parts[MX_PARTS];
+        float largest = 0.0f;
 #pragma unroll
-            for (int part = 0; part < MX_PARTS; ++part) {
-                Fp4Input<scalar_t, GATED, ACCESS> x;
-                x.load(input + at * input_stride + (int64_t(column) * MX_PARTS + part) * FP4_BLOCK, blocks * MX_PARTS);
-                parts[part] = x.block();
-                largest = ieee_max(largest, parts[part].absmax());
-            }
-            const Mxfp4Scale of(largest);
-            scale = of.exponent;
-#pragma unroll
-            for (int part = 0; part < MX_PARTS; ++part) {
-                parts[part].template codes<false>(of.factor).template store<CODE_ACCESS>(
-                    output + at * output_stride + (int64_t(column) * MX_PARTS + part) * (FP4_BLOCK / 2));
-            }
+        for (int part = 0; part < MX_PARTS; ++part) {
+            Fp4Input<scalar_t, GATED, ACCESS> x;
+            x.load(input + at * input_stride + (int64_t(column) * MX_PARTS + part) * FP4_BLOCK, blocks * MX_PARTS);
+            parts[part] = x.block();
+            largest = ieee_max(largest, parts[part].absmax());
         }
-        output_scale[i * FP4_TILE_COLUMNS] = uint8_t(scale);
-    }
+        const Mxfp4Scale of(largest);
+#pragma unroll
+        for (int part = 0; part < MX_PARTS; ++part) {
+            parts[part].template codes<false>(of.factor).template store<CODE_ACCESS>(
+                output + at * output_stride + (int64_t(column) * MX_PARTS + part) * (FP4_BLOCK / 2));
+        }
+        return of.exponent;
+    };
+    write_scale_tile<NUM_THREADS>(output_scale, expert, scale_rows, blocks, columns, scale_at);
 }

@@ -20,8 +20,6 @@
 #include "fp4_experts.cuh"
 
 constexpr int MX_PARTS = 2;  // times sixteen values have one scale
-constexpr int ROWS_APART = NUM_THREADS / FP4_TILE_COLUMNS;
-static_assert(ROWS_APART == 32, "scales of rows 32 apart are neighbours");
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 mxfp8_experts_quant(const scalar_t* input,              // [num_rows, blocks * 32]
@@ -35,46 +33,31 @@ mxfp8_experts_quant(const scalar_t* input,              // [num_rows, blocks * 3
     await_previous_kernel();
     const Expert expert(SizedRows{expert_offsets, problem_sizes, num_rows}, blockscale_offsets, nullptr, num_experts,
                         blockIdx.x);
-    if (!expert.exists) return;
-    const int64_t rows = expert.end - expert.begin, first_tile_row = expert.tiles_at;
-    const int64_t padded = (rows + FP4_TILE_ROWS - 1) / FP4_TILE_ROWS * FP4_TILE_ROWS;
-    if (first_tile_row < 0 || first_tile_row + padded > scale_rows) return;
-
-    const int64_t tile_row = int64_t(expert.tile) * FP4_TILE_ROWS;
-    const int lane_row = threadIdx.x / FP4_TILE_COLUMNS, lane_column = threadIdx.x % FP4_TILE_COLUMNS;
-    const int column = blockIdx.y * FP4_TILE_COLUMNS + lane_column;
-    scale_factor += (first_tile_row + tile_row) * columns + int64_t(blockIdx.y) * (FP4_TILE_ROWS * FP4_TILE_COLUMNS) +
-                    lane_row * (FP4_TILE_ROWS / ROWS_APART * FP4_TILE_COLUMNS) + lane_column;
-#pragma unroll 1
-    for (int i = 0; i < FP4_TILE_ROWS / ROWS_APART; ++i) {
-        const int64_t row = tile_row + i * ROWS_APART + lane_row;
-        uint32_t scale = 0;
-        if (row < rows && column < blocks) {
-            const int64_t at = expert.begin + row, first = int64_t(column) * (MX_PARTS * FP4_BLOCK);
-            Fp4Block<scalar_t> parts[MX_PARTS];
-            float largest = 0.0f;
+    const auto scale_at = [&](int64_t at, int column) {
+        const int64_t first = int64_t(column) * (MX_PARTS * FP4_BLOCK);
+        Fp4Block<scalar_t> parts[MX_PARTS];
+        float largest = 0.0f;
 #pragma unroll
-            for (int part = 0; part < MX_PARTS; ++part) {
-                Fp4Input<scalar_t, false, ACCESS> x;
-                x.load(input + at * input_stride + first + part * FP4_BLOCK, blocks * MX_PARTS);
-                parts[part] = x.block();
-                largest = ieee_max(largest, parts[part].absmax());
-            }
-            const Mxfp8Scale of(largest);
-            scale = of.exponent;
-#pragma unroll
-            for (int part = 0; part < MX_PARTS; ++part) {
-                float x[FP4_BLOCK];
-#pragma unroll
-                for (int j = 0; j < FP4_BLOCK; j += 2) {
-                    pair_of<scalar_t>(parts[part].words[j / 2], x[j], x[j + 1]);
-                    x[j] = ieee_multiply(x[j], of.factor);
-                    x[j + 1] = ieee_multiply(x[j + 1], of.factor);
-                }
-                Vec<fp8_e4m3_t, FP4_BLOCK>::from_floats(x).template store<CODE_ACCESS>(
-                    quant_output + at * output_stride + first + part * FP4_BLOCK);
-            }
+        for (int part = 0; part < MX_PARTS; ++part) {
+            Fp4Input<scalar_t, false, ACCESS> x;
+            x.load(input + at * input_stride + first + part * FP4_BLOCK, blocks * MX_PARTS);
+            parts[part] = x.block();
+            largest = ieee_max(largest, parts[part].absmax());
         }
-        scale_factor[i * FP4_TILE_COLUMNS] = uint8_t(scale);
-    }
+        const Mxfp8Scale of(largest);
+#pragma unroll
+        for (int part = 0; part < MX_PARTS; ++part) {
+            float x[FP4_BLOCK];
+#pragma unroll
+            for (int j = 0; j < FP4_BLOCK; j += 2) {
+                pair_of<scalar_t>(parts[part].words[j / 2], x[j], x[j + 1]);
+                x[j] = ieee_multiply(x[j], of.factor);
+                x[j + 1] = ieee_multiply(x[j + 1], of.factor);
+            }
+            Vec<fp8_e4m3_t, FP4_BLOCK>::from_floats(x).template store<CODE_ACCESS>(quant_output + at * output_stride +
+                                                                                   first + part * FP4_BLOCK);
+        }
+        return of.exponent;
+    };
+    write_scale_tile<NUM_THREADS>(scale_factor, expert, scale_rows, blocks, columns, scale_at);
 }

@@ -176,6 +176,39 @@ def test_every_access_is_compared(run_on_host: Run, monkeypatch: pytest.MonkeyPa
             assert not memory[start + 32 :].any()
 
 
+SPACES = """#include "async.cuh"
+extern "C" __global__ void spaces(float* out, const float* in, int which) {
+    __shared__ alignas(16) float tile[64];
+    alignas(16) float local[4] = {};
+    tile[threadIdx.x] = in[threadIdx.x];
+    __syncthreads();
+    using vec_t = Vec<float, 4>;
+    float* const at = which % 2 ? tile : local;
+    vec_t x = vec_t::full(1.0f);
+    switch (which / 2) {
+        case 0: x.store(at); break;  // HERE 0
+        case 1: x = vec_t::load_once(at); break;  // HERE 1
+        case 2: x.data[0] = load_fresh(at); break;  // HERE 2
+        case 3: prefetch_line(at); break;  // HERE 3
+        case 4: cp_async<16>(tile + 32, at); cp_async_commit(); cp_async_wait<0>(); break;  // HERE 4
+        case 5: x.store_shared(tile); break;
+    }
+    out[threadIdx.x] = x.data[0] + local[0];
+}
+"""
+
+
+@pytest.mark.parametrize("which", range(10))
+def test_an_instruction_for_global_memory_takes_no_other(run_on_host: Run, which: int) -> None:
+    arrays = {"out": floats(1), "in": floats(1)}
+    with pytest.raises(pyops.KernelFault) as caught:
+        run_on_host(SPACES, grid=1, block=1, which=which, **arrays)
+    assert caught.value.kind == "wrong address space"
+    assert ("shared" if which % 2 else "local") in caught.value.message
+    assert f"HERE {which // 2}" in SPACES.splitlines()[int(re.search(r"spaces.cu:(\d+)", str(caught.value))[1]) - 1]
+    run_on_host(SPACES, grid=1, block=1, which=10, **arrays)
+
+
 def test_a_workspace_ends_where_its_bytes_do() -> None:
     text = """extern "C" __global__ void halves(const float* input, float* partial, float* other) {
     if (threadIdx.x == 0) other[0] = 0.0f;

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _block_scaled_to_bf16 = Kernel("linear/block_scaled_to_bf16.cu")
-_NUM_THREADS = 256  # of block_scaled_to_bf16.cu
+_MAX_THREADS = 256  # of a block of block_scaled_to_bf16.cu
+_MAX_ROW_BLOCKS = 1024  # of a matrix: enough for a whole GPU, and few where most matrices are left out
+_MAX_PLANES = 65535  # of blockIdx.z
 _ELEMENTS = 16  # of a thread of block_scaled_to_bf16.cu
 _EXPONENT_BIAS = 127  # of e8m0; its code 255 is NaN
 
@@ -97,7 +99,8 @@ class BlockFormat:
         num_rows, size = check.num_rows(codes), codes.shape[-1] * 8 // self.code_bits
         rows, columns = self.scale_sizes(rows_of_matrix, size)
         kernel = _block_scaled_to_bf16.renamed(codes=codes.name, scales=scales.name)
-        parts = size // _ELEMENTS
+        parts, num_matrices = size // _ELEMENTS, num_rows // max(1, rows_of_matrix)
+        num_threads = min(_MAX_THREADS, check.threads(parts))
         return kernel(
             scale_t=uint8 if self.scale_dtype is float8_e8m0fnu else self.scale_dtype,
             CODE_BITS=self.code_bits,
@@ -105,14 +108,14 @@ class BlockFormat:
             CODE_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),
             HAS_SCALE_ROWS=scale_rows is not None,
             HAS_SIZES=problem_sizes is not None,
-            NUM_THREADS=_NUM_THREADS,
+            NUM_THREADS=num_threads,
         ).launch(
-            -(-num_rows * parts // _NUM_THREADS),
-            _NUM_THREADS,
+            (-(-parts // num_threads), min(_MAX_ROW_BLOCKS, rows_of_matrix), min(_MAX_PLANES, num_matrices)),
+            num_threads,
             dense=dense,
             scale_rows=scale_rows or 0,
             **({} if problem_sizes is not None else {"problem_sizes": 0}),
-            num_rows=num_rows,
+            num_matrices=num_matrices,
             parts=parts,
             columns=columns,
             rows_of_matrix=max(1, rows_of_matrix),

@@ -27,6 +27,9 @@ _MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
 _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
+# Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD: the first whose shared memory leaves room
+# for another block, which multiplies while this one stores what it has loaded.
+_WAVES = ((2, 4), (2, 2), (4, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
@@ -141,7 +144,7 @@ class MulMatConfig:
     Attributes:
         tokens: rows of X of a block.
         row_warps, k_warps: warps along 16 rows of W each, and along K.
-        stages: steps of K that are in shared memory or on the way there.
+        stages: steps of K that are in shared memory or on the way there; on AMD 1, as registers hold the next.
         splits: blocks that share rows, each with a part of K.
     """
 
@@ -162,7 +165,8 @@ class MulMatConfig:
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages, whose place sums take in the end."""
-        stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * _UNIT + 16) * 2
+        padding = 8 if _on_matrix_cores(problem.out.device) else 16
+        stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * _UNIT + padding) * 2
         return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
 
     def candidates(self, problem: Problem, device: Device) -> list[MulMatConfig]:
@@ -174,7 +178,10 @@ class MulMatConfig:
             stages=(self.stages - 1, self.stages + 1),
             splits=tuning.beside(self.splits, 1, 8),
         )
-        return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
+        least, most = (1, 1) if _on_matrix_cores(device) else (2, self.stages + 1)
+        return [
+            one for one in found if least <= one.stages <= most and one.shared_memory(problem) <= device.shared_memory
+        ]
 
     def launch(self, problem: Problem) -> Launch:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
@@ -276,10 +283,13 @@ def choose(problem: Problem, device: Device) -> Config:
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
-    by_mfma = device.supports("products") and device.warp_size == 64  # by WMMA, registers spill
-    if problem.X.dtype is float32 or not (device.supports("mma") or (by_mfma and tokens > _MAX_VEC_TOKENS)):
+    by_warps = device.supports("mma") or (_on_matrix_cores(device) and tokens > _MAX_VEC_TOKENS)
+    if problem.X.dtype is float32 or not by_warps:
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
+    if _on_matrix_cores(device):
+        blocks = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in _WAVES]
+        return next((one for one in blocks if 2 * one.shared_memory(problem) <= device.shared_memory), blocks[-1])
     config: VecConfig | MulMatConfig
     if tokens <= _MAX_VEC_TOKENS:
         config, most = VecConfig(tokens, 1, min(8, units), stages=2), _VEC_SHARED_MEMORY
@@ -288,6 +298,10 @@ def choose(problem: Problem, device: Device) -> Config:
     while config.shared_memory(problem) > most and config.k_warps > 2:
         config = replace(config, k_warps=config.k_warps // 2)
     return config
+
+
+def _on_matrix_cores(device: Device) -> bool:
+    return device.supports("products") and not device.supports("mma")
 
 
 def plan(problem: Problem) -> list[Launch]:

@@ -8,11 +8,21 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
-from . import dequantize_packed, grouped_plan
+from . import dequantize_packed, grouped_plan, packed_tile
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, step_rows
-from .packed_plan import Config, choose_mma, fits, fitting, reads_codes, rounds_once, rows_of_step, serves_few
+from .packed_plan import (
+    Config,
+    choose_mma,
+    fits,
+    fitting,
+    reads_codes,
+    rounds_once,
+    rows_of_step,
+    serves_few,
+    serves_tile,
+)
 from .packed_problem import PackedExperts, PackedProblem
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
@@ -21,6 +31,7 @@ _NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
 # weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
 # weights".
 _MAX_FEW_ROWS, _MAX_ROWS = 16, 64
+_MAX_TILE_ROWS = 512  # up to which gemm_packed_tile.cu is, likewise by those of packed_plan.py
 _TILES = 96, 64, 48, 32, 16  # rows of a tile of gemm_packed.cu: with more, or as many columns, registers spill
 
 
@@ -42,7 +53,16 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 def serves(problem: PackedProblem, device: Device) -> bool:
     """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weights."""
-    return serves_many(problem, device) or (serves_few(problem, device) and problem.rows_of_weight <= _MAX_ROWS)
+    rows = problem.rows_of_weight
+    if _serves_tile(problem, device):
+        return rows <= _MAX_TILE_ROWS
+    return serves_many(problem, device) or (serves_few(problem, device) and rows <= _MAX_ROWS)
+
+
+def _serves_tile(problem: PackedProblem, device: Device) -> bool:
+    """Whether gemm_packed_tile.cu has an instance for this problem, and a tile that divides the lists' blocks."""
+    assert problem.experts is not None
+    return problem.experts.lists.block_size % 16 == 0 and serves_tile(problem, device)
 
 
 def serves_many(problem: PackedProblem, device: Device) -> bool:
@@ -100,6 +120,9 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     experts, w, rows = problem.experts, problem.weight, problem.rows_of_weight
     assert experts is not None
     block_size = experts.lists.block_size
+    if _serves_tile(problem, device):
+        weights = -(-tuning.power_of_two(problem.m) // rows)
+        return packed_tile.choose(rows, w, device, weights, block_size)
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
         tile_m = next(size for size in _TILES if block_size % size == 0)
         return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)

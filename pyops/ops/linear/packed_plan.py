@@ -1,7 +1,7 @@
 """Which kernel serves a product with a weight of packed codes, and how: a Config for each, the choice, the launches.
 
-Two kernels read the codes themselves: gemm_packed_mma.cu for few rows, and gemm_packed.cu on compute capability 9.0.
-What they do not serve is written in full and multiplied (`dequantize_packed`).
+Three kernels read the codes themselves: gemm_packed_mma.cu for few rows, gemm_packed.cu on compute capability 9.0, and
+gemm_packed_tile.cu on AMD. What they do not serve is written in full and multiplied (`dequantize_packed`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
 from .._shared.scalar_type import uint4b8
-from . import dequantize_packed, packed_hopper
+from . import dequantize_packed, packed_hopper, packed_tile
 from .gemm_hopper import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
 from .packed_problem import PackedProblem, PackedWeight
+from .packed_tile import PackedTileConfig
 
 _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 
@@ -36,6 +37,7 @@ _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
+_MAX_TILE_ROWS = 512  # up to which gemm_packed_tile.cu, which makes numbers of codes in every tile, is faster than that
 _MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
 
 
@@ -109,7 +111,7 @@ class PackedMmaConfig:
         return [launch]
 
 
-Config = PackedConfig | PackedMmaConfig
+Config = PackedConfig | PackedMmaConfig | PackedTileConfig
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
@@ -124,12 +126,15 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 def serves(problem: PackedProblem, device: Device) -> bool:
     """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
-    return _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
+    tile = serves_tile(problem, device) and problem.m <= _MAX_TILE_ROWS
+    return tile or _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
     """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
+    if serves_tile(problem, device):
+        return packed_tile.choose(m, w, device)
     many = _serves_many(problem, device)
     if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
@@ -161,6 +166,12 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed_mma.cu has an instance for this problem."""
     w = problem.weight
     return reads_codes(problem) and device.supports("mma") and fits(w, rows_of_step(w, 64))
+
+
+def serves_tile(problem: PackedProblem, device: Device) -> bool:
+    """Whether gemm_packed_tile.cu serves this problem: on AMD, where no other kernel reads codes."""
+    on_amd = device.supports("products") and not device.supports("mma")
+    return on_amd and reads_codes(problem) and packed_tile.takes(problem.weight)
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:

@@ -39,6 +39,8 @@ def apply(emu: Any, arch: str) -> None:
     _address_flat_memory(emu)
     _multiply_bytes(emu)
     fp8.apply(emu, arch)
+    if arch in ("gfx942", "gfx950"):
+        _keep_whole_registers(emu)
     for kind, handler in list(emu._INST_HANDLERS.items()):
         emu._INST_HANDLERS[kind] = _mended(emu, handler)
 
@@ -121,6 +123,22 @@ def _read_operands_of_conversions(emu: Any) -> None:
         emu._pcode_fixes[name] = ("VGPR[laneId][SRC0.u32]", "S0")
     parse = emu.parse_pcode
     emu.parse_pcode = lambda text, srcs: parse(text, {"OPSEL": emu._c(0), **srcs})
+
+
+def _keep_whole_registers(emu: Any) -> None:
+    """Operands of 16 bits from register 128 on are upper halves of the first 128 registers on RDNA, but not on CDNA.
+
+    The emulator takes them for halves on both: `v_cvt_f32_f16 v0, v168` reads v40.
+    """
+    for name in ("_load_vsrc0", "_compile_vop12", "_compile_vopc"):
+        taken = getattr(emu, name)
+        text = inspect.getsource(taken)
+        whole = text.replace(">= _c(384)", ">= _c(512)").replace(">= _c(128)", ">= _c(256)")
+        assert whole != text, name
+        exec(compile(whole, name, "exec"), vars(emu))
+        for kind, handler in emu._INST_HANDLERS.items():
+            if handler is taken:
+                emu._INST_HANDLERS[kind] = getattr(emu, name)
 
 
 def _mended(emu: Any, handler: Handler) -> Handler:

@@ -1,0 +1,142 @@
+"""Products with packed weights on AMD's matrix cores: gemm_packed_tile.cu, and its geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import float16
+from ..._core.kernel import Kernel, Launch, Scratch
+from .packed_problem import PackedProblem, PackedWeight
+
+_gemm_packed_tile = Kernel("linear/gemm_packed_tile.cu")
+
+_STEP = 64  # rows of the weight of a step
+_ROW_BYTES = 128  # of a row of a stage
+_STAGES = 2
+_TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # rows of a layout's tiles, which lie in memory as a whole
+_LINES = {"awq": 4}  # rows of the words of a piece, of other layouts; of a word of GPTQ 32 / bits, four times
+# Chosen by arithmetic, no AMD GPU has run them: docs/performance.md, "Packed weights on AMD's matrix cores".
+_FEW_THREADS = 128  # of a block of few rows: each has one piece of four words of 4-bit codes
+_DEPTH = 4  # steps whose codes are on their way
+_MAX_SPLITS = 8  # blocks that share a tile
+_MIN_SPLIT_STEPS = 4  # steps of each of these blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTileConfig:
+    """The geometry of gemm_packed_tile.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows and columns of a block's tile of sums.
+        warps_m, warps_n: warps along them.
+        depth: steps whose codes are on their way.
+        splits: blocks that share a tile, each with a part of K.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps_m: int
+    warps_n: int
+    depth: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n) or self.tile_n % 64 or self.depth % 2:
+            raise ValueError(f"no geometry of gemm_packed_tile.cu: {self}")
+
+    @property
+    def shared_memory(self) -> int:
+        return _STAGES * (self.tile_m + self.tile_n) * _ROW_BYTES
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[PackedTileConfig]:
+        """Other tiles, depths and splits."""
+        found = tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 16 * self.warps_m, 128),
+            tile_n=tuning.beside(self.tile_n, 64, 128),
+            depth=(2, 4),
+            splits=tuning.beside(self.splits, 1, _MAX_SPLITS),
+        )
+        return [one for one in found if one.fits(problem, device)]
+
+    def fits(self, problem: PackedProblem, device: Device) -> bool:
+        """Whether a block has the shared memory, and each part of K a step."""
+        whole = self.splits == 1 and problem.experts is None  # others have flags or rows in shared memory, too
+        room = device.shared_memory - (0 if whole else _ROW_BYTES * _STAGES)
+        rows = problem.experts is None or problem.experts.lists.block_size % self.tile_m == 0
+        return rows and self.shared_memory <= room and self.splits <= -(-problem.weight.k // _STEP)
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
+        weight, out = problem.weight, problem.epilogue.out
+        tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
+        partial: dict[str, Any] = {"partial": 0, "arrived": 0}
+        if self.splits > 1:
+            partial["partial"] = Scratch(tiles * self.splits * self.tile_m * self.tile_n * 4)
+            partial["arrived"] = Scratch(tiles * 4, zeroed=True)
+        kernel = problem.kernel(_gemm_packed_tile)
+        launch = kernel(
+            **problem.constants(),
+            IN_PAIRS=_in_pairs(problem),
+            WHOLE_STEPS=weight.k % _STEP == 0,
+            OUT_ACCESS=min(2, check.vector_width(weight.n, out)),
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARPS_M=self.warps_m,
+            WARPS_N=self.warps_n,
+            DEPTH=self.depth,
+            SPLITS=self.splits,
+            MIN_BLOCKS=1,
+        ).launch(
+            (tiles, self.splits),
+            self.warps_m * self.warps_n * problem.device.warp_size,
+            self.shared_memory,
+            **problem.arguments(kernel),
+            **partial,
+        )
+        return [launch]
+
+
+def takes(weight: PackedWeight) -> bool:
+    """Whether the codes of each piece lie under one scale, and a tile of the layout is there as a whole."""
+    tile = _TILES.get(weight.layout, 1)
+    span = tile if tile > 1 else _LINES.get(weight.layout, 128 // weight.bits)
+    size = _STEP if weight.groups == 1 else weight.group_size
+    return (size % _STEP == 0 or (_STEP % size == 0 and size % span == 0)) and weight.k % tile == 0
+
+
+def _in_pairs(problem: PackedProblem) -> bool:
+    """Whether a code less its zero point, and its scale, are numbers of float16, whose product is rounded once."""
+    w = problem.weight
+    scaled = w.scales is None or (w.scale_kind == "float" and w.scale_exponent == 0 and w.scales.dtype is float16)
+    return problem.a.dtype is float16 and w.type.is_integer and w.zero_kind in ("none", "codes") and scaled
+
+
+def choose(m: int, weight: PackedWeight, device: Device, weights: int = 1, block_size: int = 0) -> PackedTileConfig:
+    """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles.
+
+    For `m` rows, a power of two, of each of `weights` weights. `block_size`: of experts' lists, which tiles divide.
+    """
+    n, steps = weight.n, -(-weight.k // _STEP)
+
+    def tiles(tile_m: int, tile_n: int) -> int:
+        return weights * -(-m // tile_m) * -(-n // tile_n)
+
+    few = _FEW_THREADS // device.warp_size  # warps
+    if m <= 16 or block_size % 32:
+        tile_m, tile_n, warps_m, warps_n, blocks = 16, 64, 1, few, 3
+    elif m <= 32 or block_size % 64:
+        tile_m, tile_n, warps_m, warps_n, blocks = 32, 64, 1, few, 2
+    elif m <= 64 or block_size or tiles(128, 128) < device.multiprocessors:
+        tile_m, tile_n, warps_m, warps_n, blocks = 64, 64, 2, 2, 2
+    else:
+        tile_m, tile_n, warps_m, warps_n, blocks = 128, 128, 2, 4, 1
+    splits = 1
+    most = min(blocks * device.multiprocessors // tiles(tile_m, tile_n), _MAX_SPLITS, steps // _MIN_SPLIT_STEPS)
+    while splits * 2 <= most:
+        splits *= 2
+    depth = _DEPTH if tile_m <= 32 else 2
+    return PackedTileConfig(tile_m, tile_n, warps_m, warps_n, depth, 1 if blocks == 1 else splits)
