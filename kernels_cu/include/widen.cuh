@@ -46,6 +46,14 @@ DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
     return __byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
+// Whether an instruction of AMD's makes float32 of a code of T.
+template <typename T> constexpr bool MAKES_FLOATS = false;
+#if defined(__gfx942__)
+template <> constexpr bool MAKES_FLOATS<fp8_e4m3fnuz_t> = true;
+#elif defined(__gfx950__) || defined(__GFX12__)
+template <> constexpr bool MAKES_FLOATS<fp8_e4m3_t> = true;
+#endif
+
 // Four fp8 elements as two words of float16 pairs; float16 holds every fp8 number.
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
@@ -62,6 +70,13 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
         if constexpr (IS_E5M2) PYOPS_FP8("e5m2x2");
         else PYOPS_FP8("e4m3x2");
 #undef PYOPS_FP8
+#endif
+    } else if constexpr (MAKES_FLOATS<T>) {
+#if defined(__gfx942__) || defined(__gfx950__) || defined(__GFX12__)
+#define PYOPS_FLOAT(BYTE) __builtin_amdgcn_cvt_f32_fp8(codes, BYTE)
+        halves[0] = __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_pkrtz(PYOPS_FLOAT(0), PYOPS_FLOAT(1)));
+        halves[1] = __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_pkrtz(PYOPS_FLOAT(2), PYOPS_FLOAT(3)));
+#undef PYOPS_FLOAT
 #endif
     } else {
 #pragma unroll
