@@ -128,6 +128,18 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
     }
 }
 
+// Four fp8 elements of type C as two words of pairs of T, float16 or bfloat16, of which either holds every fp8 number.
+template <typename T, typename C>
+DEVICE void fp8_to_pairs(uint32_t codes, uint32_t (&pairs)[2]) {
+    fp8_to_half<C>(codes, pairs);
+#pragma unroll
+    for (int i = 0; i < 2 && is_same<T, bf16_t>; ++i) {
+        float low, high;
+        unpack_pair<half_t>(pairs[i], low, high);
+        pairs[i] = pack_halves<true>(__float_as_uint(low), __float_as_uint(high));
+    }
+}
+
 // 16 e4m3 elements as elements of T.
 template <typename T>
 DEVICE void widen_fp8(uint4 codes, uint4 (&elements)[2]) {
