@@ -242,6 +242,31 @@ def test_sampled_tokens_are_the_same(model: Any) -> None:
 # Compiled
 
 
+class Unindexed(tuple[Any, ...]):
+    """A tuple that takes no bool for an index, as for torch.compile of torch 2.11, which ends the graph there."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, bool):
+            raise TypeError("indices must be integers or slices, not bool")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_comparison_is_an_index(dtype: str) -> None:
+    """Of what says how queries and keys are turned, for an attention's own forward and in place."""
+    found = rotary.turn_of(transformers.models.llama.modeling_llama.apply_rotary_pos_emb)
+    assert found is not None
+    turn = found._replace(in_float32=Unindexed(found.in_float32))
+    q, k, angles = torch.randn(3, 1, 2, 5, 16, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
+    cos, sin = angles[0].cos()[:1], angles[0].sin()[:1]
+    cos, sin = (torch.cat((x[..., :8], x[..., :8]), -1) for x in (cos, sin))
+    theirs = turn.function(q, k, cos, sin)
+    assert all(map(torch.allclose, turn(q, k, cos, sin), theirs))
+    rows = q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
+    assert turn.in_place(rotary.Step(torch.empty(1, 5, 64), cos, sin), *rows)
+    assert all(map(torch.allclose, (x.transpose(1, 2) for x in rows), theirs))
+
+
 @pytest.mark.parametrize("case", ["qwen3", "mistral with a window"])
 @pytest.mark.slow
 def test_a_decode_step_is_one_graph(case: str) -> None:

@@ -19,7 +19,7 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word of AWQ has its columns
 
 def fields(words: Tensor, bits: int) -> Tensor:
     """[..., n * 32 / bits] of words [..., n], the lowest bits first; bits that divide 32."""
-    return (words[..., None].long() >> torch.arange(0, 32, bits) & (1 << bits) - 1).flatten(-2)
+    return (words[..., None].long() >> torch.arange(0, 32, bits, device=words.device) & (1 << bits) - 1).flatten(-2)
 
 
 class Packed(nn.Module):
@@ -108,6 +108,14 @@ def test_tokens_are_those_of_the_dequantised_model(kind: str) -> None:
     torch.testing.assert_close(ours, linear(x), rtol=2.0**-6, atol=2.0**-6)
     restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_modules_of_the_tests_compute_where_their_tensors_are(kind: str) -> None:
+    """On a GPU `accelerate` tries them there."""
+    _, model = model_of(kind)
+    linear = model.model.layers[0].mlp.down_proj.to("meta")
+    assert linear(torch.empty(3, 256, dtype=linear.scales.dtype, device="meta")).shape == (3, linear.scales.shape[1])
 
 
 def with_adapter(module: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import device, dtypes, tuning
+from pyops._core.kernel import Specialisation
 from pyops._core.tensor import TensorArg
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear import ggml_plan
@@ -129,16 +130,28 @@ def test_exact_sums() -> None:
         assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double())
 
 
-@pytest.mark.parametrize("quant_type", [8, 12])
-def test_by_mfma(quant_type: int) -> None:
-    """In warps of 64 lanes, types with minima and without, rows of X behind the last tile."""
+@pytest.mark.parametrize(
+    ("core", "arch", "quant_type", "m", "config"),
+    [
+        ("MFMA", "gfx90a", 8, 3, MulMatConfig(4, 1, 2, 1, 2)),
+        ("MFMA", "gfx90a", 12, 19, MulMatConfig(32, 2, 2, 1, 1)),
+        ("WMMA_11", "gfx1100", 12, 3, MulMatConfig(4, 1, 2, 1, 1)),
+        ("WMMA_12", "gfx1201", 14, 19, MulMatConfig(32, 4, 1, 1, 2)),
+    ],
+)
+def test_on_matrix_cores(
+    core: str, arch: str, quant_type: int, m: int, config: MulMatConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's products: types with minima, with raised codes and without, rows of X behind the last tile."""
+    text, model = Specialisation.text.fget, device.model(arch)  # type: ignore[attr-defined]
+    monkeypatch.setattr(device, "_HOST", dict.fromkeys(device._HOST, model))
+    monkeypatch.setattr(Specialisation, "text", property(lambda one: f"#define PYOPS_HOST_CORE {core}\n{text(one)}"))
     n, k = 70, 3 * 256
     weight, truth = draw(quant_type, n, k)
-    for config, m in ((MulMatConfig(4, 1, 2, 1, 2), 3), (MulMatConfig(32, 2, 2, 1, 1), 19)):
-        x = torch.randn(m, k).bfloat16()
-        for schedule in (SCHEDULES[0], SCHEDULES[3]):
-            with scheduled(schedule, warp_size=64):
-                check(multiply(config, weight, x, quant_type, n), x.double() @ truth.T)
+    x = torch.randn(m, k).bfloat16()
+    for schedule in (SCHEDULES[0], SCHEDULES[3]):
+        with scheduled(schedule, warp_size=model.warp_size):
+            check(multiply(config, weight, x, quant_type, n), x.double() @ truth.T)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +164,12 @@ def test_by_mfma(quant_type: int) -> None:
         ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
         ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
         ("sm_90", 1, dtypes.float32, 12, SimtConfig(1, 4, 256)),
-        ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),
-        ("gfx950", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 1, 1)),
+        ("gfx942", 1, dtypes.bfloat16, 12, MulMatConfig(1, 1, 4, 1, 1)),
+        ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 1, 4, 1, 1)),
+        ("gfx90a", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),
         ("gfx1201", 32, dtypes.bfloat16, 12, MulMatConfig(32, 4, 1, 1, 1)),
         ("gfx942", 2, dtypes.float32, 12, SimtConfig(2, 4, 256)),
+        ("gfx1100", 2, dtypes.bfloat16, 12, SimtConfig(2, 4, 256)),
     ],
 )
 def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:

@@ -16,7 +16,7 @@ from pyops import OpError
 from pyops._core import config, device, dtypes, tuning
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import describe_new
-from pyops.ops.linear.coded_plan import CodedConfig, block_size_of_codes
+from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
 from pyops.ops.linear.gemm_problem import Operand
 from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
 from pyops.ops.linear.grouped_plan import (
@@ -46,7 +46,7 @@ _SMALL = 32 * 1024  # shared memory of a block, of a device that has no more
 
 
 @contextmanager
-def forced(one: Config | CodedConfig, op: str = "grouped_gemm") -> Iterator[None]:
+def forced(one: Config | CodedConfig | CodedTileConfig, op: str = "grouped_gemm") -> Iterator[None]:
     """While the context lasts, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
     try:
@@ -371,11 +371,14 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedConfig(8, 3, 1), "swigluoai", 416),
         (CodedConfig(16, 2, 2), "silu", 256),
         (CodedConfig(16, 4, 3), "none", 128),
+        (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416),  # by MFMA; the last step has 32 elements
+        (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256),
     ],
     ids=str,
 )
-def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
-    """Codes of 4 bits with zero points, a part of K to each warp: the same bits under every schedule, rounded once."""
+def test_codes_of_experts(one: CodedConfig | CodedTileConfig, activation: str, k: int) -> None:
+    """Codes of 4 bits with zero points: the same bits under every schedule, rounded once."""
+    on_tiles = isinstance(one, CodedTileConfig)
     made = Case(11, 64, k, activation, block_size=16, with_bias=True)
     rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, made.b.shape, generator=generator)
@@ -387,9 +390,9 @@ def test_codes_of_experts(one: CodedConfig, activation: str, k: int) -> None:
     given = made.a, packed.transpose(1, 2).contiguous(), scales, points, *made.lists, made.weights, made.bias
     found = []
     with forced(one, "grouped_gemm_packed"):
-        for schedule in SCHEDULES:
+        for schedule in SCHEDULES[:2] if on_tiles else SCHEDULES:
             out = canaries(made.out)
-            with scheduled(schedule):
+            with scheduled(schedule, warp_size=64 if on_tiles else 32):
                 pyops.grouped_gemm_packed(out.tensor, *given, made.top_k, 16, activation, "uint4")
             out.check()
             found.append(out.tensor)
@@ -431,7 +434,9 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=5 "]),
         (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
-        (32, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
+        (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),
+        (1, "none", "gfx1201", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=4 PLACES=8 DEPTH=4 "]),
+        (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""gemm_packed.cu and gemm_packed_mma.cu: right under every schedule, at edges of tiles; what is chosen."""
+"""The kernels that read packed codes: right under every schedule, at edges of tiles; what is chosen."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, plan, serves
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
+from pyops.ops.linear.packed_tile import PackedTileConfig
 from pyops.ops.linear.w4a8_mm import weight_of
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
+from tests.hip.host import on_matrix_core
 from tests.test_linear_packed import activations, check_product, check_scaled, each, scales_of
 from tests.test_linear_products import forced
 
@@ -115,6 +117,51 @@ def test_product(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
+TILE = [
+    # (matrix core, ...): of MFMA, warps of 64 lanes
+    ("MFMA", marlin, 4, PackedTileConfig(32, 128, 1, 2, 2, 2), 17, 192, 272, 17),  # the last step has 16 rows
+    ("MFMA", awq, 4, PackedTileConfig(16, 64, 1, 2, 4, 4), 20, 64, 1088, 17),  # parts of four and of five steps
+    ("MFMA", allspark, 8, PackedTileConfig(16, 64, 1, 2, 4, 2), 3, 128, 80, 1),  # a part is one step of 16 rows
+    ("MFMA", gptq, 8, PackedTileConfig(128, 128, 2, 4, 2, 1), 130, 64, 72, 1),
+    ("WMMA_12", gptq, 2, PackedTileConfig(16, 64, 1, 4, 4, 1), 7, 64, 640, 5),  # half of the threads have pieces
+    ("WMMA_12", marlin, 8, PackedTileConfig(32, 64, 1, 4, 2, 1), 20, 64, 512, 1),
+    ("WMMA_11", exllama, 4, PackedTileConfig(64, 64, 2, 2, 2, 1), 70, 128, 256, 2),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("core", "call", "bits", "one", "m", "n", "k", "groups"),
+    TILE,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_product_on_matrix_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    core: str,
+    call: Callable[..., Tensor],
+    bits: int,
+    one: PackedTileConfig,
+    m: int,
+    n: int,
+    k: int,
+    groups: int,
+) -> None:
+    """The same bits under several schedules, and rounded once; float16 by pairs."""
+    dtype = torch.float16 if call in (awq, exllama) else torch.bfloat16
+    codes, zeros = packed.draw(0, 1 << bits, k, n), packed.draw(0, 1 << bits, groups, n, seed=1)
+    if call in (marlin, allspark) and bits == 8:
+        zeros.fill_(128)
+    a, scales = activations(m, k + 8, dtype, "cpu")[:, :k], scales_of(groups, n, dtype)
+    name, first = {awq: "awq_gemm", marlin: "marlin_gemm", allspark: "allspark_w8a16_gemm"}.get(call, "gptq_gemm"), None
+    with on_matrix_core(core, monkeypatch) as lanes, forced(name, one):
+        for schedule in (SCHEDULES[0], SCHEDULES[-1]):
+            with scheduled(schedule, warp_size=lanes):
+                out = call(a, codes, zeros, scales, bits)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_scaled(out, a, codes - each(zeros, k), scales)
+
+
 CUT = [
     # (call, dtype, m, n, multiprocessors, sharers): tiles of 80 x 128, of 5 steps
     (awq, torch.float16, 70, 640, 3, 3),  # a whole round, then two tiles by three blocks: more steps than stages
@@ -190,6 +237,7 @@ EIGHT_BIT = [
     ("float4_e2m1f", torch.float8_e4m3fn, PackedMmaConfig(2, 64, 1, 2, 1), 3, 128, 256, 32),
     ("uint4b8", torch.float8_e4m3fn, PackedConfig(16, 256, 2, 2, 1), 20, 320, 160, 32),  # the last step has 32 rows
     ("float4_e2m1f", torch.float8_e4m3fn, PackedConfig(80, 128, 2, 1, 1), 70, 64, 128, 32),
+    ("uint4b8", torch.float8_e4m3fn, PackedTileConfig(16, 64, 1, 2, 2, 1), 3, 64, 96, 32),  # the last step has 32 rows
 ]
 
 
@@ -215,7 +263,7 @@ def test_activations_of_8_bits(
     first, rest = None, (None,) * 5
     with forced("marlin_gemm", one):
         for schedule in SCHEDULES:
-            with scheduled(schedule):
+            with scheduled(schedule, warp_size=64 if isinstance(one, PackedTileConfig) else 32):
                 args = a, packed.marlin(given, 4, is_a_8bit=True), None, stored, torch.full((m, 1), 0.5)
                 out = pyops.marlin_gemm(*args, *rest, SCALAR_TYPES[kind].id, m, n, k)
             first = out if first is None else first
@@ -298,7 +346,11 @@ CHOICES = [
     ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
     ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 64, 6, 1, 2)),
     ("sm_80", 200, 4096, 4096, None),
-    ("gfx942", 1, 4096, 4096, None),
+    ("gfx942", 1, 4096, 4096, PackedTileConfig(16, 64, 1, 2, 4, 8)),
+    ("gfx942", 16, 28672, 4096, PackedTileConfig(16, 64, 1, 2, 4, 2)),
+    ("gfx1100", 20, 4096, 4096, PackedTileConfig(32, 64, 1, 4, 4, 2)),
+    ("gfx942", 512, 28672, 4096, PackedTileConfig(128, 128, 2, 4, 2, 1)),
+    ("gfx942", 513, 28672, 4096, None),
 ]
 
 
@@ -308,7 +360,7 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
         on = device.model(arch)
         one = problem(m, n, k, on, layout)
         found = choose(one, on) if serves(one, on) else None
-        if layout == "awq" and m <= 16 and n == 28672:  # columns enough for tiles twice as wide
+        if layout == "awq" and arch == "sm_90" and m <= 16 and n == 28672:  # columns enough for tiles twice as wide
             assert found == PackedMmaConfig(*((16, 128, 4, 1, 2) if m == 16 else (expected.tile_m, 128, 6, 1, 2)))
         else:
             assert found == expected

@@ -129,12 +129,16 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) 
     assert ((torch.cat(ours) - theirs).norm(dim=1) <= 0.1 * theirs.norm(dim=1)).all()
 
 
-def mxfp4_model(folder: Path) -> Any:
-    """gpt-oss in float32, its experts decoded by the function of transformers, and a folder that has their codes."""
+def mxfp4_model(folder: Path, experts_per_token: int = 2) -> Any:
+    """gpt-oss in float32, its experts decoded by the function of transformers, and a folder that has their codes.
+
+    Of three experts; with all of them for each token, no rounding changes the choice.
+    """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     torch.manual_seed(5)
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_experts_per_tok": 2, "head_dim": 32}
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    sizes |= {"num_experts_per_tok": experts_per_token}
     config = transformers.GptOssConfig(**sizes | {"num_local_experts": 3, "initializer_range": 0.2})
     model = transformers.GptOssForCausalLM(config).eval()
     for name, parameter in model.named_parameters():

@@ -143,9 +143,10 @@ def folder_of(case: Case, folder: Path) -> Path:
 
 
 def check_text(case: Case, text: list[int], dtype: torch.dtype | None = None) -> None:
-    """At least 60 of 64 tokens are those of the dequantised model in float32, each compared behind the same tokens.
+    """Tokens are those of the dequantised model in float32, each compared behind the same tokens.
 
-    At the others the model is undecided between both within what the dtype does to its logits.
+    Where one is another, the model is undecided between both within what the dtype does to its logits. There are at
+    most four such tokens more than of the dequantised model itself in the dtype.
     """
     tokens = torch.tensor([PROMPT + text[:-1]])
     with torch.no_grad():
@@ -153,11 +154,12 @@ def check_text(case: Case, text: list[int], dtype: torch.dtype | None = None) ->
         narrow = type(case.dequantised)(case.dequantised.config).eval()
         narrow.load_state_dict(case.dequantised.state_dict())
         narrow = narrow.to(dtype or getattr(torch, DTYPES[narrow.config.model_type]))
-        errors = (narrow(tokens).logits[0, len(PROMPT) - 1 :].float() - exact).abs().amax(-1)
+        rounded = narrow(tokens).logits[0, len(PROMPT) - 1 :].float()
+    errors = (rounded - exact).abs().amax(-1)
     others = [i for i in range(COUNT) if text[i] != exact[i].argmax()]
     for i in others:
         assert exact[i].max() - exact[i, text[i]] <= 2 * 1.25 * errors[i]
-    assert len(others) <= COUNT - 60
+    assert len(others) <= COUNT - 60 + int((rounded.argmax(-1) != exact.argmax(-1)).sum())
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_tokens_and_products_are_those_of_the_dequantised_model(
 
 def test_mxfp4_stays_packed_where_activations_have_16_bits(tmp_path: Path) -> None:
     """With gpt-oss's biases and activation. In float32 it is decoded: tests/test_models_experts.py."""
-    theirs = mxfp4_model(tmp_path)
+    theirs = mxfp4_model(tmp_path, experts_per_token=3)
     model = load(tmp_path, dtype="bfloat16")
     for layer, module in zip(model.layers, theirs.model.layers, strict=True):
         assert isinstance(layer.mlp, Experts)
@@ -291,7 +291,7 @@ def test_tokens_on_a_gpu(kind: str, case_of: Callable[[str], Case], tmp_path: Pa
 
 @pytest.mark.gpu
 def test_mxfp4_on_a_gpu(tmp_path: Path) -> None:
-    theirs = mxfp4_model(tmp_path)
+    theirs = mxfp4_model(tmp_path, experts_per_token=3)
     engine = Engine(load(tmp_path, "cuda", "bfloat16"), max_seq_len=96, max_num_seqs=2)
     for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
         check_text(Case({}, {}, theirs), text, torch.bfloat16)

@@ -14,6 +14,7 @@ from pyops._core import device
 from pyops._core.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
+from pyops.ops.linear.packed_tile import PackedTileConfig
 from pyops.testing import SCHEDULES, scheduled
 from tests import packed
 from tests.calls import DEVICES
@@ -107,18 +108,19 @@ def test_fused_marlin_moe(
         (True, PackedConfig(16, 256, 2, 1, 1)),
         (False, PackedConfig(96, 256, 2, 1, 1)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
+        (False, PackedTileConfig(16, 128, 1, 2, 4, 2)),  # by MFMA
     ],
     ids=str,
 )
 def test_many_rows(permuted: bool, config: Any) -> None:
     """By kernels that read codes, under every schedule: blocks of all experts and of none, rows that are no rows."""
-    block_size = config.tile_m
+    block_size = 8 if isinstance(config, PackedTileConfig) else config.tile_m
     m, k, n, top_k = 4 * block_size, 128, 192, 2
     w, of_w = weight(k, n, 1, permuted, True)
     a, weights = draw(m, k, dtype=torch.bfloat16), positive(m, top_k, seed=3)
     experts = torch.tensor([2, 0, 0, -1, 3, 1, 9, 1], dtype=torch.int32)
     ids = torch.randperm(m * top_k + 60, generator=torch.Generator().manual_seed(1))[: len(experts) * block_size].int()
-    ids[5], ids[70] = -4, 2**31 - 1
+    ids[5], ids[37] = -4, 2**31 - 1
     count = torch.tensor([7 * block_size], dtype=torch.int32)
     exact = torch.full((m * top_k, n), 7.0, dtype=torch.float64)
     bias = draw(EXPERTS, n, dtype=torch.bfloat16, seed=6)
@@ -141,9 +143,9 @@ def test_many_rows(permuted: bool, config: Any) -> None:
     )
     routing = ids, experts, count, weights, block_size, top_k, True, kind, m, n, k
     with forced("moe_wna16_marlin_gemm", config):
-        for schedule in SCHEDULES:
+        for schedule in SCHEDULES[:2] if isinstance(config, PackedTileConfig) else SCHEDULES:
             c = torch.full((m * top_k, n), 7.0, dtype=torch.bfloat16)
-            with scheduled(schedule):
+            with scheduled(schedule, warp_size=64 if isinstance(config, PackedTileConfig) else 32):
                 pyops.moe_wna16_marlin_gemm(a, c, *of_weight, *routing)
             first = c if first is None else first
             assert torch.equal(c, first)
@@ -163,7 +165,10 @@ def test_many_rows(permuted: bool, config: Any) -> None:
         ("sm_90", 400, {"moe_block_size": 8}, ["dequantize_packed", "grouped_gemm_simt"]),
         ("sm_80", 60, {}, ["gemm_packed_mma"]),
         ("sm_80", 400, {}, ["dequantize_packed", "grouped_gemm_mma"]),
-        ("gfx942", 16, {}, ["dequantize_packed", "grouped_gemm_mma"]),
+        ("gfx942", 16, {}, ["gemm_packed_tile"]),
+        ("gfx942", 16, {"moe_block_size": 8}, ["gemm_packed_tile"]),
+        ("gfx1100", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
+        ("gfx1201", 4000, {}, ["dequantize_packed", "grouped_gemm_mma"]),
     ],
 )
 def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:

@@ -189,6 +189,18 @@ DEVICE uint32_t min_of_sums(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+// Bytes of `low`, numbers 0 to 3, and of `high`, 4 to 7, by the hexadecimal digits of `selector`, the lowest byte first.
+// HIP's __byte_perm becomes shifts and masks.
+DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+#if PYOPS_HIP
+    const uint32_t digits =
+        (selector & 7) | (selector & 0x70) << 4 | (selector & 0x700) << 8 | (selector & 0x7000) << 12;
+    return __builtin_amdgcn_perm(high, low, digits);
+#else
+    return __byte_perm(low, high, selector);
+#endif
+}
+
 // Four bytes, all bits of each the sign of the byte of x (0 to 3) and y (4 to 7) that a digit of SELECTOR says, from the last
 // digit on. __byte_perm does not pass on the bit that asks for this.
 template <uint32_t SELECTOR>

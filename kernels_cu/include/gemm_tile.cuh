@@ -1,22 +1,10 @@
-// gemm_tile.cuh: the tile of a block of a matrix product by product.cuh: who has which of its sums, how blocks that share
-// the tile add theirs up, and how sums become elements of out.
+// gemm_tile.cuh: the tile of a block of a matrix product by product.cuh: how blocks that share the tile add up
+// their sums, and how sums become elements of out.
 //
-// WARPS_M x WARPS_N warps divide a tile of TILE_M x TILE_N sums. A thread has SUMS of them: those of the ROW_TILES x
-// COLUMN_TILES products of its warp, one product after another.
-//
-// A kernel defines before: TILE_M, TILE_N, WARPS_M, WARPS_N, SPLITS, OUT_ACCESS, and the constants of gemm_step.cuh and
-// gemm_epilogue.cuh.
+// A kernel defines before: SPLITS, OUT_ACCESS, and the constants of tile_shape.cuh and gemm_epilogue.cuh.
 #pragma once
 #include "gemm_epilogue.cuh"
-#include "gemm_step.cuh"
-
-constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
-constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;     // products of a warp
-constexpr int ROWS = ROW_TILES * LANE_ROWS, SUMS = ROWS * COLUMN_TILES * ROW_SUMS;  // of a thread
-// Runs of ROW_RUN columns of a thread in a row of a product: gates, or gates and their ups.
-constexpr int RUNS = GATED && GATE_COLUMNS < ROW_SUMS ? 2 : 1, ROW_RUN = ROW_SUMS / RUNS;
-constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);  // rows of a, and below them rows of b
+#include "tile_shape.cuh"
 
 // Adds up, in order, the sums of the SPLITS blocks along y that share tile number blockIdx.x, and returns true in the last
 // of them to arrive. `partial` has [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4] sums, `arrived` a counter of each tile, 0

@@ -146,7 +146,7 @@ struct SixBits {
         const bool is_first = (g & 4) == 0;
         const uint32_t upper = is_first ? own & 48 * ONES : own >> 2 & 48 * ONES;
         const uint32_t four = upper | ((is_first ? own : low) & 15 * ONES);
-        return __uint_as_float(__byte_perm(four, 0x4b000000, 0x7540 + (g & 3))) - 8388608.0f;
+        return __uint_as_float(byte_perm(four, 0x4b000000, 0x7540 + (g & 3))) - 8388608.0f;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         return half_at(block) * six_bits(word(block, 0), word(block, 2), g);

@@ -13,8 +13,8 @@ template <typename FORMAT_T, typename T, bool RAISE>
 DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
     constexpr bool IS_HALF = is_same<T, half_t>;
     if constexpr (IS_HALF || FORMAT_T::LARGEST < 128) {
-        low = __byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4140);
-        high = __byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4342);
+        low = byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4140);
+        high = byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4342);
         if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) return;
         const auto offset = Vec<T, 2>::full((IS_HALF ? 1024.0f : 128.0f) + FORMAT_T::OFFSET);
         Vec<T, 2> pairs[2];

@@ -131,6 +131,15 @@ DEVICE T load_fresh(const T* address) {
     expect_global(address);
 #if PYOPS_CUDA
     return __ldcg(address);
+#elif PYOPS_HIP
+    // Of global memory by its type: a flat load would also wait for shared memory.
+    using word_t = typename word_of<sizeof(T) < 4 ? int(sizeof(T)) : 4>::type;
+    T value;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / sizeof(word_t)); ++i) {
+        reinterpret_cast<word_t*>(&value)[i] = ((const volatile __attribute__((address_space(1))) word_t*)address)[i];
+    }
+    return value;
 #else
     if constexpr (sizeof(T) <= 8) {
         return *const_cast<const volatile T*>(address);

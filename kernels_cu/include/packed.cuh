@@ -11,7 +11,8 @@ enum PackedLayout {
     layout_awq,
     layout_n32k16,
     layout_marlin_8,
-    layout_w4a8
+    layout_w4a8,
+    layout_rows  // along K, as checkpoints of experts have them
 };
 
 // The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds
@@ -64,7 +65,7 @@ DEVICE void bytes_to_floats(uint32_t word, float offset, float* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         // The last place of 2^23 is worth 1: or-ing a byte to its bits adds the byte.
-        x[i] = __uint_as_float(__byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + offset);
+        x[i] = __uint_as_float(byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + offset);
     }
 }
 

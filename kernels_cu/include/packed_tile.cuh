@@ -26,32 +26,34 @@
 //     WHOLE_STEPS   whether a step divides K
 #pragma once
 #include "dequant.cuh"
-#include "gemm_tile.cuh"
 #include "group_scale.cuh"
+#include "tile_shape.cuh"
 
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama, IS_AWQ = LAYOUT == layout_awq;
-constexpr bool BY_LINES = IS_GPTQ || IS_AWQ;  // whether the words of a piece are of four lines
-constexpr int PIECE_WORDS = 4, PIECE_COLUMNS = IS_GPTQ ? 1 : IS_AWQ ? 8 : LAYOUT == layout_marlin ? 32 / BITS : 4;
+constexpr bool BY_LINES = IS_GPTQ || IS_AWQ;                  // whether the words of a piece are of four lines
+constexpr bool OF_COLUMN = IS_GPTQ || LAYOUT == layout_rows;  // whether the codes of a piece are of one column
+constexpr int PIECE_WORDS = 4, PIECE_COLUMNS = OF_COLUMN ? 1 : IS_AWQ ? 8 : LAYOUT == layout_marlin ? 32 / BITS : 4;
 constexpr int PIECE_ROWS = PIECE_WORDS * 32 / BITS / PIECE_COLUMNS;
-constexpr int RUN = IS_GPTQ                               ? 4
-                    : IS_AWQ || LAYOUT == layout_marlin_8 ? 2
-                                                          : 1,
-              RUNS_OF_PIECE = PIECE_WORDS * 16 / BITS / RUN;
+constexpr int RUN = OF_COLUMN ? 4 : IS_AWQ || LAYOUT == layout_marlin_8 ? 2 : 1;
+constexpr int RUNS_OF_PIECE = PIECE_WORDS * 16 / BITS / RUN;
 constexpr int TILE_PIECES = TILE_N * STEP * BITS / 128, PIECES = ceil_div(TILE_PIECES, NUM_THREADS);
 // Rows that a piece's codes are among: those of a tile of its layout.
 constexpr int SPAN = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 ? 16
                      : LAYOUT == layout_marlin_8                        ? 32
                                                                         : PIECE_ROWS;
-static_assert(sizeof(scalar_t) == 2 && STEP == 64 && TILE_N % 64 == 0);
+// Integers of 8 bits that are two's complement count plus 128, the zero point that is then theirs.
+constexpr bool IS_SIGNED = LAYOUT == layout_rows && BITS == 8 && !HAS_SCALES;
+static_assert(sizeof(scalar_t) == 2 && STEP == 64 && (TILE_N == 64 || TILE_N == 128));
 static_assert(LAYOUT != layout_w4a8 && (BITS == 4 || (BITS == 8 && !IS_AWQ) || (BITS == 2 && IS_GPTQ)));
 static_assert(GROUP_SIZE % STEP == 0 || (STEP % (GROUP_SIZE ? GROUP_SIZE : 1) == 0 && GROUP_SIZE % SPAN == 0));
-static_assert(!ZERO_CODES || BY_LINES || (LAYOUT == layout_marlin && BITS == 4));
+static_assert(!ZERO_CODES || BY_LINES || LAYOUT == layout_rows || (LAYOUT == layout_marlin && BITS == 4));
 static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && (HAS_SCALES || !ADDED));
 static_assert(!IN_PAIRS || (EXPONENT == 0 && is_same<scalar_t, half_t>));
 static_assert(!RECODED || LAYOUT == layout_marlin_8);
 
 using pair_t = Vec<scalar_t, 2>;
 constexpr int PAIRS = 16 / BITS;  // of a word
+constexpr uint32_t CODE_BITS = (1 << BITS) - 1;
 
 // Column number `c` of a piece, from its first.
 DEVICE constexpr int piece_column(int c) {
@@ -85,18 +87,19 @@ struct PiecePlace {
         } else if constexpr (IS_GPTQ) {
             column = piece % TILE_N;
             row = piece / TILE_N * PIECE_ROWS;
+        } else if constexpr (LAYOUT == layout_rows) {
+            column = piece / (STEP / PIECE_ROWS);
+            row = piece % (STEP / PIECE_ROWS) * PIECE_ROWS;
         } else {
             column = piece % (TILE_N / 8) * 8;
             row = piece / (TILE_N / 8) * PIECE_ROWS;
         }
     }
 
-    // The piece's first word, of a step that begins at row first_k, a multiple of a step, and a tile that begins at column
-    // first_column, a multiple of 64.
-    DEVICE const uint32_t*
-    in(const uint32_t* codes, int64_t first_k, uint32_t first_column, int64_t n, int64_t k) const {
+    // The piece's first word, of a step that begins at row first_k, a multiple of a step; `c` is its first column of the
+    // weight.
+    DEVICE const uint32_t* in(const uint32_t* codes, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
         const int64_t r = first_k + row;
-        const uint32_t c = first_column + column;
         if constexpr (LAYOUT == layout_marlin) {
             const int64_t tile = r / 16 * (n / 64) + c / 64;
             return codes + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
@@ -106,12 +109,22 @@ struct PiecePlace {
             return codes + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
         } else if constexpr (IS_GPTQ) {
             return codes + r * BITS / 32 * n + c;
+        } else if constexpr (LAYOUT == layout_rows) {
+            return codes + (c * k + r) * BITS / 32;
         } else {
             return codes + (r * n + c) / 8;
         }
     }
     // Words from a line to the next.
     static DEVICE int64_t line_words(int64_t n) { return IS_AWQ ? n / 8 : n; }
+};
+
+// A weight, of the block's expert where there are experts; zeros as ZERO_CODES, ZERO_FLOATS and ADDED say.
+struct PackedMatrix {
+    const uint32_t* codes;
+    const scale_t* scales;
+    const void* zeros;
+    int64_t n, k, groups;
 };
 
 // A piece that is on its way, and the terms of its columns.
@@ -134,58 +147,63 @@ struct HeldPiece {
         }
     }
 
-    // Loads the piece of a step that begins at row first_k; what does not exist, from places that do.
-    DEVICE void load(const uint32_t* codes, const scale_t* scale_rows, const void* zero_rows, const PiecePlace& place,
-                     int64_t first_k, uint32_t first_column, int64_t n, int64_t k, int64_t groups) {
-        if (TILE_N > 64 && first_column + place.column >= n) first_column = 0;  // 64 divides n
-        const uint32_t* const from = place.in(codes, first_k, first_column, n, k);
+    // Loads the piece of a step that begins at row first_k, whose first column of the weight is `column`; rows that do not
+    // exist, from places that do.
+    DEVICE void load(const PackedMatrix& w, const PiecePlace& place, int64_t first_k, uint32_t column) {
+        const uint32_t* const from = place.in(w.codes, first_k, column, w.n, w.k);
         const int64_t row = first_k + place.row;
         if constexpr (BY_LINES) {
 #pragma unroll
             for (int i = 0; i < PIECE_WORDS; ++i) {
-                const bool exists = WHOLE_STEPS || row + i * (PIECE_ROWS / PIECE_WORDS) < k;
-                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(n) : codes, true);
+                const bool exists = WHOLE_STEPS || row + i * (PIECE_ROWS / PIECE_WORDS) < w.k;
+                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.codes, true);
             }
         } else {
-            hold<16>(words, WHOLE_STEPS || row < k ? from : codes, true);
+            hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.codes, true);
         }
-        const uint32_t first = first_column + place.column;
         // Where a step has one group, all lanes have it.
         int64_t group = 0;
         if constexpr (GROUP_SIZE >= STEP) group = first_k / GROUP_SIZE;
         else if constexpr (GROUP_SIZE > 0) group = first_k / GROUP_SIZE + place.row / GROUP_SIZE;
-        if constexpr (GROUP_SIZE > 0 && GROUP_SIZE < STEP && !WHOLE_STEPS) group = min(group, groups - 1);
-        if constexpr (HAS_SCALES) load_entries(scales, scale_rows + group * n, first);
-        if constexpr (ADDED || ZERO_FLOATS) {
-            load_entries(zeros, static_cast<const scalar_t*>(zero_rows) + group * n, first);
-        }
-        if constexpr (ZERO_CODES) {
-            // Of Marlin, the columns of a piece have a word, n % 8 its number among those of 64 columns.
-            const uint32_t at = LAYOUT == layout_marlin ? (first & -64) + first % 8 * 8 : first;
-            points = (static_cast<const uint32_t*>(zero_rows) + group * (n * BITS / 32))[at * BITS / 32];
+        if constexpr (GROUP_SIZE > 0 && GROUP_SIZE < STEP && !WHOLE_STEPS) group = min(group, w.groups - 1);
+        if constexpr (LAYOUT == layout_rows) {
+            if constexpr (HAS_SCALES) scales[0] = w.scales[column * w.groups + group];
+            const uint8_t* const bytes = static_cast<const uint8_t*>(w.zeros);
+            if constexpr (ZERO_CODES) points = bytes[column * BITS / 8 * w.groups + group];
+        } else {
+            if constexpr (HAS_SCALES) load_entries(scales, w.scales + group * w.n, column);
+            if constexpr (ADDED || ZERO_FLOATS) {
+                load_entries(zeros, static_cast<const scalar_t*>(w.zeros) + group * w.n, column);
+            }
+            if constexpr (ZERO_CODES) {
+                // Of Marlin, the columns of a piece have a word, n % 8 its number among those of 64 columns.
+                const uint32_t at = LAYOUT == layout_marlin ? (column & -64) + column % 8 * 8 : column;
+                points = (static_cast<const uint32_t*>(w.zeros) + group * (w.n * BITS / 32))[at * BITS / 32];
+            }
         }
     }
 
     // The zero point of column `c`, but what is added of `zeros`; `column` is the piece's first.
-    DEVICE int zero_of(int c, int column) const {
-        if constexpr (ZERO_CODES && IS_GPTQ) return ZERO_POINT + int(points >> column * BITS % 32 & ((1 << BITS) - 1));
+    DEVICE int zero_of(int c, uint32_t column) const {
+        constexpr int FIELDS = LAYOUT == layout_rows ? 8 / BITS : 32 / BITS;  // zero points of neighbouring columns
+        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & CODE_BITS);
         if constexpr (ZERO_CODES) return ZERO_POINT + int(points >> (c / 2 + c % 2 * 4) * 4 & 15);
         return ZERO_POINT;
     }
     // Scale and shift of column `c`, likewise.
-    DEVICE void terms(float& scale, float& shift, int c, int column) const {
+    DEVICE void terms(float& scale, float& shift, int c, uint32_t column) const {
+        constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
         scale = 1.0f;
-        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * power_of_two(GROUP_SCALE_EXPONENT);
+        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * FACTOR;
         const float zero = zero_of(c, column) + (ZERO_FLOATS ? to_float(zeros[c]) : 0.0f);
         shift = ADDED ? fmaf(-zero, scale, to_float(zeros[c])) : -zero * scale;
     }
 
     // Which word, and which of its fields of BITS bits, has row 2 * j + odd of a run.
     static DEVICE constexpr int word_of(int run, int j, int odd) {
-        return IS_AWQ                    ? 2 * j + odd
-               : IS_GPTQ                 ? (run * RUN + j) / PAIRS
-               : LAYOUT == layout_marlin ? run / PAIRS
-                                         : run / 2;
+        if (IS_AWQ) return 2 * j + odd;
+        if (OF_COLUMN) return (run * RUN + j) / PAIRS;
+        return LAYOUT == layout_marlin ? run / PAIRS : run / 2;
     }
     static DEVICE constexpr int field_of(int run, int j, int odd) {
         if (LAYOUT == layout_marlin) return run % PAIRS + odd * PAIRS;
@@ -197,31 +215,31 @@ struct HeldPiece {
     }
     // Two codes in the lower bits of a word's halves.
     DEVICE uint32_t codes_of(int run, int j) const {
-        constexpr uint32_t MASK = (1 << BITS) - 1;
         const uint32_t low = words[word_of(run, j, 0)], high = words[word_of(run, j, 1)];
         const int shift = field_of(run, j, 0) * BITS, high_shift = field_of(run, j, 1) * BITS;
-        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & MASK * 0x10001;
-        return pack_halves<false>(low >> shift, high >> high_shift) & MASK * 0x10001;
+        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & CODE_BITS * 0x10001;
+        return pack_halves<false>(low >> shift, high >> high_shift) & CODE_BITS * 0x10001;
     }
     // Row and column of a run, from the piece's first.
     static DEVICE constexpr int run_row(int run) {
-        return IS_GPTQ ? run * 8 : IS_AWQ ? 0 : run % 2 * (LAYOUT == layout_marlin_8 ? 16 : 8);
+        return OF_COLUMN ? run * 8 : IS_AWQ ? 0 : run % 2 * (LAYOUT == layout_marlin_8 ? 16 : 8);
     }
-    static DEVICE constexpr int run_column(int run) { return IS_GPTQ ? 0 : IS_AWQ ? run : run / 2; }
+    static DEVICE constexpr int run_column(int run) { return OF_COLUMN ? 0 : IS_AWQ ? run : run / 2; }
 
-    // Stores the piece's numbers to the rows of a stage from TILE_M on.
-    DEVICE void store(const tile_t& stage, const PiecePlace& place) {
-        if constexpr (RECODED) {
+    // Stores the piece's numbers to the rows of a stage from TILE_M on. `column` is its first of the weight.
+    DEVICE void store(const tile_t& stage, const PiecePlace& place, uint32_t column) {
 #pragma unroll
-            for (int i = 0; i < PIECE_WORDS; ++i) words[i] = recoded_plus_8(words[i]);
+        for (int i = 0; i < PIECE_WORDS; ++i) {
+            if constexpr (RECODED) words[i] = recoded_plus_8(words[i]);
+            if constexpr (IS_SIGNED) words[i] ^= 0x80808080u;
         }
         // Fields of a word by bytes, of which an instruction makes a float.
         constexpr int PLANES = 8 / BITS;
         uint32_t planes[PIECE_WORDS][PLANES];
 #pragma unroll
         for (int i = 0; i < PIECE_WORDS * PLANES && BITS < 8; ++i) {
-            constexpr uint32_t MASK = ((1 << BITS) - 1) * 0x01010101u;
-            planes[i / PLANES][i % PLANES] = unknown_bits(words[i / PLANES] >> i % PLANES * BITS & MASK);
+            planes[i / PLANES][i % PLANES] =
+                unknown_bits(words[i / PLANES] >> i % PLANES * BITS & CODE_BITS * 0x01010101u);
         }
         const auto number = [&](int run, int j, int odd) {
             const int word = word_of(run, j, odd), field = field_of(run, j, odd);
@@ -234,10 +252,10 @@ struct HeldPiece {
         for (int run = 0; run < RUNS_OF_PIECE; ++run) {
             const int c = run_column(run), row = place.row + run_row(run);
             if (run == 0 || c != run_column(run - 1)) {
-                terms(scale, shift, c, place.column);
+                terms(scale, shift, c, column);
                 if constexpr (IN_PAIRS) {
                     scale_pair = pair_t::full(scale);
-                    const uint32_t zero = uint32_t(zero_of(c, place.column)) | RAISED_PAIR<scalar_t> >> 16;
+                    const uint32_t zero = uint32_t(zero_of(c, column)) | RAISED_PAIR<scalar_t> >> 16;
                     zero_pair = word_pair<scalar_t>(zero * 0x10001);
                 }
             }

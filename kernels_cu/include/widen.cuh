@@ -28,7 +28,7 @@ DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {
 #if PYOPS_HIP && !defined(__gfx950__)
     if constexpr (is_same<T, bf16_t>) {
         const uint32_t x = __float_as_uint(low), y = __float_as_uint(high);
-        return __byte_perm(x + (x >> 16 & 1) + 0x7fff, y + (y >> 16 & 1) + 0x7fff, 0x7632);
+        return byte_perm(x + (x >> 16 & 1) + 0x7fff, y + (y >> 16 & 1) + 0x7fff, 0x7632);
     }
 #endif
     return pack_pair<T>(low, high);
@@ -37,13 +37,13 @@ DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {
 // A word of the lower (HIGH: upper) halves of two words, the half of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {
-    return __byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
+    return byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
 }
 
 // A word of the two lower (HIGH: upper) bytes of each of two words, alternating, a byte of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
-    return __byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
+    return byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
 // Whether an instruction of AMD's makes float32 of a code of T.
@@ -82,7 +82,7 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             // Two codes in the upper bytes of halves. One of e5m2 is float16 without its last bits.
-            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             halves[i] = bytes;
             if constexpr (!IS_E5M2) {
                 // Exponent and mantissa of e4m3, in their places in float16, are a number 2^-8 (FNUZ: 2^-7) times as
@@ -116,7 +116,7 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
         for (int i = 0; i < 2; ++i) {
             // Exponent and mantissa, in their places in bfloat16, are a number 2^-120 times as large, and so are those
             // of subnormal numbers.
-            const uint32_t bytes = __byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
+            const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             const uint32_t magnitude = bytes & 0x7f007f00u;
             Vec<bf16_t, 2> pair;
             pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;

@@ -50,9 +50,11 @@ constexpr int X_WORDS = 2 * CODE_WORDS, X_RUN = X_WORDS < 4 ? X_WORDS : 4;
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
+static_assert(!HOLDS_COPIES || STAGES == 1);
 using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
-// Codes are raised where minima need the sums of X anyway.
-constexpr bool RAISES = FORMAT::HAS_MINIMUM;
+// Codes are raised where minima need the sums of X anyway. On matrix cores all codes are that can be: these wait for codes,
+// not codes for them, and AMD has no instruction that subtracts bfloat16.
+constexpr bool RAISES = FORMAT::HAS_MINIMUM || (ON_MATRIX_CORES && RAISED<FORMAT, scalar_t> != 0);
 
 DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
 DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
@@ -147,7 +149,6 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
         if constexpr (HOLDS_COPIES) {
-            static_assert(STAGES == 1);
             __syncthreads();  // the step before is done with
             with_rows(step, [](const auto& held, auto... row) { held.store(row...); });
             __syncthreads();
@@ -204,13 +205,13 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                         for (int l = 0; l < X_RUN; ++l) b[i + l] = run.data[l];
                     }
                     product<scalar_t>(products, a[u], b);
-                    if constexpr (FORMAT::HAS_MINIMUM) product<scalar_t>(x_sums, ones, b);
+                    if constexpr (RAISES) product<scalar_t>(x_sums, ones, b);
                 }
 #pragma unroll
                 for (int i = 0; i < PRODUCT_SUMS; ++i) {
                     const int half = i / ROW_SUMS;
                     sums[j][i] = fmaf(scales[half], products[i], sums[j][i]);
-                    if constexpr (FORMAT::HAS_MINIMUM) sums[j][i] = fmaf(-minima[half], x_sums[i], sums[j][i]);
+                    if constexpr (RAISES) sums[j][i] = fmaf(-minima[half], x_sums[i], sums[j][i]);
                 }
             }
         }

@@ -24,19 +24,11 @@
 //     STAGES        steps in shared memory
 //     GROUP         tiles of one expert that are counted down together
 
-#include "gemm_step.cuh"
-#include "grouped.cuh"
+#include "grouped_tile.cuh"
 
-constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
-constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;  // products of a warp
-constexpr int ROWS = ROW_TILES * LANE_ROWS;                                      // of a thread
-// Runs of ROW_RUN columns of a thread in a row of a product: gates, or gates and their ups.
-constexpr int RUNS = GATED == 1 && GATE_COLUMNS < ROW_SUMS ? 2 : 1, ROW_RUN = ROW_SUMS / RUNS;
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
 constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
-constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 grouped_gemm_mma(out_t* out,                          // [num_rows, N]
@@ -73,12 +65,7 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
     const int g = lane_row(lane), t = lane_column(lane);
     const int warp_row = warp / WARPS_N * WARP_M, warp_column = warp % WARPS_N * WARP_N;
     const int first_row_of_b = tile_column * TILE_N;
-    // The row of b[e] that column `local` of the tile is, or b_rows or more if there is none.
-    const auto b_row_of = [&](int local) {
-        if constexpr (GATED != 1) return first_row_of_b + local;
-        const int column = first_row_of_b / 2 + local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS;
-        return column >= n ? b_rows : column + (local / GATE_COLUMNS % 2 ? int(n) : 0);
-    };
+    const auto b_row_of = [&](int local) { return expert_row(first_row_of_b, local, int(n), b_rows); };
     const scalar_t* expert_b = b + int64_t(expert) * b_rows * b_stride;
     const int steps = int((k + STEP - 1) / STEP);
     const auto stage_of = [&](int step) {
@@ -160,30 +147,6 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
 
     const ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED> epilogue{
         topk_weights, a_scales, expert_scales, bias + int64_t(expert) * b_rows, int(top_k), a_scale_step, b_scale_step};
-    // Products of gates and then one of their ups, or gates and ups in one; gates of a thread in a row.
-    constexpr int HALVES = GATED == 1 && RUNS == 1 ? 2 : 1, WIDTH = GATED == 2 ? 2 : 1;
-#pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j += HALVES) {
-        const int local = warp_column + j * PRODUCT_COLUMNS + t;
-#pragma unroll
-        for (int l = 0; l < ROW_RUN; l += WIDTH) {
-            const int b_row = b_row_of(local + l);
-            if (b_row >= b_rows) continue;
-            const int column = GATED == 2 ? b_row / 2 : b_row;
-            const auto gate = epilogue.column(b_row);
-            const auto up = epilogue.column(GATED == 2 ? b_row + 1 : GATED == 1 ? b_row + n : b_row);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int row = rows_of_tile[warp_row + i * ROW_STEP + g];
-                if (row < 0) continue;
-                const auto row_terms = epilogue.row(row);
-                const int at = i % LANE_ROWS * ROW_SUMS + l, of_up = GATED == 2  ? at + 1
-                                                                     : RUNS == 2 ? at + ROW_RUN
-                                                                                 : at;
-                const float x = epilogue.value(row_terms, gate, sum_at(i / LANE_ROWS, j, at));
-                const float y = epilogue.value(row_terms, up, sum_at(i / LANE_ROWS, j + HALVES - 1, of_up));
-                out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x, y));
-            }
-        }
-    }
+    write_expert_tile(out, out_stride, int(n), b_rows, epilogue, rows_of_tile + warp_row + g, warp_column + t, b_row_of,
+                      sum_at);
 }

@@ -23,17 +23,23 @@ from tests.mutation.mutant import Mutant, in_turn
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
 _REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
 _HEADERS = "tests/core/test_headers.py"
+_SITUATIONS: tuple[tuple[str, axes.Axes], ...] = (
+    ("sm_90", {}),
+    ("sm_90", {"num_tokens": 256}),
+    ("sm_90", {"num_tokens": 4096}),
+    ("gfx942", {}),
+)
 _HEAD_START = 2  # turns that tests of an op have before others of their file
 _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}
 
 
 @cache
 def kernels_of(op: Op) -> frozenset[str]:
-    """The files of the kernels that the op's example launches in any case, with few tokens, some, or many."""
+    """The files of the kernels that the op's example launches in any case, with few tokens or many, or on AMD."""
     assert op.example is not None
     found: set[str] = set()
-    for case, more in product(axes.combinations(op), ({}, {"num_tokens": 256}, {"num_tokens": 4096})):
-        launches = op.launches(*op.example(ArgMaker(device.model()), **case, **more))
+    for case, (arch, more) in product(axes.combinations(op), _SITUATIONS):
+        launches = op.launches(*op.example(ArgMaker(device.model(arch)), **case, **more))
         found |= {one.specialisation.kernel.file for one in launches}
     return frozenset(found)
 

@@ -141,7 +141,7 @@ class Turn(NamedTuple):
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """What the function returns."""
-        in_float32 = self.in_float32[cos.dtype != q.dtype]
+        in_float32 = self._in_float32(q, cos)
         known = not args and kwargs.keys() <= {"unsqueeze_dim"} and q.ndim == k.ndim == 4 and cos.ndim == 3
         if not known or in_float32 is None or q.dtype != k.dtype:
             result: tuple[Tensor, Tensor] = self.function(q, k, cos, sin, *args, **kwargs)
@@ -159,8 +159,7 @@ class Turn(NamedTuple):
 
     def in_place(self, step: Step, query: Tensor, key: Tensor) -> bool:
         """Turn heads [batch, count, num_heads, head_dim] in place by the angles of a step; False if no op does."""
-        angles = step[0].dtype
-        in_float32 = self.in_float32[angles != query.dtype]
+        angles, in_float32 = step[0].dtype, self._in_float32(query, step[0])
         if in_float32 is None or (not in_float32 and angles != query.dtype):
             return False
         positions, cos_sin_cache = step.table(self, torch.float32 if in_float32 else angles)
@@ -171,6 +170,12 @@ class Turn(NamedTuple):
         else:
             rotary_embedding(positions, query, key, head_size, cos_sin_cache, self.is_neox)
         return True
+
+    def _in_float32(self, heads: Tensor, angles: Tensor) -> bool | None:
+        """What `in_float32` says of these dtypes."""
+        # Unpacked, not indexed by a comparison: torch.compile of torch 2.11 takes no bool for an index of a tuple.
+        angles_alike, angles_in_float32 = self.in_float32
+        return angles_alike if angles.dtype == heads.dtype else angles_in_float32
 
     def _turned(self, x: Tensor, angles: tuple[Tensor, Tensor], heads_first: bool, in_float32: bool) -> Tensor:
         rows = x.transpose(1, 2) if heads_first else x

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.dtypes import bfloat16
+from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
-from . import grouped_plan
+from . import grouped_plan, packed_tile
 from .coded_experts import CodedExperts
 from .gemm_problem import Operand
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists, GroupedProblem
 
 _grouped_gemm_packed = Kernel("linear/grouped_gemm_packed.cu")
+_grouped_gemm_packed_tile = Kernel("linear/grouped_gemm_packed_tile.cu")
 
 _STEP_BYTES = 64  # of a row of weights
 _ROWS = 64  # of weights of a tile
@@ -29,6 +30,7 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 # Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
 # arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
 _MAX_ROWS = 64
+_MAX_TILE_ROWS = 512  # likewise of grouped_gemm_packed_tile.cu, for every 64 of them
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
 
@@ -101,6 +103,77 @@ class CodedConfig:
         return [launch]
 
 
+@dataclass(frozen=True, slots=True)
+class CodedTileConfig:
+    """The geometry of grouped_gemm_packed_tile.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: places of a tile, and rows of weights.
+        warps_m, warps_n: warps along them.
+        depth: steps of K that are on their way.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps_m: int
+    warps_n: int
+    depth: int
+
+    def __post_init__(self) -> None:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
+            raise ValueError(f"warps do not divide the tile: {self}")
+        if self.tile_n not in (64, 128) or self.depth % 2:
+            raise ValueError(f"no geometry of grouped_gemm_packed_tile.cu: {self}")
+
+    def candidates(self, problem: CodedProblem, device: Device) -> list[CodedTileConfig]:
+        """Other tiles and depths."""
+        found = tuning.varied(
+            self, tile_m=tuning.beside(self.tile_m, 16 * self.warps_m, 64), tile_n=(64, 128), depth=(2, 4)
+        )
+        return [one for one in found if packed_tile.places_of(problem.product.lists.block_size, one.tile_m)]
+
+    def launches(self, problem: CodedProblem) -> list[Launch]:
+        """A block for each tile that there may be."""
+        product, weight = problem.product, problem.weight
+        others = {**weight.tensors(), "row_scales": product.b_scales}
+        kernel = product.kernel(_grouped_gemm_packed_tile, **others)
+        constants = product.constants() | weight.constants()
+        del constants["SCALE_BLOCK"], constants["HAS_ZEROS"]
+        places = packed_tile.places_of(product.lists.block_size, self.tile_m)
+        exact = product.dtype is float16 and not weight.type.exponent
+        launch = kernel(
+            **constants,
+            LAYOUT="layout_rows",
+            RECODED=False,
+            GROUP_SCALE_EXPONENT=0,
+            SCALE_ORDER="column_natural",
+            ZERO_CODES=weight.zeros is not None,
+            ZERO_POINT=0 if weight.zeros is not None or weight.type.exponent else 1 << (weight.bits - 1),
+            ZERO_FLOATS=False,
+            ADDED=False,
+            GROUP_SIZE=weight.group_size if weight.groups > 1 else 0,
+            IN_PAIRS=exact,
+            WHOLE_STEPS=weight.k % packed_tile.STEP == 0,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            WARPS_M=self.warps_m,
+            WARPS_N=self.warps_n,
+            PLACES=places,
+            DEPTH=self.depth,
+            MIN_BLOCKS=1,
+        ).launch(
+            product.max_tiles(places) * -(-product.b_rows // self.tile_n),
+            self.warps_m * self.warps_n * problem.device.warp_size,
+            packed_tile.stage_bytes(self.tile_m, self.tile_n),
+            groups=weight.groups,
+            **product.arguments(kernel, places, **others),
+        )
+        return [launch]
+
+
+Config = CodedConfig | CodedTileConfig
+
+
 def block_size_of_codes(num_rows: int, num_experts: int) -> int:
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
     if num_rows <= _FEWEST_ROWS * num_experts:
@@ -110,20 +183,34 @@ def block_size_of_codes(num_rows: int, num_experts: int) -> int:
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether grouped_gemm_packed.cu runs on the device, takes this problem, and beats weights written in full."""
+    """Whether a kernel that reads codes runs on the device, takes this problem, and beats weights written in full."""
     p, w = problem.product, problem.weight
     sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
-    sizes = sizes and p.b_rows % _ROWS == 0 and p.lists.block_size % 8 == 0 and not p.empty and p.k > 0
+    sizes = sizes and p.lists.block_size % 8 == 0 and not p.empty and p.k > 0
     sizes = sizes and p.b_rows * w.groups < 2**32  # entries of scales of an expert
     aligned = p.a.vec_size(p.k) == 8 and w.codes.alignment == 16
+    if not (sizes and aligned):
+        return False
+    if _on_tiles(device):
+        size = packed_tile.STEP if w.groups == 1 else w.group_size
+        groups = size % packed_tile.STEP == 0 or packed_tile.STEP % size == 0
+        return groups and p.rows_of_expert <= _MAX_TILE_ROWS
     # Scales of e8m0 do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
-    return sizes and aligned and kind and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+    return kind and p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
 
 
-def choose(problem: CodedProblem, device: Device) -> CodedConfig:
-    """As many warps as the device holds at a time, with as many rows as an expert is likely to have."""
+def _on_tiles(device: Device) -> bool:
+    """Whether grouped_gemm_packed_tile.cu is the kernel that reads codes: on AMD."""
+    return device.supports("products") and not device.supports("mma")
+
+
+def choose(problem: CodedProblem, device: Device) -> Config:
+    """With as many rows as an expert is likely to have, and as many warps as the device holds at a time."""
     p, w = problem.product, problem.weight
+    if _on_tiles(device):
+        tile = packed_tile.choose(p.rows_of_expert, w.k, p.b_rows, device, p.chosen_experts, p.lists.block_size)
+        return CodedTileConfig(tile.tile_m, tile.tile_n, tile.warps_m, tile.warps_n, tile.depth)
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))

@@ -27,9 +27,9 @@ _MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
 _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
-# Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD: the first whose shared memory leaves room
-# for another block, which multiplies while this one stores what it has loaded.
-_WAVES = ((2, 4), (2, 2), (4, 1))
+# Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
+# docs/performance.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
+_WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
@@ -117,7 +117,7 @@ class Problem:
         """Blocks of `tokens` rows of out."""
         choices = self.choices
         rows = self.m if choices is None or choices.expert_ids is None else choices.ids.numel
-        return -(-rows // tokens)
+        return -(-rows // tokens) if self.m else 0
 
     def arguments(self) -> dict[str, int]:
         """What every kernel takes beside the op's tensors; null for those that there are not."""
@@ -283,13 +283,13 @@ def choose(problem: Problem, device: Device) -> Config:
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
-    by_warps = device.supports("mma") or (_on_matrix_cores(device) and tokens > _MAX_VEC_TOKENS)
-    if problem.X.dtype is float32 or not by_warps:
+    # WMMA of gfx11 takes the time of vector instructions: for few rows more than ggml_mul_mat_simt.cu spends on them.
+    is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
+    if problem.X.dtype is float32 or not device.supports("products") or is_slow:
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
     if _on_matrix_cores(device):
-        blocks = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in _WAVES]
-        return next((one for one in blocks if 2 * one.shared_memory(problem) <= device.shared_memory), blocks[-1])
+        return _of_waves(problem, device, tokens, units)
     config: VecConfig | MulMatConfig
     if tokens <= _MAX_VEC_TOKENS:
         config, most = VecConfig(tokens, 1, min(8, units), stages=2), _VEC_SHARED_MEMORY
@@ -298,6 +298,16 @@ def choose(problem: Problem, device: Device) -> Config:
     while config.shared_memory(problem) > most and config.k_warps > 2:
         config = replace(config, k_warps=config.k_warps // 2)
     return config
+
+
+def _of_waves(problem: Problem, device: Device, tokens: int, units: int) -> MulMatConfig:
+    """The geometry on AMD. Blocks leave room for another in shared memory, which multiplies while they store what they
+    have loaded, unless there are no more blocks than compute units."""
+    tiles = -(-problem.n // 16) * problem.tiles(tokens)
+    is_small = tiles < 2 * device.multiprocessors
+    blocks = 1 if tiles <= device.multiprocessors else 2  # of a compute unit
+    found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
+    return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
 
 
 def _on_matrix_cores(device: Device) -> bool:

@@ -62,7 +62,7 @@ def serves(problem: PackedProblem, device: Device) -> bool:
 def _serves_tile(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed_tile.cu has an instance for this problem, and a tile that divides the lists' blocks."""
     assert problem.experts is not None
-    return problem.experts.lists.block_size % 16 == 0 and serves_tile(problem, device)
+    return problem.experts.lists.block_size % 8 == 0 and serves_tile(problem, device)
 
 
 def serves_many(problem: PackedProblem, device: Device) -> bool:
@@ -122,7 +122,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     block_size = experts.lists.block_size
     if _serves_tile(problem, device):
         weights = -(-tuning.power_of_two(problem.m) // rows)
-        return packed_tile.choose(rows, w, device, weights, block_size)
+        return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
         tile_m = next(size for size in _TILES if block_size % size == 0)
         return PackedConfig(tile_m, 256, chunk=2, splits=1, min_blocks=1)

@@ -134,7 +134,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
     if serves_tile(problem, device):
-        return packed_tile.choose(m, w, device)
+        return packed_tile.choose(m, w.k, w.n, device)
     many = _serves_many(problem, device)
     if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64

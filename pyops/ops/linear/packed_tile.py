@@ -13,7 +13,7 @@ from .packed_problem import PackedProblem, PackedWeight
 
 _gemm_packed_tile = Kernel("linear/gemm_packed_tile.cu")
 
-_STEP = 64  # rows of the weight of a step
+STEP = 64  # rows of the weight of a step
 _ROW_BYTES = 128  # of a row of a stage
 _STAGES = 2
 _TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # rows of a layout's tiles, which lie in memory as a whole
@@ -44,12 +44,14 @@ class PackedTileConfig:
     splits: int
 
     def __post_init__(self) -> None:
-        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n) or self.tile_n % 64 or self.depth % 2:
+        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
+            raise ValueError(f"warps do not divide the tile: {self}")
+        if self.tile_n not in (64, 128) or self.depth % 2:
             raise ValueError(f"no geometry of gemm_packed_tile.cu: {self}")
 
     @property
     def shared_memory(self) -> int:
-        return _STAGES * (self.tile_m + self.tile_n) * _ROW_BYTES
+        return stage_bytes(self.tile_m, self.tile_n)
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedTileConfig]:
         """Other tiles, depths and splits."""
@@ -66,13 +68,16 @@ class PackedTileConfig:
         """Whether a block has the shared memory, and each part of K a step."""
         whole = self.splits == 1 and problem.experts is None  # others have flags or rows in shared memory, too
         room = device.shared_memory - (0 if whole else _ROW_BYTES * _STAGES)
-        rows = problem.experts is None or problem.experts.lists.block_size % self.tile_m == 0
-        return rows and self.shared_memory <= room and self.splits <= -(-problem.weight.k // _STEP)
+        rows = problem.experts is None or places_of(problem.experts.lists.block_size, self.tile_m) > 0
+        return rows and self.shared_memory <= room and self.splits <= -(-problem.weight.k // STEP)
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
         weight, out = problem.weight, problem.epilogue.out
-        tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
+        places = self.tile_m
+        if problem.experts is not None:
+            places = places_of(problem.experts.lists.block_size, self.tile_m)
+        tiles = -(-problem.places // places) * -(-weight.n // self.tile_n)
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if self.splits > 1:
             partial["partial"] = Scratch(tiles * self.splits * self.tile_m * self.tile_n * 4)
@@ -81,12 +86,13 @@ class PackedTileConfig:
         launch = kernel(
             **problem.constants(),
             IN_PAIRS=_in_pairs(problem),
-            WHOLE_STEPS=weight.k % _STEP == 0,
+            WHOLE_STEPS=weight.k % STEP == 0,
             OUT_ACCESS=min(2, check.vector_width(weight.n, out)),
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             WARPS_M=self.warps_m,
             WARPS_N=self.warps_n,
+            PLACES=places,
             DEPTH=self.depth,
             SPLITS=self.splits,
             MIN_BLOCKS=1,
@@ -100,12 +106,22 @@ class PackedTileConfig:
         return [launch]
 
 
+def stage_bytes(tile_m: int, tile_n: int) -> int:
+    """Shared memory of a block: two stages of rows of a and of numbers."""
+    return _STAGES * (tile_m + tile_n) * _ROW_BYTES
+
+
+def places_of(block_size: int, tile_m: int) -> int:
+    """Places of a tile of so many rows, of lists with blocks of `block_size`: 0 where none divides a block."""
+    return tile_m if block_size % tile_m == 0 else 8 if tile_m == 16 and block_size % 8 == 0 else 0
+
+
 def takes(weight: PackedWeight) -> bool:
     """Whether the codes of each piece lie under one scale, and a tile of the layout is there as a whole."""
     tile = _TILES.get(weight.layout, 1)
     span = tile if tile > 1 else _LINES.get(weight.layout, 128 // weight.bits)
-    size = _STEP if weight.groups == 1 else weight.group_size
-    return (size % _STEP == 0 or (_STEP % size == 0 and size % span == 0)) and weight.k % tile == 0
+    size = STEP if weight.groups == 1 else weight.group_size
+    return (size % STEP == 0 or (STEP % size == 0 and size % span == 0)) and weight.k % tile == 0
 
 
 def _in_pairs(problem: PackedProblem) -> bool:
@@ -115,12 +131,13 @@ def _in_pairs(problem: PackedProblem) -> bool:
     return problem.a.dtype is float16 and w.type.is_integer and w.zero_kind in ("none", "codes") and scaled
 
 
-def choose(m: int, weight: PackedWeight, device: Device, weights: int = 1, block_size: int = 0) -> PackedTileConfig:
+def choose(m: int, k: int, n: int, device: Device, weights: int = 1, block_size: int = 0) -> PackedTileConfig:
     """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles.
 
-    For `m` rows, a power of two, of each of `weights` weights. `block_size`: of experts' lists, which tiles divide.
+    For `m` rows, a power of two, of each of `weights` weights [k, n]. `block_size`: of experts' lists, which tiles
+    divide.
     """
-    n, steps = weight.n, -(-weight.k // _STEP)
+    steps = -(-k // STEP)
 
     def tiles(tile_m: int, tile_n: int) -> int:
         return weights * -(-m // tile_m) * -(-n // tile_n)

@@ -38,6 +38,7 @@ def apply(emu: Any, arch: str) -> None:
     _read_operands_of_conversions(emu)
     _address_flat_memory(emu)
     _multiply_bytes(emu)
+    _return_what_atomics_read(emu)
     fp8.apply(emu, arch)
     if arch in ("gfx942", "gfx950"):
         _keep_whole_registers(emu)
@@ -48,6 +49,18 @@ def apply(emu: Any, arch: str) -> None:
 def _keep_subnormals(emu: Any) -> None:
     """The emulator flushes subnormal floats always; a kernel says whether, and code_object.py refuses one that does."""
     emu._get_ftz_lib = lambda: (None, 0)
+
+
+def _return_what_atomics_read(emu: Any) -> None:
+    """An atomic operation returns what it has read by a bit: sc0 of CDNA, th of RDNA 4; the emulator knows glc."""
+    attribute = emu._iattr
+
+    def named(inst: Any, name: str, default: int = 0) -> int:
+        if name == "glc" and not hasattr(inst, "glc"):
+            return int(attribute(inst, "sc0") or attribute(inst, "th") & 1)
+        return int(attribute(inst, name, default))
+
+    emu._iattr = named
 
 
 def _decode_invalidations(emu: Any) -> None:

@@ -1,0 +1,23 @@
+"""AMD's matrix cores on the host backend, for the kernels of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pyops._core import device
+from pyops._core.kernel import Specialisation
+
+
+@contextmanager
+def on_matrix_core(core: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Within it, the host plans for a device with this one, and emulates it. Gives the lanes of its warps."""
+    lanes, arch = {"MFMA": (64, "gfx90a"), "WMMA_11": (32, "gfx1100"), "WMMA_12": (32, "gfx1201")}[core]
+    text = Specialisation.text.fget
+    assert text is not None
+    with monkeypatch.context() as patch:
+        patch.setitem(device._HOST, lanes, device.model(arch))
+        patch.setattr(Specialisation, "text", property(lambda self: f"#define PYOPS_HOST_CORE {core}\n{text(self)}"))
+        yield lanes
