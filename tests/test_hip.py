@@ -170,6 +170,15 @@ def test_a_run_goes_on_where_another_stopped(
     assert capsys.readouterr().out.count(f"{total} of {total} compiled") == 2
 
 
+def test_every_architecture_with_matrix_cores_is_compiled_for() -> None:
+    assert {*specialisations.ARCHS, *specialisations.RELATIVES} == set(device._MATRIX_CORES)
+    found = specialisations.of_relatives(["gfx942", "gfx1201"])
+    assert [(arch, one.kernel.file) for arch, one in found] == [
+        ("gfx1200", "attention/attention_decode.cu"),
+        ("gfx1200", "linear/gemm_mma.cu"),
+    ]
+
+
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
