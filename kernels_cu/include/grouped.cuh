@@ -83,12 +83,10 @@ struct ExpertTiles {
           block_tiles(int(tiles_of_block)) {
         tiles = int(min(max(int64_t(*num_tokens_post_pad), int64_t(0)) / TILE_M, max_tiles));
     }
-    // Whether a number of sorted_token_ids is that of a row.
-    DEVICE bool exists(int row) const { return row >= 0 && row < num_rows; }
     // The row at a place, or -1.
     DEVICE int row(int place) const {
         const int row = sorted_token_ids[place];
-        return exists(row) ? row : -1;
+        return row >= 0 && row < num_rows ? row : -1;
     }
     // What expert_ids says of a tile, whether there is such an expert or not.
     DEVICE int number(int tile) const { return expert_ids[tile / block_tiles]; }

@@ -49,13 +49,6 @@ constexpr int OUT_CHUNK = 16 / sizeof(out_t);
 constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
 constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // scales of the columns of a warpgroup
 struct Factors { float rows[2], columns[FACTORS]; };
-// What the producers say of a stage beside its operands.
-struct alignas(16) StageTerms {
-    int expert, tile_column;  // of the tile that begins with this step; -1: no tile does, and none follows
-    int row_ids[TILE_M];      // of this tile, as sorted_token_ids has them
-    float row_scales[SCALE_BLOCK > 0 ? TILE_M : 1],
-        column_scales[SCALE_BLOCK > 0 ? PARTS * FACTORS : 1];  // of the step
-};
 // A thread's registers: what the producers give up, the consumers take.
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
@@ -84,15 +77,11 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     Ring<STAGES> ring(stores + 4 * CONSUMERS * STORE_BYTES);
-    StageTerms* terms = reinterpret_cast<StageTerms*>(ring.barriers + 2 * STAGES);
     if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
     // Rows that do not exist are never loaded.
     for (int i = threadIdx.x; i < STAGES * A_BYTES / 16; i += NUM_THREADS) {
         uint8_t* stage = shared + i / (A_BYTES / 16) * STAGE_BYTES;
         reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
-    }
-    for (int i = threadIdx.x; i < STAGES * TILE_M && SCALE_BLOCK > 0; i += NUM_THREADS) {
-        terms[i / TILE_M].row_scales[i % TILE_M] = 0.0f;
     }
     fence_proxy_async();
     __syncthreads();
@@ -103,12 +92,12 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
     const int tiles = rows.tiles * columns, b_rows = int(GATED ? 2 * n : n);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
+    int tile_row, tile_column;
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         const int own_row = threadIdx.x % 128 / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            int tile_row, tile_column;
             const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
             const scalar_t* from[OWN_ROWS];
@@ -117,27 +106,10 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 const int row = rows.row(tile_row * TILE_M + own_row + i * PASS_ROWS);
                 from[i] = row < 0 ? nullptr : a + int64_t(row / int(top_k)) * a_stride + chunk * CHUNK;
             }
-            const float *row_scale = nullptr, *column_scale = nullptr;  // of the first step
-            if constexpr (SCALE_BLOCK > 0) {
-                const int thread = threadIdx.x % 128, row = thread < TILE_M ? rows.row(tile_row * TILE_M + thread) : -1;
-                if (row >= 0) row_scale = a_scales + int64_t(row / int(top_k)) * a_scale_step;
-                if (thread < PARTS * FACTORS) {
-                    const int64_t first = int64_t(tile_column * PARTS + thread / FACTORS) * OUT_N;
-                    const int64_t next = thread % FACTORS * (STRADDLES ? int64_t(BOX_N - 1) : n);
-                    const int64_t block = min(GATED == 2 ? 2 * first : first + next, int64_t(b_rows) - 1) / SCALE_BLOCK;
-                    column_scale = b_scales + expert * b_scale_expert_step + block * b_scale_step;
-                }
-            }
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                StageTerms& stage = terms[ring.stage];
-                if (step == 0 && threadIdx.x % 128 < TILE_M) {
-                    const int own = threadIdx.x % 128;
-                    cp_async<4>(stage.row_ids + own, sorted_token_ids + tile_row * TILE_M + own);
-                }
                 if (warp == 0 && elect_one()) {
-                    if (step == 0) stage.expert = expert, stage.tile_column = tile_column;
                     mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
 #pragma unroll
                     for (int i = 0; i < PARTS * HALVES; ++i) {
@@ -154,50 +126,19 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                     cp_async<16>(to + swizzle_128b(own_row + i * PASS_ROWS, chunk * 16), from[i] + step * TILE_K,
                                  exists);
                 }
-                if constexpr (SCALE_BLOCK > 0) {
-                    const int own = threadIdx.x % 128;
-                    if (row_scale != nullptr) {
-                        cp_async<4>(stage.row_scales + own, row_scale + step * a_scale_block_step);
-                    }
-                    if (column_scale != nullptr) {
-                        cp_async<4>(stage.column_scales + own, column_scale + step * b_scale_block_step);
-                    }
-                }
                 cp_async_mbarrier_arrive_noinc(ring.full());
             }
         }
-        ring.acquire();
-        if (warp == 0 && elect_one()) {
-            terms[ring.stage].expert = -1;
-            mbarrier_arrive(ring.full());
-        }
-        mbarrier_arrive(ring.full());
-        ring.advance();
         ring.drain();
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const int part = PARTS > 1 ? warpgroup : 0, first_row = PARTS > 1 ? 0 : warpgroup * 64;
         out_t* own_store = reinterpret_cast<out_t*>(stores + (warpgroup * 4 + warp) * STORE_BYTES);
-        while (true) {
-            ring.wait();
-            const StageTerms& begin = terms[ring.stage];
-            const int expert = shfl<WARP_SIZE>(begin.expert, 0);
-            if (expert < 0) {
-                ring.release(ring.stage);
-                break;
-            }
-            const int first_column = (shfl<WARP_SIZE>(begin.tile_column, 0) * PARTS + part) * OUT_N;
-            const int* const row_ids = begin.row_ids + first_row;
-            const bool has_rows = any_lane(rows.exists(row_ids[lane]) || rows.exists(row_ids[lane + 32]));
-            // The thread has sums of these two rows of out; of one that does not exist, results are not stored.
-            int own_rows[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = row_ids[warp * 16 + lane / 4 + i * 8];
-                own_rows[i] = rows.exists(row) ? row : -1;
-            }
-            sync_warp();  // before a lane gives the stage back
-            if (!has_rows) {
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
+            if (expert < 0) continue;
+            const int first_place = tile_row * TILE_M + first_row, first_column = (tile_column * PARTS + part) * OUT_N;
+            if (!any_lane(rows.row(first_place + lane) >= 0 || rows.row(first_place + 32 + lane) >= 0)) {
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     ring.wait();
                     sync_warp();  // a lane that gave back a stage for which others wait would leave these behind
@@ -205,11 +146,12 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 }
                 continue;
             }
+            // The thread has sums of these two rows of out; of one that does not exist, results are not stored.
+            const int own_rows[2] = {rows.row(first_place + warp * 16 + lane / 4),
+                                     rows.row(first_place + warp * 16 + lane / 4 + 8)};
             const float* expert_scales = b_scales + expert * b_scale_expert_step;
             const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
                                       int(top_k),   a_scale_step, b_scale_step};
-            const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
-                                                           epilogue.row(max(own_rows[1], 0))};
 
             sum_t d[BUFFERS][PART_N / 2];
             int previous = 0;  // the stage of the step before
@@ -232,6 +174,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
             };
             const auto finish = [&](const auto& sums) {
                 if (!any_lane(own_rows[0] >= 0 || own_rows[1] >= 0)) return;
+                const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
+                                                               epilogue.row(max(own_rows[1], 0))};
 #pragma unroll
                 for (int first = 0; first < OUT_N; first += STORE_COLUMNS) {
                     constexpr int PAIR = GATED == 2 ? 1 : 2;  // columns of out of a thread in eight of the warpgroup
@@ -296,17 +240,20 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
 #pragma unroll
                 for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
                 Factors factors[BUFFERS];
-                // Starts the products of the stage, whose scales lie beside it.
-                const auto start = [&](sum_t(&sums)[PART_N / 2], Factors& of_step) {
-                    multiply(sums, false);
-                    const StageTerms& stage = terms[ring.stage];
+                const auto start = [&](int step, sum_t(&sums)[PART_N / 2], Factors& of_step) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        of_step.rows[i] = stage.row_scales[first_row + warp * 16 + lane / 4 + i * 8];
+                        const int a_row = max(own_rows[i], 0) / int(top_k);
+                        of_step.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
                     }
 #pragma unroll
-                    for (int i = 0; i < FACTORS; ++i) of_step.columns[i] = stage.column_scales[part * FACTORS + i];
-                    sync_warp();  // before a lane gives the stage back
+                    for (int i = 0; i < FACTORS; ++i) {
+                        const int64_t next = STRADDLES ? BOX_N - 1 : n;
+                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * next;
+                        const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
+                        of_step.columns[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
+                    }
+                    multiply(sums, false);
                 };
                 const int own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // of the first of two scales
                 const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& of_step) {
@@ -325,29 +272,29 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 };
                 if constexpr (BUFFERS == 1) {
                     for (int step = 0; step < steps; ++step, ring.advance()) {
-                        start(d[0], factors[0]);
+                        start(step, d[0], factors[0]);
                         warpgroup_wait<0>();
                         ring.release(ring.stage);
                         add(d[0], factors[0]);
                     }
                 } else {
-                    start(d[0], factors[0]);
-                    // Starts the next step into set `now`, and adds up the step before meanwhile.
-                    const auto next = [&](int now) {
+                    start(0, d[0], factors[0]);
+                    // Starts step `step` into set `now`, and adds up the step before meanwhile.
+                    const auto next = [&](int step, int now) {
                         const int before = ring.stage;
                         ring.advance();
-                        start(d[now], factors[now]);
+                        start(step, d[now], factors[now]);
                         warpgroup_wait<1>();
                         ring.release(before);
                         add(d[1 - now], factors[1 - now]);
                     };
                     int step = 1;
                     for (; step + 1 < steps; step += 2) {
-                        next(1);
-                        next(0);
+                        next(step, 1);
+                        next(step + 1, 0);
                     }
                     if (step < steps) {
-                        next(1);
+                        next(step, 1);
                         warpgroup_wait<0>();
                         add(d[1], factors[1]);
                     } else {

@@ -19,7 +19,6 @@ _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _STORE_BYTES = 8 * 16 * (64 + 8) * 2  # of grouped_gemm.cu: 16 rows of each of eight warps, on their way to out
 _BARRIER_BYTES = 2 * 8  # of a stage
-_MAX_STAGE_TERMS = 8  # numbers and scales of a stage beside those of rows, at most
 _MAX_STAGES = 16
 _BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance.md)
 _GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
@@ -79,8 +78,7 @@ class GroupedConfig:
         device, kernel = problem.device, problem.kernel(_hopper.for_arch(problem.device.arch_feature))
         halves = 2 if problem.gated == 1 else 1
         columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
-        terms = 4 * (self.tile_m + _MAX_STAGE_TERMS + (self.tile_m if problem.block_scaled else 0))
-        stage = (self.tile_m + self.tile_n) * _STEP_BYTES + _BARRIER_BYTES + terms
+        stage = (self.tile_m + self.tile_n) * _STEP_BYTES + _BARRIER_BYTES
         most = _BYTES_IN_FLIGHT // (self.tile_n * _STEP_BYTES)
         stages = max(2, min(_MAX_STAGES, (device.shared_memory - _STORE_BYTES) // stage, most))
         k, itemsize = problem.k, problem.dtype.itemsize
