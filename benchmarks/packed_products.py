@@ -13,43 +13,51 @@ import pyops
 from .timing import Call
 
 # By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, cutlass_w4a8_mm,
-# allspark_w8a16_gemm, which vLLM does not compile for Hopper, and marlin_gemm of 4-bit codes and e4m3 activations.
-KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8"
+# allspark_w8a16_gemm, which vLLM does not compile for Hopper, and marlin_gemm of 4-bit codes and e4m3 activations; then
+# gptq_gemm of 2 bits, marlin_gemm with zero points that are floats, in float16 (HQQ), cutlass_w4a8_mm to float16.
+KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8", "gptq2", "hqq", "w4a8half"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
     *("w4:1x4096x4096", "w4:16x4096x4096"),
     *(f"awq:{m}x28672x4096" for m in (1, 16, 256)),
     *(f"gptq:{m}x28672x4096" for m in (1, 64, 256)),
-    *(f"{kind}:{m}x28672x4096" for kind in ("w8", "w4a8", "allspark", "w4fp8") for m in (1, 16, 256)),
+    *(f"{kind}:{m}x28672x4096" for kind in KINDS[3:] for m in (1, 16, 256)),
 )
 _GROUP_SIZE = 128
-_KIND, _E4M3 = pyops.SCALAR_TYPES["uint4b8"].id, pyops.SCALAR_TYPES["float8_e4m3fn"].id
+_KIND, _E4M3, _HQQ = (pyops.SCALAR_TYPES[name].id for name in ("uint4b8", "float8_e4m3fn", "uint4"))
+_MARLIN = {"w4": _KIND, "w8": _E4M3, "w4fp8": _KIND, "hqq": _HQQ}  # the types of the codes
+_W4A8 = "w4a8", "w4a8half"
 _Build = Callable[..., Call]
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
     """(out, a [m, k], codes, scales [groups, n], zero points); of w8 and allspark one group, of w4a8 e4m3 scales."""
-    dtype = torch.float16 if kind in ("awq", "gptq") else torch.bfloat16
+    dtype = torch.float16 if kind in ("awq", "gptq", "gptq2", "hqq", "w4a8half") else torch.bfloat16
     groups = 1 if kind in ("w8", "allspark") else k // _GROUP_SIZE
     tiles = k // 16, 2 * n
     shapes = {
         "w4": tiles,
         "w4fp8": tiles,
+        "hqq": tiles,
         "w8": (k // 16, 4 * n),
         "awq": (k, n // 8),
         "gptq": (k // 8, n),
+        "gptq2": (k // 16, n),
         "w4a8": (n, k // 8),
+        "w4a8half": (n, k // 8),
     }
-    shape = shapes.get(kind, (n, k // 4))
+    shape, words = shapes.get(kind, (n, k // 4)), n // 16 if kind == "gptq2" else n // 8
     codes, zeros = (
-        torch.randint(-(2**31), 2**31 - 1, s, dtype=torch.int32, device="cuda") for s in (shape, (groups, n // 8))
+        torch.randint(-(2**31), 2**31 - 1, s, dtype=torch.int32, device="cuda") for s in (shape, (groups, words))
     )
     a, scales = torch.randn(m, k, device="cuda").to(dtype), (torch.rand(groups, n, device="cuda") * 0.01).to(dtype)
     if kind == "w8":
         codes &= 0x77777777  # no NaN
     if kind == "w4fp8":
         a = a.to(torch.float8_e4m3fn)
-    if kind == "w4a8":
+    if kind == "hqq":
+        zeros = (torch.rand(groups, n, device="cuda") * 15).to(dtype)
+    if kind in _W4A8:
         a, codes, scales = a.to(torch.float8_e4m3fn), codes.t(), (scales.float() + 1).to(torch.float8_e4m3fn)
     return torch.empty(m, n, dtype=dtype, device="cuda"), a, codes, scales, zeros
 
@@ -57,43 +65,38 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
 def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
     """{name: a function that makes a call of operands}; `theirs` are the ops of vLLM."""
     found: dict[str, _Build] = {}
-    if kind == "w4a8":
-        found["pyops"] = lambda out, a, codes, scales, _: _w4a8(pyops, a, codes, scales)
+    if kind in _W4A8:
+        found["pyops"] = lambda out, a, codes, scales, _: _w4a8(pyops, a, codes, scales, out.dtype)
         if hasattr(theirs, "cutlass_w4a8_mm"):
-            found["vLLM"] = lambda out, a, codes, scales, _: _w4a8(theirs, a, codes, scales)
+            found["vLLM"] = lambda out, a, codes, scales, _: _w4a8(theirs, a, codes, scales, out.dtype)
         return found
     if kind == "allspark":
         found["pyops"] = lambda out, a, codes, scales, _: _allspark(out, a, codes, scales)
         return found
-    if kind in ("w4", "w8", "w4fp8"):
-        type_id = _E4M3 if kind == "w8" else _KIND
+    if kind in _MARLIN:
 
-        def ours(out: Any, a: Any, codes: Any, scales: Any, _: Any) -> Call:
-            return partial(_marlin(pyops.marlin_gemm, type_id, a, codes, scales), c=out)
+        def ours(out: Any, *given: Any) -> Call:
+            return partial(_marlin(pyops.marlin_gemm, kind, *given), c=out)
 
         found["pyops"] = ours
         if hasattr(theirs, "marlin_gemm"):
-            found["vLLM"] = lambda out, a, codes, scales, _: _marlin(
-                theirs.marlin_gemm, type_id, a, codes, scales, None
-            )
+            found["vLLM"] = lambda out, *given: _marlin(theirs.marlin_gemm, kind, *given, None)
         if kind == "w4" and hasattr(theirs, "machete_mm"):
             found["Machete"] = lambda out, a, codes, scales, _: _machete(theirs, a, codes, scales)
         return found
-    name = f"{kind}_gemm"
+    name = f"{kind.removesuffix('2')}_gemm"
     found["pyops"] = lambda out, *given: partial(getattr(pyops, name), *_raw(kind, *given), out=out)
     if hasattr(theirs, name):
         found["vLLM"] = lambda out, *given: partial(getattr(theirs, name), *_raw(kind, *given))
     return found
 
 
-def _marlin(op: Any, type_id: int, a: Any, codes: Any, scales: Any, *c: Any) -> Any:
+def _marlin(op: Any, kind: str, a: Any, codes: Any, scales: Any, zeros: Any, *c: Any) -> Any:
     """A call of `marlin_gemm`; vLLM's takes c first."""
-    workspace, absent = torch.zeros(2048, dtype=torch.int32, device="cuda"), (None,) * 4
+    workspace, points = torch.zeros(2048, dtype=torch.int32, device="cuda"), zeros if kind == "hqq" else None
     a_scales = torch.ones(a.shape[0], 1, device="cuda") if a.dtype.itemsize == 1 else None
-    sizes = a.shape[0], scales.shape[1], a.shape[1]
-    return partial(
-        op, a, *c, codes, None, scales, a_scales, *absent, workspace, type_id, *sizes, True, False, True, False
-    )
+    given = a, *c, codes, None, scales, a_scales, None, points, None, None, workspace, _MARLIN[kind]
+    return partial(op, *given, a.shape[0], scales.shape[1], a.shape[1], True, False, True, kind == "hqq")
 
 
 def _allspark(out: Any, a: Any, codes: Any, scales: Any) -> Call:
@@ -106,14 +109,15 @@ def _machete(theirs: Any, a: Any, codes: Any, scales: Any) -> Call:
     return partial(theirs.machete_mm, a, weight, _KIND, a.dtype, scales, None, _GROUP_SIZE, None, None, None)
 
 
-def _w4a8(ops: Any, a: Any, codes: Any, scales: Any) -> Call:
+def _w4a8(ops: Any, a: Any, codes: Any, scales: Any, dtype: torch.dtype) -> Call:
     weight, packed = ops.cutlass_encode_and_reorder_int4b(codes), ops.cutlass_pack_scale_fp8(scales)
     of_columns, of_rows = (torch.ones(size, 1, device="cuda") for size in (scales.shape[1], a.shape[0]))
-    return partial(ops.cutlass_w4a8_mm, a, weight, packed, _GROUP_SIZE, of_columns, of_rows, None, None)
+    return partial(ops.cutlass_w4a8_mm, a, weight, packed, _GROUP_SIZE, of_columns, of_rows, dtype, None)
 
 
 def _raw(kind: str, a: Any, codes: Any, scales: Any, zeros: Any) -> tuple[Any, ...]:
     """The arguments of `awq_gemm` or `gptq_gemm`."""
     if kind == "awq":
         return a, codes, scales, zeros, 8
-    return a, codes, zeros, scales, torch.empty(0, dtype=torch.int32, device="cuda"), True, True, 4
+    order = torch.empty(0, dtype=torch.int32, device="cuda")
+    return a, codes, zeros, scales, order, True, True, 2 if kind == "gptq2" else 4

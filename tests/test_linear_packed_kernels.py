@@ -70,6 +70,8 @@ FEW = [
     (allspark, 8, PackedMmaConfig(16, 64, 2, 1, 1), 17, 192, 80, 1),  # the last step has 16 rows
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
+    (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1, held=True), 3, 128, 424, 1),  # the last step has 40 rows
+    (marlin, 8, PackedMmaConfig(16, 64, 2, 1, 1, held=True), 9, 64, 512, 4),
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
     (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
     (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
@@ -362,6 +364,8 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
         found = choose(one, on) if serves(one, on) else None
         if layout == "awq" and arch == "sm_90" and m <= 16 and n == 28672:  # columns enough for tiles twice as wide
             assert found == PackedMmaConfig(*((16, 128, 4, 1, 2) if m == 16 else (expected.tile_m, 128, 6, 1, 2)))
+        elif layout in ("gptq", "exllama") and m <= 8 and n == 28672:  # lanes hold codes of the next step
+            assert found == replace(expected, held=True)
         else:
             assert found == expected
 

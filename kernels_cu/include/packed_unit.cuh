@@ -24,8 +24,9 @@ constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SI
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
 constexpr int UNIT_BYTES = WORDS * 4 * 32;  // of a warp
-// Of a step: rows of a, then scales of its groups, then their zero points, then codes.
-constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), STAGE_BYTES = CODES_AT + UNITS * UNIT_BYTES;
+// Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these.
+constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
+constexpr int STAGE_BYTES = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES);
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
@@ -50,62 +51,96 @@ struct Unit {
         else return TILE_N / 8 * g + 2 * tile + h;
     }
 
-    // Codes lie in lines, one after another along K: of LINES a unit, of which a copy of a lane is a part of one. Sizes of
+    // Codes lie in lines, one after another along K: of LINES a unit, each of LINE_PIECES pieces of 16 bytes. Sizes of
     // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
     // another from the first row to the last, rows.
     static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
     static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : LAYOUT == layout_marlin ? PRODUCTS : 1;
+    static constexpr int COPIES = UNIT_BYTES / 512, LINE_PIECES = UNIT_BYTES / 16 / LINES;
     static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
     static DEVICE int64_t unit_words(int64_t pitch) {
         return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K * BITS / 32);
     }
-    // The line of the lane's first copy, in a unit, and where in the line it is.
-    static DEVICE int line() { return IS_TILED ? 0 : threadIdx.x % 4 * (LINES / 4); }
+    // The line of the lane's first copy, in a unit, and where in the line it is. A copy of all lanes brings pieces 0 ... 31
+    // of the unit, the next one 32 ... 63, whoever multiplies them: eight lanes, whose addresses are looked up together,
+    // ask for 128 bytes in a row, or for whole lines. Each lane's own pieces would be 32 bytes of four lines of GPTQ.
+    static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
-        const int lane = threadIdx.x % 32, g = lane / 4;
-        if constexpr (LAYOUT == layout_awq) return first_column / 8 + AWQ_WORDS * g;
-        else if constexpr (IS_GPTQ) return first_column + 4 * g;
-        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + g) * pitch + lane % 4 * 4;
-        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + lane * 4;
+        const int lane = threadIdx.x % 32, words = first_piece() % LINE_PIECES * 4;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + words;
+        else if constexpr (IS_GPTQ) return first_column + words;
+        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
+        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + words;
     }
-
-    // A lane's copies, and where they are from the first one on: in lines of their own, but where a line has two.
-    static constexpr int COPIES = LAYOUT == layout_awq ? WORDS / AWQ_WORDS : 2, COPY_BYTES = 4 * WORDS / COPIES;
-    static constexpr bool OWN_LINES = LAYOUT == layout_awq || (LAYOUT == layout_marlin && PRODUCTS == 2);
-    // Whether the words of a lane lie one after another. Then lanes copy for each other: two copies of half of each 32
-    // bytes would bring these bytes from L2 twice.
-    static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
+    static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
+    // Where the lane's copy number i is from the first one on.
+    static constexpr int COPY_LINES = LINES / COPIES;  // of a copy of all lanes; 0: the line has several
     static DEVICE int64_t copy_at(int i, int64_t pitch) {
         if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
-        else if constexpr (LAYOUT == layout_marlin_8 || NEIGHBOURS) return i * 128;
-        else return OWN_LINES ? i * line_words(pitch) : i * 32;
+        else if constexpr (HELD) return i * (IS_GPTQ ? 32 : 4);  // the lane's own, in one line
+        else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
     }
-    // Where, in a unit in shared memory, a piece of 16 bytes is: neighbours on different banks, as are two pieces of lanes.
-    static DEVICE int piece_at(int piece) { return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : piece) * 16; }
+    // Where, in a unit in shared memory, a piece is, so that pieces that lanes read together lie on different banks: two
+    // neighbours for each lane, or two of each sixteen.
+    static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
+    static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
+    static DEVICE int piece_at(int piece) {
+        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) << 1 : piece) * 16;
+    }
 
-    // Copies a unit to shared memory. `from` is where the lane's first copy is from. All but `lines` of the lines from
-    // there on do not exist; the last that does stands for them, whose rows meet zeros of a.
-    static DEVICE void copy(uint8_t* to, const uint32_t* from, int64_t pitch, int lines) {
+    // Copies a unit to shared memory, copy number i to `places[i]`. `from` is where the lane's first copy is from. All but
+    // `lines` of the lines from there on do not exist; the last that does stands for them, whose rows meet zeros of a.
+    static DEVICE void copy(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int existing = WHOLE_STEPS || !OWN_LINES ? i : min(i, lines - 1), byte = i * COPY_BYTES;
-            const int piece = byte / 16 * 32 + threadIdx.x % 32;
-            cp_async<COPY_BYTES>(to + piece_at(piece) + byte % 16, from + copy_at(existing, pitch));
+            const bool exists = COPY_LINES == 0 || i == 0 || i * COPY_LINES < lines;
+            cp_async<16>(to + places[i], from + (exists ? copy_at(i, pitch) : (lines - 1) * line_words(pitch)));
         }
     }
-    // Reads the lane's words of a unit that is there.
-    DEVICE void read(const uint8_t* from) {
-        const int lane = threadIdx.x % 32;
+    // Copies all units of a step, and returns where the lane's first copy of the next one is from.
+    static DEVICE const uint32_t*
+    copy_step(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch) {
+        const int64_t step = COPY_LINES > 0 ? COPY_LINES * line_words(pitch) : unit_words(pitch);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int piece = NEIGHBOURS ? 2 * lane + half : 32 * half + lane;
-            const auto four = Vec<uint32_t, 4>::load(reinterpret_cast<const uint32_t*>(from + piece_at(piece)));
+        for (int i = 0; i < UNITS * COPIES; ++i) {
+            const int64_t at = COPY_LINES > 0 ? 0 : copy_at(i % COPIES, pitch);
+            cp_async<16>(to + i / COPIES * UNIT_BYTES + places[i % COPIES], from + at);
+            if (COPY_LINES > 0 || i % COPIES == COPIES - 1) from += step;
+        }
+        return from;
+    }
+    // A lane reads READ words of a line at a time; read number i is from here in the unit in shared memory, of this piece.
+    static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
+    static DEVICE int piece(int i) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (IS_GPTQ) return 16 * t + 8 * i + g;
+        else if constexpr (LAYOUT == layout_awq) return 16 * t + LINE_PIECES * i + g / (4 / READ);
+        else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
+    }
+    static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
+    // Loads the lane's words from global memory. `from` is where the first of them is.
+    DEVICE void load(const uint32_t* from) {
+        static_assert(!HELD || IS_GPTQ || NEIGHBOURS);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) words[4 * half + i] = four.data[i];
+        for (int i = 0; i < READS; ++i) {
+            const auto run = Vec<uint32_t, READ>::load_once(from + copy_at(i, 0));
+#pragma unroll
+            for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
+        }
+    }
+    // Reads the lane's words of a unit that is there, from `places`.
+    DEVICE void read(const uint8_t* from, const int (&places)[READS]) {
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + places[i]));
+#pragma unroll
+            for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }
     }
 
-    // Pair q of rows of column (tile, h), in product number `product`: codes_t::Raw.
+    // Pair q of rows of column (tile, h), in product number `product`: as codes_t::raw, times `factor` of the tile.
+    static constexpr bool IN_PLACE = LAYOUT == layout_awq && codes_t::IS_HALF;
+    static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
     DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
@@ -120,10 +155,12 @@ struct Unit {
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
+            // Of a word, the byte of this column and a neighbour's: the nibbles of columns are 0 2 4 6 1 3 5 7.
             const int row = (4 * product + 2 * q) * AWQ_WORDS + tile / 4;
-            const uint32_t even = pack_halves<false>(words[row], words[row + AWQ_WORDS]);
-            const uint32_t odd = pack_halves<true>(words[row], words[row + AWQ_WORDS]);
-            return decode.raw(h ? odd : even, tile % 4, term);
+            const uint32_t byte = 2 * h + tile % 4 / 2, both = byte * 0x11 + (byte + 4) * 0x1100;
+            const uint32_t bytes = __byte_perm(words[row], words[row + AWQ_WORDS], both);
+            if constexpr (IN_PLACE) return decode.raw_in_place(bytes, tile % 2);
+            else return decode.raw(bytes, tile % 2, term);
         }
     }
 };
@@ -268,6 +305,7 @@ struct Terms {
             if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
             const float shift = ADDED ? shifts[tile][h] / codes_t::RAW_FACTOR : 0.0f;
             shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);
+            scales[tile][h] *= 1.0f / Unit::factor(tile);
         }
     }
 };

@@ -17,8 +17,8 @@
 //
 // Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows
 // of 64 columns. Codes, rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous
-// copies, STAGES - 1 steps ahead, and its words from there to the lane that multiplies them. Warps never wait for each
-// other before the end.
+// copies, STAGES - 1 steps ahead, and its words from there to the lane that multiplies them; or, if HELD, to its registers, which are loaded with a
+// unit of the next step as soon as they are used. Warps never wait for each other before the end.
 //
 // packed_unit.cuh says what a lane has of a unit.
 //
@@ -43,11 +43,12 @@
 //     WARPS         of a block
 //     SPLITS        blocks of a cluster
 //     STAGES        steps in shared memory: 2 or more
+//     HELD          whether lanes hold codes of the next step in registers: of GPTQ, and of 8 bits in Marlin's layout
 //     WHOLE_STEPS   whether a step divides K
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
 #include "cluster.cuh"
-#include "packed_unit.cuh"
+#include "packed_row_sums.cuh"
 
 constexpr int NUM_THREADS = WARPS * 32;
 constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
@@ -141,20 +142,33 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         a + (GROUPED ? 0 : first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
     const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
     const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
+    // Where the lane's pieces are in a stage. Where pieces are permuted, results of shuffles: the compiler would find the
+    // places anew at every step.
+    const auto place = [&](int at) { return Unit::SIXTEENS ? shfl<32>(CODES_AT + at, lane) : CODES_AT + at; };
+    int codes_to[Unit::COPIES], words_at[Unit::READS];
+#pragma unroll
+    for (int i = 0; i < Unit::COPIES; ++i) codes_to[i] = place(Unit::piece_at(32 * i + lane));
+#pragma unroll
+    for (int i = 0; i < Unit::READS; ++i) words_at[i] = place(Unit::read_at(i));
+    // The lane's piece of scales, or of zero points behind them, in the first group.
+    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / 16;
+    const int group_bytes = has_zeros ? ZERO_BYTES : SCALE_BYTES;
+    const uint8_t* const of_groups = static_cast<const uint8_t*>(has_zeros ? zeros : scales) +
+                                     first_column / TILE_N * group_bytes +
+                                     (lane - (has_zeros ? SCALE_BYTES / 16 : 0)) * 16;
+    const int64_t group_pitch = n / TILE_N * group_bytes;
     uint8_t* filled = own;
     const auto copy = [&](int step) {
         uint8_t* const stage = filled;
         filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
+        if constexpr (WHOLE_STEPS && !HELD) {
+            next = Unit::copy_step(stage, codes_to, next, pitch);
+        } else if constexpr (!HELD) {
 #pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
-            uint8_t* const to = stage + CODES_AT + i * UNIT_BYTES;
-            if constexpr (WHOLE_STEPS) {
-                Unit::copy(to, next, pitch, 0);
-                next += Unit::unit_words(pitch);
-            } else {
+            for (int i = 0; i < UNITS; ++i) {
                 const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
                 const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
-                Unit::copy(to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
+                Unit::copy(stage + i * UNIT_BYTES, codes_to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
             }
         }
         const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
@@ -170,27 +184,45 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             }
         }
         own_a += STEP_K;
-        const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
-            const int64_t first = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
-            for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
-                const int64_t group =
-                    WHOLE_STEPS && GROUPS == 1 ? first : min(first + i / max(1, bytes / 16), groups - 1);
-                const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
-                cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
+        const int64_t first_group = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
+        if constexpr (GROUPS == 1) {
+            const int64_t group = WHOLE_STEPS ? first_group : min(first_group, groups - 1);
+            if (lane < (SCALE_BYTES + ZERO_BYTES) / 16) {
+                cp_async<16>(stage + A_BYTES + lane * 16, of_groups + group * group_pitch);
             }
-        };
-        if constexpr (SCALE_BYTES > 0) copy_groups(stage + A_BYTES, scales, SCALE_BYTES);
-        if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
+        } else {
+            const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
+                for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
+                    const int64_t group = min(first_group + i / max(1, bytes / 16), groups - 1);
+                    const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
+                    cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
+                }
+            };
+            if constexpr (SCALE_BYTES > 0) copy_groups(stage + A_BYTES, scales, SCALE_BYTES);
+            if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
+        }
     };
 
     const codes_t decode;
+    Unit held[HELD ? UNITS : 1];
+    const auto load = [&](int step, int i) {
+        if constexpr (!HELD) return;
+        const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+        held[i].load(WHOLE_STEPS ? next : codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch));
+        next += Unit::unit_words(pitch);
+    };
+#pragma unroll
+    for (int i = 0; i < UNITS && HELD; ++i) {
+        if (first_step < last_step) load(first_step, i);
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
         if (first_step + i < last_step) copy(first_step + i);
         cp_async_commit();
     }
     float sums[TILES][ROW_TILES][4] = {};
-    float of_group[TILES][ROW_TILES][4], of_rows[ROW_TILES][4];  // of the second, only two sums are different
+    float of_group[TILES][ROW_TILES][4] = {};
+    RowSums of_rows;
     const uint8_t* stage = own;
 #pragma unroll 1
     for (int step = first_step; step < last_step; ++step) {
@@ -198,32 +230,22 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
         if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
         cp_async_commit();
-        // Of the group, where it has several steps: whether this one is the first of the warp's, and the last.
-        const bool first_of_group = GROUP_STEPS == 1 || step == first_step || step % GROUP_STEPS == 0;
+        // Of the warp's steps of a group.
         const bool last_of_group = GROUP_STEPS == 1 || step + 1 == last_step || (step + 1) % GROUP_STEPS == 0;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             // Of this layout, words that were read ahead for all units would have no registers left.
             if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
             Unit unit;
-            unit.read(stage + CODES_AT + i * UNIT_BYTES);
+            if constexpr (HELD) unit = held[i];
+            else unit.read(stage + i * UNIT_BYTES, words_at);
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
                 const int row = i * UNIT_K + product * 16;
                 if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
-                const bool begins = row % (STEP_K / GROUPS) == 0, ends = (row + 16) % (STEP_K / GROUPS) == 0;
-#pragma unroll
-                for (int j = 0; j < ROW_TILES * 4 && begins && first_of_group; ++j) {
-                    of_rows[j / 4][j % 4] = 0.0f;
-#pragma unroll
-                    for (int tile = 0; tile < TILES; ++tile) of_group[tile][j / 4][j % 4] = 0.0f;
-                }
-#pragma unroll
-                for (int j = 0; j < ROW_TILES && HAS_SHIFTS; ++j) {
-                    const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[4] = {one, one, one, one};
-                    mma_m16n8k16<scalar_t>(of_rows[j], ones, a_pairs[product][j]);
-                }
+                const bool ends = (row + 16) % (STEP_K / GROUPS) == 0;
+                if constexpr (HAS_SHIFTS) of_rows.add(a_pairs, product);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
@@ -238,16 +260,22 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                     }
                 }
                 if (!ends || !last_of_group) continue;
+                float row_sums[ROW_TILES][2];
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j) row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2);
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * TILES * 4; ++j) {
                     const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
                     float& sum = sums[tile][at][j % 4];
-                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], of_rows[at][j % 2], sum);
+                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], row_sums[at][j % 2], sum);
                     sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
+                    of_group[tile][at][j % 4] = 0.0f;
                 }
+                of_rows.clear();
             }
+            if (HELD && step + 1 < last_step) load(step + 1, i);
         }
         stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
     }

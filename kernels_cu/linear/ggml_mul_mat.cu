@@ -40,6 +40,7 @@
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * WARP_SIZE, ROWS = ROW_WARPS * 16;
 constexpr int TILES = ceil_div(TOKENS, PRODUCT_COLUMNS);
+static_assert(TILES == 1 || TOKENS % PRODUCT_COLUMNS == 0);
 constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + (ON_MATRIX_CORES ? 8 : 16);  // tokens on different banks
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
 constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
@@ -85,6 +86,14 @@ with_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64
       reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
       int(min(int64_t(X_PIECES), (k - from) / X_ACCESS)), threadIdx.x % X_THREADS);
 }
+// Rows of X that do not exist are zeros, in a stage where nothing is ever copied to them.
+DEVICE void clear_absent(scalar_t* to, const rows_t& rows) {
+    const int token = threadIdx.x / X_THREADS;
+    if (rows.choice(token) >= 0) return;
+    for (int i = threadIdx.x % X_THREADS; i < STEP / 8; i += X_THREADS) {
+        *reinterpret_cast<uint4*>(to + token * X_PITCH + i * 8) = uint4{};
+    }
+}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 ggml_mul_mat(scalar_t* out,                          // [M, N]
@@ -104,25 +113,25 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane_row(lane);
-    // The lane's row of X in a product, and its run of K.
-    const int x_row = ON_MATRIX_CORES ? min(matrix_row(lane), TOKENS - 1) : g;
+    // The lane's row of X in a product, and its run of K. Columns beyond TOKENS, which nobody reads, repeat the last.
+    const int x_row = min(ON_MATRIX_CORES ? matrix_row(lane) : g, TOKENS - 1);
     const int t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
-    const int64_t units = (k + UNIT - 1) / UNIT;
-    const int64_t first_step = step_of(k, blockIdx.y), end_step = step_of(k, blockIdx.y + 1);
+    const int units = int((k + UNIT - 1) / UNIT);
+    const int first_step = int(step_of(k, blockIdx.y)), end_step = int(step_of(k, blockIdx.y + 1));
     const int64_t first_row = row_of(n);
     const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts);
-    const int steps = expert < 0 ? 0 : int(end_step - first_step);
+    const int steps = expert < 0 ? 0 : end_step - first_step;
     W += expert < 0 ? 0 : expert * n * row_bytes;
     const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
     typename tile_t::template held_t<NUM_THREADS> held_weight;
     HeldRow<X_ACCESS * 2, X_PIECES, X_THREADS> held_input;
     // Calls f(held, to, from, count, thread) for the caller's rows of W and of X in a step.
     const auto with_rows = [&](int step, auto f) {
-        const int64_t unit = (first_step + step) * K_WARPS;
+        const int64_t unit = int64_t(first_step + step) * K_WARPS;
         tile_t::at(stage_of(step), unit)
             .template with_row<NUM_THREADS>(W, first_row, n, row_bytes, unit,
                                             [&](auto... row) { f(held_weight, row...); });
@@ -139,11 +148,8 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) ones[i] = ONE;
     float sums[TILES][PRODUCT_SUMS] = {};
-    bool exists[TILES];
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-        const int token = j * PRODUCT_COLUMNS + x_row;
-        exists[j] = ON_MATRIX_CORES || (token < TOKENS && rows.choice(token) >= 0);
+    for (int stage = 0; stage < STAGES && !ON_MATRIX_CORES; ++stage) {
+        clear_absent(reinterpret_cast<scalar_t*>(stage_of(stage) + tile_t::SIZE), rows);
     }
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int step = 0; step < STAGES; ++step) load(step);
@@ -161,14 +167,14 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
             cp_async_wait<STAGES - 1>();
             __syncthreads();
         }
-        const int64_t unit = (first_step + step) * K_WARPS + k_warp;
+        const int unit = (first_step + step) * K_WARPS + k_warp;
         if (unit >= units) continue;
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
         const scalar_t* const x = reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + x_row * X_PITCH +
                                   k_warp * UNIT + 4 * CODE_WORDS * t;
 #pragma unroll
         for (int element = 0; element < UNIT; element += GROUP) {
-            if (LENGTH < UNIT && unit * UNIT + element >= k) break;
+            if (LENGTH < UNIT && int64_t(unit) * UNIT + element >= k) break;
             order_loads();
             const uint8_t* blocks[LANE_ROWS];
             float scales[LANE_ROWS], minima[LANE_ROWS];
@@ -195,10 +201,9 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                 float products[PRODUCT_SUMS] = {}, x_sums[PRODUCT_SUMS] = {};
 #pragma unroll
                 for (int u = 0; u < PRODUCTS; ++u) {
-                    uint32_t b[WORDS] = {};
+                    uint32_t b[WORDS];
 #pragma unroll
                     for (int i = 0; i < X_WORDS; i += X_RUN) {
-                        if (!exists[j]) continue;
                         const auto run = *reinterpret_cast<const Vec<uint32_t, X_RUN>*>(
                             x + j * PRODUCT_COLUMNS * X_PITCH + element + PRODUCT_K * u + 2 * i);
 #pragma unroll

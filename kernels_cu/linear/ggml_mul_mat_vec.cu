@@ -35,6 +35,8 @@
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, STEP = K_WARPS * UNIT;
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE), GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
 constexpr int GROUPS = UNIT / GROUP, TILES = GROUPS / 8, PARTS = GROUP / 16;  // of a unit, of a unit, of a group
+// Sums of a tile that do not wait for each other: a product takes 33 cycles, and those of a group would be in turn.
+constexpr int CHAINS = PARTS > 1 ? 2 : 1;
 constexpr bool HAS_X_SUMS = FORMAT::HAS_MINIMUM || RAISED<FORMAT, scalar_t> != 0;
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
@@ -90,6 +92,11 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
         cp_async_commit();
     };
 
+    // Whether the lane's column has the elements of group number i of a tile, as a factor: logic and selections have half
+    // of the rate of products. blockIdx.z is 0, and the compiler, which would select, does not know it.
+    uint32_t is_own[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) is_own[i] = uint32_t(g == i) ^ blockIdx.z;
     float sums[TOKENS][2] = {};
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int step = 0; step < STAGES; ++step) load(step);
@@ -108,7 +115,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 
         // Part u of the elements of the lane's group of each tile.
         uint2 x[TOKENS][TILES][PARTS] = {};
-        float products[TOKENS][TILES][4] = {}, x_sums[TOKENS][TILES][4] = {};
+        float products[TOKENS][TILES][CHAINS][4] = {}, x_sums[TOKENS][TILES][4] = {};
 #pragma unroll
         for (int token = 0; token < TOKENS; ++token) {
             const bool exists = rows.choice(token) >= 0;
@@ -132,7 +139,6 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
             if (LENGTH < UNIT && group >= groups) break;
-            const bool is_own = g == group % 8;
 #pragma unroll
             for (int u = 0; u < PARTS; ++u) {
                 uint32_t a[4];
@@ -145,8 +151,8 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 #pragma unroll
                 for (int token = 0; token < TOKENS; ++token) {
                     const uint2 own = x[token][group / 8][u];
-                    const uint32_t b[2] = {is_own ? own.x : 0, is_own ? own.y : 0};
-                    mma_m16n8k16<scalar_t>(products[token][group / 8], a, b);
+                    const uint32_t b[2] = {own.x * is_own[group % 8], own.y * is_own[group % 8]};
+                    mma_m16n8k16<scalar_t>(products[token][group / 8][u % CHAINS], a, b);
                 }
             }
         }
@@ -160,7 +166,9 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 #pragma unroll
             for (int token = 0; token < TOKENS; ++token) {
                 const float x_sum = x_sums[token][j][i % 4];
-                const float product = fmaf(float(-RAISED<FORMAT, scalar_t>), x_sum, products[token][j][i % 4]);
+                float product = products[token][j][0][i % 4];
+                if constexpr (CHAINS > 1) product += products[token][j][1][i % 4];
+                product = fmaf(float(-RAISED<FORMAT, scalar_t>), x_sum, product);
                 sums[token][half] = fmaf(scale, product, sums[token][half]);
                 if constexpr (FORMAT::HAS_MINIMUM) sums[token][half] = fmaf(-minimum, x_sum, sums[token][half]);
             }

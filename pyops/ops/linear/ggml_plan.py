@@ -25,6 +25,8 @@ BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the nu
 _UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
 _MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
 _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
+# Threads of a multiprocessor, for which registers of ggml_mul_mat_vec.cu are bounded, by rows of X: more spill.
+_RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
 # Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
@@ -235,6 +237,11 @@ class VecConfig:
 
     def launch(self, problem: Problem) -> Launch:
         grid = -(-problem.n // (16 * self.row_warps)) * problem.tiles(self.tokens)
+        threads = 32 * self.row_warps * self.k_warps
+        # Fewer registers make room for blocks that there are, and cost a tenth more instructions.
+        resident = max(1, _RESIDENT_VEC_THREADS.get(self.tokens, 0) // threads)
+        if problem.choices is None:
+            resident = min(resident, max(1, -(-grid // problem.out.device.multiprocessors)))
         return problem.specialised(
             _vec,
             self.tokens,
@@ -242,8 +249,8 @@ class VecConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=problem.x_access,
-            MIN_BLOCKS=1,
-        ).launch(grid, 32 * self.row_warps * self.k_warps, self.shared_memory(problem), **problem.arguments())
+            MIN_BLOCKS=resident,
+        ).launch(grid, threads, self.shared_memory(problem), **problem.arguments())
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device hold
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
+_HELD = {("gptq", 4), ("exllama", 4), ("marlin", 8)}  # layouts and bits
+_MAX_HELD_ROWS = 8  # of 4 bits
 # Chosen by arithmetic, measured nowhere yet.
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
@@ -50,6 +52,7 @@ class PackedMmaConfig:
         warps: of a block, each with a part of K.
         splits: blocks of a cluster, each with a part of K.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        held: lanes hold codes of the next step in registers; else codes come through shared memory.
     """
 
     tile_m: int
@@ -57,6 +60,7 @@ class PackedMmaConfig:
     warps: int
     splits: int
     min_blocks: int
+    held: bool = False
 
     def __post_init__(self) -> None:
         resident = _RESIDENT.get((self.tile_m, self.tile_n), 0)
@@ -72,6 +76,7 @@ class PackedMmaConfig:
             warps=tuning.beside(self.warps, 1, 16),
             splits=tuning.beside(self.splits, 1, device.cluster),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
+            held=(False, True) if _may_hold(problem.weight) else (False,),
         )
         return [one for one in found if one.fits(problem, device)]
 
@@ -79,7 +84,7 @@ class PackedMmaConfig:
         """Bytes of a step of a warp: codes, rows of a, scales and zero points."""
         step, size = rows_of_step(problem.weight, self.tile_n), problem.constants()["GROUP_SIZE"]
         groups = step // size if 0 < size < step else 1
-        codes = step * self.tile_n * problem.weight.bits // 8
+        codes = 0 if self.held else step * self.tile_n * problem.weight.bits // 8
         return codes + self.tile_m * step * 2 + groups * problem.group_bits() * self.tile_n // 8
 
     def fits(self, problem: PackedProblem, device: Device) -> bool:
@@ -101,6 +106,7 @@ class PackedMmaConfig:
             WARPS=self.warps,
             SPLITS=self.splits,
             STAGES=stages,
+            HELD=self.held,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
             (-(-problem.places // self.tile_m) * (weight.n // self.tile_n), self.splits),
@@ -141,7 +147,8 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         step = rows_of_step(w, tile_n)
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
-        return fitting(config, problem, device)
+        held = config.splits == 1 and _may_hold(w) and (w.bits == 8 or m <= _MAX_HELD_ROWS)
+        return fitting(replace(config, held=held), problem, device)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
 
 
@@ -160,6 +167,11 @@ def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
 def _is_wide(weight: PackedWeight) -> bool:
     """Whether tiles of gemm_packed_mma.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
     return weight.layout == "awq" and weight.n % 128 == 0 and fits(weight, rows_of_step(weight, 128))
+
+
+def _may_hold(weight: PackedWeight) -> bool:
+    """Whether lanes of gemm_packed_mma.cu may hold codes: of layouts where this was faster for some rows."""
+    return (weight.layout, weight.bits) in _HELD
 
 
 def serves_few(problem: PackedProblem, device: Device) -> bool:
