@@ -29,8 +29,8 @@ class Profile:
 
 
 PROFILES = {
-    # Everything in eight minutes on two cores, with nothing in the caches.
-    "dev": Profile(4, 3, 1, 2, 1, 2, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
+    # Every op, and one variant of any other test; minutes on two cores, with nothing in the caches.
+    "dev": Profile(3, 3, 1, 2, 1, 1, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
     "ci": Profile(6, 6, 2, 4, 1, 6, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
     # What a GPU runs, where nothing takes long but compiling.
     "gpu": Profile(10, 24, 4, None, 3, None, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),

@@ -23,11 +23,14 @@ V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v
 VARLEN, MLA = pyops.registry["paged_attention_varlen"], pyops.registry["sm100_cutlass_mla_decode"]
 
 
+def example_of(op: Op, on: device.Device, **axes: Any) -> tuple[Any, ...]:
+    assert op.example is not None
+    return op.example(ArgMaker(on), **axes)
+
+
 def chosen(op: Op, arch: str | device.Device = "sm_90", **axes: Any) -> Any:
     """The Config of the example with these axes."""
-    on = device.model(arch) if isinstance(arch, str) else arch
-    assert op.example is not None
-    op.launches(*op.example(ArgMaker(on), **axes))
+    op.launches(*example_of(op, device.model(arch) if isinstance(arch, str) else arch, **axes))
     return tuning.last[op.name]
 
 
@@ -62,6 +65,58 @@ CHOICES = [
     (16384, 2048, (4, 1, 1, 2, 4)),
     (16384, 131072, (4, 1, 1, 2, 4)),
 ]
+
+
+# Heads of a group, their size, the cache -> (warps, tiles, blocks of a compute unit, one at a time, pieces).
+MATRIX_CORE_CHOICES = [
+    ("gfx942", 4, 128, "auto", (4, 1, 2, False, 1)),
+    ("gfx942", 4, 128, "fp8", (4, 2, 2, False, 1)),
+    ("gfx942", 16, 128, "auto", (4, 1, 1, False, 1)),
+    ("gfx942", 16, 256, "auto", (3, 1, 1, False, 1)),
+    ("gfx950", 16, 256, "auto", (4, 1, 2, False, 1)),
+    ("gfx1100", 4, 64, "auto", (4, 1, 2, False, 1)),
+    ("gfx1100", 4, 128, "auto", (4, 1, 2, True, 4)),
+    ("gfx1100", 4, 128, "fp8", (4, 1, 2, True, 2)),
+    ("gfx1201", 4, 128, "auto", (4, 1, 2, False, 1)),
+    ("gfx1201", 4, 256, "auto", (4, 1, 2, True, 4)),
+]
+
+
+@pytest.mark.parametrize(("arch", "group", "head_size", "cache", "expected"), MATRIX_CORE_CHOICES)
+def test_decode_on_matrix_cores(
+    arch: str, group: int, head_size: int, cache: str, expected: tuple[int, int, int, bool, int]
+) -> None:
+    """Registers and shared memory suffice: the latter for what the warps of a block leave of each head."""
+    axes = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": head_size, "kv_cache_dtype": cache}
+    found = chosen(V1, arch, num_tokens=64, max_seq_len=2048, **axes)
+    of_registers = found.num_warps, found.tiles_per_step, found.min_blocks, found.one_at_a_time, found.pieces
+    assert (*of_registers, found.heads_per_block) == (*expected, 16)
+
+
+# Their size, the cache -> (warps, tiles of rows, tokens of a step); None: attention_decode_simt.cu serves.
+MATRIX_CORE_PROMPTS = [
+    ("gfx942", 64, "auto", (4, 2, 64)),
+    ("gfx942", 128, "fp8", (4, 1, 64)),
+    ("gfx942", 256, "auto", (2, 1, 32)),
+    ("gfx950", 256, "auto", (4, 1, 32)),
+    ("gfx1100", 64, "auto", (4, 1, 32)),
+    ("gfx1100", 128, "fp8", (4, 1, 16)),
+    ("gfx1201", 128, "auto", (4, 1, 32)),
+    ("gfx1201", 256, "auto", None),
+]
+
+
+@pytest.mark.parametrize(("arch", "head_size", "cache", "expected"), MATRIX_CORE_PROMPTS)
+def test_prompts_on_matrix_cores(arch: str, head_size: int, cache: str, expected: tuple[int, int, int] | None) -> None:
+    on = device.model(arch)
+    args = example_of(VARLEN, on, num_tokens=4096, head_size=head_size, kv_cache_dtype=cache)
+    (launch,) = VARLEN.launches(*args)
+    if expected is None:
+        assert launch.specialisation.kernel.file == "attention/attention_decode_simt.cu"
+        return
+    found = tuning.last[VARLEN.name]
+    assert (found.num_warps, found.row_tiles, found.step_tokens) == expected
+    assert launch.shared <= on.shared_memory - 2176  # which a block has beside it, at most
 
 
 @pytest.mark.parametrize(("num_seqs", "max_tokens", "expected"), CHOICES)

@@ -148,6 +148,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
     assert capsys.readouterr().err.startswith(message)
 
 
+@pytest.mark.slow
 def test_no_axis_ends_in_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     """Of any op, whatever it is given."""
     for name, op in pyops.registry.items():

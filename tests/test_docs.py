@@ -119,6 +119,7 @@ def test_the_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_examples_print_what_the_readme_says() -> None:
     """In processes of their own, because ops list all kernels that the process holds."""
     assert_prints("import torch\nimport pyops", "cuda ['norm/", "cpu ", torch.cuda.is_available())
@@ -142,6 +143,7 @@ def assert_prints(start: str, on_gpu: str, without: str, gpu: bool) -> None:
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.slow
 def test_the_op_of_the_readme_works_and_its_fault_is_named() -> None:
     """In processes of their own, because an op stays registered."""
     (op,) = (block for block in blocks("python") if "kernel = Kernel(" in block)
@@ -212,6 +214,7 @@ for dtype in ("float32", "float16", "bfloat16"):
 """
 
 
+@pytest.mark.slow
 def test_the_op_of_add_an_op_works(tmp_path: Path) -> None:
     """In another process, because an op stays registered."""
     (kernel,) = blocks("cuda", page("add_an_op.md"))

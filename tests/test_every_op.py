@@ -259,7 +259,7 @@ def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_threads(op: Op, device: str) -> None:
     """Four threads at once, each with its own shape and twice in a row, as one after another."""
-    calls = [example(op, device, seed=i, num_tokens=1 + i) for i in range(4)]
+    calls = [example(op, device, seed=i, num_tokens=1 + i, **axes.fullest(op)) for i in range(4)]
     one_by_one = [run(op, args) for args in calls]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(2):

@@ -170,14 +170,22 @@ def test_a_run_goes_on_where_another_stopped(
     assert capsys.readouterr().out.count(f"{total} of {total} compiled") == 2
 
 
+def test_every_architecture_with_matrix_cores_is_compiled_for() -> None:
+    assert {*specialisations.ARCHS, *specialisations.RELATIVES} == set(device._MATRIX_CORES)
+    found = specialisations.of_relatives(["gfx942", "gfx1201"])
+    assert [(arch, one.kernel.file) for arch, one in found] == [
+        ("gfx1200", "attention/attention_decode.cu"),
+        ("gfx1200", "linear/gemm_mma.cu"),
+    ]
+
+
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
-    assert not {"attention/attention_decode.cu", "linear/ggml_mul_mat_vec.cu", "mamba/chunk_scan.cu"} & planned
-    assert "mamba/gated_delta_chunk.cu" not in planned
+    assert not {"linear/ggml_mul_mat_vec.cu", "mamba/chunk_scan.cu", "mamba/gated_delta_chunk.cu"} & planned
     assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= planned
     products = {"gemm_mma.cu", "grouped_gemm_mma.cu", "gemm_packed_tile.cu", "ggml_mul_mat.cu"}
-    on_matrix_cores = {f"linear/{name}" for name in products}
+    on_matrix_cores = {f"linear/{name}" for name in products} | {"attention/attention_decode.cu"}
     assert on_matrix_cores | {"attention/attention_varlen.cu", "attention/mla_decode.cu"} <= planned
 
 

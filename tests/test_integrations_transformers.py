@@ -160,6 +160,7 @@ def test_logits_are_as_exact_as_before(case: str, padded: bool) -> None:
 
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize(("case", "dtype"), [("mistral with a window", "float32"), ("qwen3", "bfloat16")])
+@pytest.mark.slow
 def test_kernels_on_the_host(case: str, dtype: str) -> None:
     """The kernels themselves read a cache whose blocks overlap: padded prompts, then decode steps."""
     model = model_of(case)
@@ -296,6 +297,7 @@ def test_a_padded_decode_step_compiled(model: Any) -> None:
     same_logits(steps(model, PagedCache(model.config, 25), True, compiled), theirs)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_after_weights_have_moved_uses_them(model: Any) -> None:
     accelerate(model)
     move_weights(model)

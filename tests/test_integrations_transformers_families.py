@@ -96,6 +96,7 @@ def test_tokens_are_the_same(family: str) -> None:
 
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize(("family", "dtype"), [("Gemma2", "bfloat16"), ("Phi", "float32")])
+@pytest.mark.slow
 def test_kernels_on_the_host(family: str, dtype: str) -> None:
     """Soft caps and windows, and queries turned in part, by the kernels themselves."""
     model = model_of(family)

@@ -70,6 +70,7 @@ def run(site: Path, ops: str | None) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_without_the_switch_nothing_happens(site: Path) -> None:
     done = run(site, None)
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,7 @@ def test_the_switch(value: str, ops: tuple[str, ...], monkeypatch: pytest.Monkey
     ("ops", "replaced", "norm"),
     [("all", ["silu_and_mul", "rms_norm"], 1.0), ("silu_and_mul", ["silu_and_mul"], 7.0)],
 )
+@pytest.mark.slow
 def test_ops_are_replaced_and_logged(site: Path, ops: str, replaced: list[str], norm: float) -> None:
     """Those of a known schema, each with one line."""
     done = run(site, ops)
@@ -105,6 +107,7 @@ def test_ops_are_replaced_and_logged(site: Path, ops: str, replaced: list[str], 
         ("gelu_and_mul", "override: gelu_and_mul: expected the schema"),
     ],
 )
+@pytest.mark.slow
 def test_a_name_that_cannot_be_served_is_an_error(site: Path, ops: str, message: str) -> None:
     done = run(site, ops)
     assert done.returncode != 0

@@ -303,6 +303,7 @@ def test_the_kernels_write_the_same() -> None:
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.slow
 def test_a_model_that_was_warmed_up_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of any lengths, decode steps of any batch, a text that steps back; on the host."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -443,6 +443,54 @@ def test_files_of_older_versions_are_read() -> None:
     assert Config.parse(stablelm).rope == Rope(100.0, partial_rotary_factor=0.5)
 
 
+IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGES |= {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize("case", ["gemma3", "gemma3, three layers, not tied, gelu"])
+@pytest.mark.slow
+def test_the_text_of_a_model_that_reads_images(case: str, tmp_path: Path) -> None:
+    """Under both of the names that transformers has written for the parts of such a model."""
+    text = reference(case)
+    tied = text.config.tie_word_embeddings
+    both = {"text_config": text.config.to_dict(), "vision_config": IMAGES, "mm_tokens_per_image": 4}
+    config = transformers.Gemma3Config(**both, tie_word_embeddings=tied, eos_token_id=[95, 94])
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    assert any(name.startswith("language_model.model.layers") for name in tensors)
+    newer = {f"model.{name}".replace("language_model.model.", "language_model."): x for name, x in tensors.items()}
+    newer = {name.replace("model.language_model.lm_head", "lm_head"): x for name, x in newer.items()}
+    for each in (tensors, newer):
+        safetensors.torch.save_file(each, file)
+        ours = load(tmp_path)
+        assert ours.config.eos_token_ids == (95, 94)
+        (found,) = Engine(ours, max_seq_len=110).generate([PROMPTS[0]], SamplingParams(max_tokens=8))
+        written = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert found == written[0, len(PROMPTS[0]) :].tolist()
+
+
+def test_a_text_config_that_says_little() -> None:
+    """As in folders of Gemma 3; the rest is as in transformers."""
+    said = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    said |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    name, theirs = "Gemma3ForConditionalGeneration", transformers.Gemma3TextConfig(**said)
+    config = Config.parse({"architectures": [name], "text_config": said, "torch_dtype": "bfloat16"})
+    for size in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(config, size) == getattr(theirs, size)
+    assert config.max_position_embeddings == theirs.max_position_embeddings
+    assert config.multipliers.attention == theirs.query_pre_attn_scalar**-0.5
+    kinds = tuple(SLIDING if window else FULL for window in config.sliding_windows)
+    assert (kinds, config.tie_word_embeddings, config.dtype) == (tuple(theirs.layer_types), True, "bfloat16")
+    assert config.layer_ropes[4:6] == (Rope(1e4), Rope(1e6, "linear", 8.0))
+    with pytest.raises(ModelError, match="text_config: expected an object, got None"):
+        Config.parse({"architectures": [name]})
+
+
 def test_heads_of_older_names_are_read(tmp_path: Path) -> None:
     """GPT-NeoX's head, and the masks that its folders have."""
     model = reference("gpt-neox")

@@ -187,7 +187,7 @@ def test_defaults_of_configs_that_leave_them_out() -> None:
     assert sizes == (512, 1536, 192, 128)
     assert config.mixture.layers == (False, False, False, True)
     assert (config.mixture.num_groups, config.mixture.top_k_groups) == (8, 4)
-    assert config.num_layers_not_read == 1
+    assert config.not_read == ("model.layers.4.",)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -36,6 +36,7 @@
 //     TILES          tiles of 16 tokens in a step
 //     CLUSTER        blocks of a cluster
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
+//     PIECES         registers hold one of so many pieces of the keys or of the values; 1 unless ONE_AT_A_TIME
 //     MIN_BLOCKS     occupancy that bounds the registers: blocks of 4 warps on a multiprocessor
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
 //     DIRECT         the result of a sequence of one split is final
@@ -44,9 +45,8 @@
 #include "cluster.cuh"
 #include "decode_logits.cuh"
 #include "decode_tile.cuh"
-#include "mma.cuh"
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(128 * MIN_BLOCKS, 1)
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(4 * WARP_SIZE * MIN_BLOCKS, 1)
 attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  partial_t* tmp_out,               // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
@@ -74,8 +74,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int num_warps = blockDim.x / 32;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int num_warps = blockDim.x / WARP_SIZE;
     const int turn = (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // the warp's number among those of the split
     const int round = CLUSTER * num_warps * STEP;                        // tokens from one step of a warp to its next
     int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y;
@@ -121,8 +121,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                             value_token_stride,
                             splits.first,
                             end,
-                            g,
-                            t};
+                            cache_row(lane),
+                            cache_run(lane)};
 
     // The loads of the first keys and values are in flight while the queries are prepared.
     int start = begin + turn * STEP;
@@ -152,37 +152,49 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     });
     __syncthreads();
 
-    float unit[COLUMNS][2], slope[COLUMNS][2];  // of the lane's heads
+    float unit[COLUMNS][LANE_HEADS], slope[COLUMNS][LANE_HEADS];  // of the lane's heads
 #pragma unroll
-    for (int i = 0; i < COLUMNS * 2; ++i) {
-        const int head = i / 2 * 8 + 2 * t + i % 2;
-        unit[i / 2][i % 2] = units[head];
-        slope[i / 2][i % 2] = HAS_ALIBI && head < num_heads ? alibi_slopes[first_head + head] * LOG2_E : 0.0f;
+    for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
+        const int column = i / LANE_HEADS, head = column * TILE_HEADS + sum_head(lane, i % LANE_HEADS);
+        unit[column][i % LANE_HEADS] = units[head];
+        slope[column][i % LANE_HEADS] = HAS_ALIBI && head < num_heads ? alibi_slopes[first_head + head] * LOG2_E : 0.0f;
     }
 
     // Of the lane's heads: the largest logit, the lane's part of the sum of exponentials, and O^T.
-    float max_logit[COLUMNS][2], exp_sum[COLUMNS][2], o[COLUMNS][ROWS][4];
+    float max_logit[COLUMNS][LANE_HEADS], exp_sum[COLUMNS][LANE_HEADS], o[COLUMNS][ROWS][PRODUCT_SUMS];
 #pragma unroll
-    for (int i = 0; i < COLUMNS * 2; ++i) {
-        max_logit[i / 2][i % 2] = minus_infinity();
-        exp_sum[i / 2][i % 2] = 0.0f;
+    for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
+        max_logit[i / LANE_HEADS][i % LANE_HEADS] = minus_infinity();
+        exp_sum[i / LANE_HEADS][i % LANE_HEADS] = 0.0f;
     }
+    constexpr int OUT_SUMS = ROWS * PRODUCT_SUMS;  // of a column
 #pragma unroll
-    for (int i = 0; i < COLUMNS * ROWS * 4; ++i) o[i / (ROWS * 4)][i / 4 % ROWS][i % 4] = 0.0f;
+    for (int i = 0; i < COLUMNS * OUT_SUMS; ++i) {
+        o[i / OUT_SUMS][i / PRODUCT_SUMS % ROWS][i % PRODUCT_SUMS] = 0.0f;
+    }
 
     for (; start < end; start += round) {
         const int next = start + round;
 
-        logits_t s;
-        multiply_keys(s, keys, queries, g, t);
+        // Masks stand before products, which the compiler would move behind their branches: operands would be kept.
         const bool whole = loader.all_attended(numbers, start);
-        unsigned attended = ~0u;  // bit 2 * tile + half: row g + half * 8 of the tile
+        unsigned attended = ~0u;  // bit tile * SUM_ROWS + i: the lane's token i of the tile
         if (!whole) {
             attended = 0;
 #pragma unroll
-            for (int i = 0; i < TILES * 2; ++i) {
-                attended |= unsigned(loader.is_attended(numbers, start, token_of(i / 2, g + i % 2 * 8))) << i;
+            for (int i = 0; i < TILES * SUM_ROWS; ++i) {
+                const int token = token_of(i / SUM_ROWS, sum_row(lane, i % SUM_ROWS));
+                attended |= unsigned(loader.is_attended(numbers, start, token)) << i;
             }
+        }
+        logits_t s;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            if (piece > 0) {
+                order_loads();
+                loader.load_keys(keys, start, numbers, piece);
+            }
+            multiply_keys(s, keys, queries, lane, piece);
         }
         if constexpr (ONE_AT_A_TIME) {
             sync_warp();
@@ -191,98 +203,88 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             loader.load_keys(keys, next, next_numbers);
         }
 
-        // The online softmax. P^T is p_hi + p_lo, fragments of two numbers of the products' type.
-        uint32_t p_hi[TILES][COLUMNS][2], p_lo[TILES][COLUMNS][2];
+        // The online softmax. P^T is p_hi + p_lo, operands of two numbers of the products' type.
+        uint32_t p_hi[TILES][COLUMNS][HEAD_WORDS], p_lo[TILES][COLUMNS][HEAD_WORDS];
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column) {
-            float larger[2] = {max_logit[column][0], max_logit[column][1]};
-            finish_logits(s, column, unit[column], slope[column], logits_soft_cap, attended, start, splits.length, g,
-                          larger);
-            if (any_lane(larger[0] > max_logit[column][0] || larger[1] > max_logit[column][1])) {
-                float shrink[2];
+            float larger[LANE_HEADS];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < LANE_HEADS; ++i) larger[i] = max_logit[column][i];
+            finish_logits(s, column, unit[column], slope[column], logits_soft_cap, attended, start, splits.length, lane,
+                          larger);
+            bool grows = false;
+#pragma unroll
+            for (int i = 0; i < LANE_HEADS; ++i) grows |= larger[i] > max_logit[column][i];
+            if (any_lane(grows)) {
+                float shrink[LANE_HEADS];
+#pragma unroll
+                for (int i = 0; i < LANE_HEADS; ++i) {
                     shrink[i] = relative_exp2(max_logit[column][i], larger[i]);
                     exp_sum[column][i] *= shrink[i];
                     max_logit[column][i] = larger[i];
                 }
 #pragma unroll
-                for (int i = 0; i < ROWS * 4; ++i) o[column][i / 4][i % 4] *= shrink[i % 2];
+                for (int i = 0; i < OUT_SUMS; ++i) {
+                    o[column][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i % LANE_HEADS];
+                }
             }
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
-                float exact[4], hi[4];
+                float exact[PRODUCT_SUMS], hi[PRODUCT_SUMS];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    exact[i] = probability_of<product_t>(s[tile][column][i], max_logit[column][i % 2]);
-                    exp_sum[column][i % 2] += exact[i];
+                for (int i = 0; i < PRODUCT_SUMS; ++i) {
+                    exact[i] = probability_of<product_t>(s[tile][column][i], max_logit[column][i % LANE_HEADS]);
+                    exp_sum[column][i % LANE_HEADS] += exact[i];
                 }
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const uint32_t word = pack_pair<product_t>(exact[2 * half], exact[2 * half + 1]);
-                    unpack_pair<product_t>(word, hi[2 * half], hi[2 * half + 1]);
-                    p_hi[tile][column][half] = transpose_8x8(word);
+                for (int pair = 0; pair < PRODUCT_SUMS / 2; ++pair) {
+                    const uint32_t word = pack_pair<product_t>(exact[2 * pair], exact[2 * pair + 1]);
+                    unpack_pair<product_t>(word, hi[2 * pair], hi[2 * pair + 1]);
+                    p_hi[tile][column][pair] = word;
                     if constexpr (!IS_FP8) {
-                        p_lo[tile][column][half] = transpose_8x8(pack_pair<product_t>(
-                            exact[2 * half] - hi[2 * half], exact[2 * half + 1] - hi[2 * half + 1]));
+                        p_lo[tile][column][pair] = pack_pair<product_t>(exact[2 * pair] - hi[2 * pair],
+                                                                        exact[2 * pair + 1] - hi[2 * pair + 1]);
                     }
                 }
+                finish_probabilities(p_hi[tile][column]);
+                if constexpr (!IS_FP8) finish_probabilities(p_lo[tile][column]);
             }
         }
 
         // O^T += V^T P^T.
-        const auto accumulate = [&](int tile, int m, const uint32_t (&a)[4]) {
+        const auto accumulate = [&](int tile, int m, const uint32_t (&a)[SHORT_WORDS]) {
 #pragma unroll
             for (int column = 0; column < COLUMNS; ++column) {
-                if constexpr (!IS_FP8) mma_m16n8k16<product_t>(o[column][m], a, p_lo[tile][column]);
-                mma_m16n8k16<product_t>(o[column][m], a, p_hi[tile][column]);
+                if constexpr (!IS_FP8) multiply_cache<product_t>(o[column][m], a, p_lo[tile][column]);
+                multiply_cache<product_t>(o[column][m], a, p_hi[tile][column]);
             }
         };
-        if (!whole) loader.clear_unattended(values, start, numbers);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
+        for (int i = 0; i < PIECES * TILES; ++i) {
+            const int piece = i / TILES, tile = i % TILES;
+            if (tile == 0 && piece > 0) {
+                order_loads();
+                loader.load_values(values, start, numbers, piece);
+            }
+            if (tile == 0 && !whole) loader.clear_unattended(values, start, numbers);
             if constexpr (PACKED) {
 #pragma unroll
-                for (int m = 0; m < ROWS; ++m) {
-                    uint32_t a[2][2];  // [half][pair of tokens]
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const auto* words = reinterpret_cast<const uint32_t*>(&values.runs[m][half]);
-                        if constexpr (IS_FP8) {
-                            fp8_to_half<cache_t>(words[tile], a[half]);
-                        } else {
-                            a[half][0] = words[2 * tile];
-                            a[half][1] = words[2 * tile + 1];
-                        }
-                    }
-                    accumulate(tile, m, {a[0][0], a[1][0], a[0][1], a[1][1]});
+                for (int m = 0; m < PIECE_ROWS; ++m) {
+                    uint32_t a[SHORT_WORDS];
+                    operand_of_rows<RUN_WORDS>(a, [&](int row, int word) {
+                        return values.runs[m][row][tile * (RUN_TOKENS / WORD_ELEMENTS) + word];
+                    });
+                    accumulate(tile, piece * PIECE_ROWS + m, a);
                 }
             } else {
 #pragma unroll
-                for (int c = 0; c < VALUE_CHUNKS; ++c) {
+                for (int w = 0; w < VALUE_CHUNKS * VALUE_WORDS; ++w) {
+                    uint32_t a[OPERANDS][SHORT_WORDS];
+                    order_loads();
+                    operands_of_tokens(
+                        a, [&](int token) { return values.rows[tile][token][w / VALUE_WORDS][w % VALUE_WORDS]; });
 #pragma unroll
-                    for (int w = 0; w < 4; ++w) {
-                        const uint4(&rows)[4][VALUE_CHUNKS] = values.rows[tile];
-                        uint32_t a[IS_FP8 ? 2 : 1][4];
-#pragma unroll
-                        for (int k = 0; k < 2; ++k) {  // tokens 2t and 2t + 1, then 2t + 8 and 2t + 9
-                            const uint32_t even = component(rows[2 * k][c], w), odd = component(rows[2 * k + 1][c], w);
-                            if constexpr (IS_FP8) {
-                                uint32_t halves[2][2];
-                                fp8_to_half<cache_t>(pack_bytes<false>(even, odd), halves[0]);
-                                fp8_to_half<cache_t>(pack_bytes<true>(even, odd), halves[1]);
-#pragma unroll
-                                for (int i = 0; i < 4; ++i) a[i / 2][2 * k + i % 2] = halves[i / 2][i % 2];
-                            } else {
-                                a[0][2 * k] = pack_halves<false>(even, odd);
-                                a[0][2 * k + 1] = pack_halves<true>(even, odd);
-                            }
-                        }
-#pragma unroll
-                        for (int pair = 0; pair < (IS_FP8 ? 2 : 1); ++pair) {
-                            accumulate(tile, c * (CHUNK / 2) + w * (CHUNK / 8) + pair, a[pair]);
-                        }
-                    }
+                    for (int k = 0; k < OPERANDS; ++k) accumulate(tile, piece * PIECE_ROWS + w * OPERANDS + k, a[k]);
                 }
             }
         }
@@ -300,13 +302,15 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     const auto output_of = [&](int w, int head) {
         return reinterpret_cast<float*>(memory) + (w * MAX_HEADS + head) * OUTPUT_STRIDE;
     };
-    store_results(max_logit, exp_sum, o, num_heads, warp, g, t, warp_max, warp_sum, output_of);
+    store_results(max_logit, exp_sum, o, num_heads, warp, lane, warp_max, warp_sum, output_of);
     __syncthreads();
 
     // A warp joins the results of a head and writes them. In a cluster, the warp leaves them in shared memory, and one
     // block of the cluster joins and writes the blocks' results of a head.
     constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
-    constexpr int WRITERS = CLUSTER == 1 ? 32 : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS : MIN_CLUSTER_THREADS;
+    constexpr int WRITERS = CLUSTER == 1                         ? WARP_SIZE
+                            : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS
+                                                                 : MIN_CLUSTER_THREADS;
     const auto write = [&](int head, const auto& join, auto total) {
         const int64_t query_head = first_head + head;
         const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;

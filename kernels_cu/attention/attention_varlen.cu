@@ -48,8 +48,11 @@ constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
 constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
 constexpr int64_t NOWHERE = int64_t(1) << 63;       // no address: negative, and aligned for any access
 
-using rows_tile = SwizzledTile<scalar_t, CHUNKS>;      // queries, keys and values: a row for each token
-using dims_tile = SwizzledTile<scalar_t, TOKENS / 8>;  // VALUES_BY_DIM: values: a row for each head dimension
+using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries, keys and values: a row for each token
+// VALUES_BY_DIM: values: a row for each head dimension. A SwizzledTile of few tokens would be half empty.
+template <bool FEW> struct dims_tile_of { using type = SwizzledTile<scalar_t, TOKENS / 8>; };
+template <> struct dims_tile_of<true> { using type = PitchedTile<scalar_t, TOKENS + 8>; };
+using dims_tile = dims_tile_of < ON_MATRIX_CORES&& TOKENS<64>::type;
 // Only ldmatrix loads columns of a tile as rows of an operand.
 constexpr bool VALUES_BY_DIM = PACKED || ON_MATRIX_CORES;
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
@@ -90,18 +93,18 @@ DEVICE void each_item(F f) {
 // Copies that are held: 8 elements of the cache each, as they are.
 constexpr int CODE_WORDS = 2 * sizeof(cache_t), WORD_CODES = 4 / sizeof(cache_t);
 template <int ITEMS> using held_t = uint32_t[HOLDS_COPIES ? ceil_div(ITEMS, NUM_THREADS) : 1][CODE_WORDS];
-template <typename T>
 DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
-    Vec<T, 8> codes;
+    Vec<scalar_t, 8> elements;
 #pragma unroll
-    for (int i = 0; i < CODE_WORDS; ++i) codes.template word<WORD_CODES>(i * WORD_CODES) = words[i];
-    if constexpr (IS_FP8) {
-        float x[8];
-        codes.to_floats(x);
-        return Vec<scalar_t, 8>::from_floats(x);
-    } else {
-        return codes;
+    for (int i = 0; i < CODE_WORDS; ++i) {
+        uint32_t pairs[2] = {words[i]};
+        if constexpr (IS_FP8) fp8_to_pairs<scalar_t, cache_t>(words[i], pairs);
+#pragma unroll
+        for (int j = 0; j < WORD_CODES / 2; ++j) {
+            elements.template word<2>((i * WORD_CODES / 2 + j) * 2) = pairs[j];
+        }
     }
+    return elements;
 }
 
 // Operand b of O += P V: tokens from 16 * k on of 16 dimensions from 16 * step on.
@@ -219,8 +222,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     const auto store_keys = [&] {
         if constexpr (HOLDS_COPIES) {
             each_item<TOKENS * CHUNKS>([&](int i, int n) {
-                *reinterpret_cast<Vec<scalar_t, 8>*>(keys_at(0).at(i / CHUNKS, i % CHUNKS)) =
-                    elements_of<cache_t>(held_keys[n]);
+                *reinterpret_cast<Vec<scalar_t, 8>*>(keys_at(0).at(i / CHUNKS, i % CHUNKS)) = elements_of(held_keys[n]);
             });
         }
     };
@@ -273,7 +275,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         if constexpr (HOLDS_COPIES) {
             const dims_tile values{values_at(0)};
             each_item<TOKENS * CHUNKS>([&](int i, int n) {
-                const Vec<scalar_t, 8> elements = elements_of<cache_t>(held_values[n]);
+                const Vec<scalar_t, 8> elements = elements_of(held_values[n]);
                 if constexpr (PACKED) {
                     *reinterpret_cast<Vec<scalar_t, 8>*>(values.at(i / (TOKENS / 8), i % (TOKENS / 8))) = elements;
                 } else {

@@ -38,6 +38,10 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
+// Whether a tile with no limit but the causal one has masks of its own. Heads of 256 lack the registers.
+constexpr bool MASKS_BY_LIMIT = HEAD_SIZE <= 192;
+// Whether an item is stored before the next item's first logits are computed: so heads of 256 have registers.
+constexpr bool STORES_FIRST = HEAD_SIZE > 192;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -73,7 +77,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     __shared__ Work works[QUERY_STAGES];
     __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t holes[STAGES];
-    Tiles tiles(shared, works, holes, kinds);
+    __shared__ Item items[2];
+    Tiles tiles(shared, works, holes, kinds, items);
     tiles.init<NUM_THREADS>();
     __syncthreads();
     const Window window(sliding_window);
@@ -87,7 +92,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                                       num_tokens,   max_tokens, num_kv_heads, max_splits};
             Producer producer{tiles,        sequences,    window,     &query_map, &key_map, &value_map,
                               block_tables, table_stride, table_step, num_blocks, lane,     lane % BOXES};
-            producer.run(items_taken, num_items);
+            producer.run({items_taken, int(num_items)});
         } else if constexpr (IS_FP8) {
             widen_tiles(tiles);
         }
@@ -168,7 +173,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 by_series = !any_lane(!CapSeries::serves(bits)) && logits_soft_cap < 0x1p23f;
             }
             // In the plain case products take the place of logits, up to the factor `unit` or the series.
-            const bool plain = !HAS_ALIBI && whole && unit > 0.0f && by_series;
+            const bool plain = !HAS_ALIBI && (whole || !HAS_SOFTCAP) && unit > 0.0f && by_series;
             if (!plain) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
@@ -185,7 +190,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     s[i] = fmaf(slopes[half], distance + float(column), s[i]);
                 }
             }
-            if (!whole) {
+            if (MASKS_BY_LIMIT && !whole && start >= whole_begin && !missing) {
+                // The causal limit alone: one comparison of an element.
+                const int last[2] = {limits[0] - start - 2 * t, limits[1] - start - 2 * t};
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) {
+                    if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) s[i] = minus_infinity();
+                }
+            } else if (!whole) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
                     const int column = i / 4 * 8 + i % 2, half = i / 2 % 2, before = start + 2 * t;
@@ -282,11 +294,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
+        const auto start_next = [&] {
+            tiles.query.advance();
+            tiles.query.wait();
+            start_logits();
+        };
         // The first logits of the next item are computed while this one's results are stored.
-        tiles.query.advance();
-        tiles.query.wait();
-        start_logits();
-        warpgroup_wait<1>();
+        if (!STORES_FIRST) start_next();
+        warpgroup_wait<STORES_FIRST ? 0 : 1>();
         warpgroup_fence_operand(o);
         release(tiles.value);
         tiles.value.advance();
@@ -333,18 +348,19 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
 #pragma unroll
             for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
-                uint32_t pairs[4];
+                Vec<uint32_t, 4> pairs;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int at = (i + j) * 4 + 2 * half;
-                    pairs[j] = at < HEAD_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
+                    pairs.data[j] = at < HEAD_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
                 }
-                transpose_4x4(pairs);
+                transpose_4x4(pairs.data);
                 if (exists && i + t < HEAD_SIZE / 8) {
-                    *reinterpret_cast<uint4*>(to + (i + t) * 8) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+                    pairs.store(reinterpret_cast<uint32_t*>(to + (i + t) * 8));
                 }
             }
         }
+        if (STORES_FIRST) start_next();
     }
     warpgroup_wait<0>();
 }

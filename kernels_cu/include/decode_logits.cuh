@@ -3,35 +3,34 @@
 //
 //     S^T = K Q^T,   l = softcap(scale * S) + slope * (token - length + 1), or -inf where a token is not attended
 //
-// Tokens are the rows of S^T, and the few query heads of a block are its columns. Of each tile of 16 tokens and 8 heads
-// a lane holds four elements: element i is in row g + i / 2 * 8 and column 2t + i % 2, with g = lane / 4 and t = lane %
-// 4 (mma.cuh).
+// Of each tile of 16 tokens and TILE_HEADS heads a lane holds PRODUCT_SUMS elements: element i is of token
+// sum_row(lane, i / LANE_HEADS) and head sum_head(lane, i % LANE_HEADS) (decode_tile.cuh).
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once
 #include "decode_tile.cuh"
 
-using logits_t = float[TILES][COLUMNS][4];
+using logits_t = float[TILES][COLUMNS][PRODUCT_SUMS];
 
 // Copies the queries of a block to shared memory, with zeros for heads and elements that do not exist; query_of(head)
 // is where the query of a head lies. units[head] becomes the factor from a product of the head to its logit: key_unit,
 // and with a cache of fp8 the inverse of the power of two that brings the query into the range of float16.
 template <typename F>
 DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int head = warp; head < HEADS; head += int(blockDim.x) / 32) {
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    for (int head = warp; head < HEADS; head += int(blockDim.x) / WARP_SIZE) {
         const scalar_t* from = query_of(head);
         float factor = 1.0f;
         if (IS_FP8) {
             float absmax = 0.0f;
-            for (int i = lane; i < HEAD_SIZE && head < num_heads; i += 32) {
+            for (int i = lane; i < HEAD_SIZE && head < num_heads; i += WARP_SIZE) {
                 absmax = fmaxf(absmax, fabsf(to_float(from[i])));
             }
 #pragma unroll
-            for (int mask = 16; mask > 0; mask /= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
+            for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
             factor = inverse_power_of_two(absmax);
         }
-        for (int i = lane; i < QUERY_SIZE; i += 32) {
+        for (int i = lane; i < QUERY_SIZE; i += WARP_SIZE) {
             const bool inside = head < num_heads && i < HEAD_SIZE;
             const float x = inside ? to_float(from[i]) : 0.0f;
             queries[head * QUERY_STRIDE + i] = from_float<product_t>(IS_FP8 ? x * factor : x);
@@ -40,62 +39,87 @@ DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, flo
     }
 }
 
-// S^T = K Q^T.
-DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* queries, int g, int t) {
+// S^T = K Q^T for the first piece of the keys; S^T += for others.
+DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* queries, int lane, int piece) {
+    if (piece == 0) {
 #pragma unroll
-    for (int i = 0; i < TILES * COLUMNS * 4; ++i) s[i / (COLUMNS * 4)][i / 4 % COLUMNS][i % 4] = 0.0f;
+        for (int i = 0; i < TILES * COLUMNS * PRODUCT_SUMS; ++i) {
+            s[i / (COLUMNS * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMNS][i % PRODUCT_SUMS] = 0.0f;
+        }
+    }
+    // Where registers are few, queries are loaded in every step.
+    const int own = MATRIX_CORE == WMMA_11 || PIECES > 1 ? made_anew(lane) : lane;
+    // Words of a query that are loaded at once, of one product or two; of one access or two.
+    constexpr int TERMS = KEY_WORDS < 4 && !IS_FP8 ? 4 : KEY_WORDS, ACCESS = TERMS < 4 ? TERMS : 4;
 #pragma unroll
-    for (int i = 0; i < KEY_CHUNKS * COLUMNS; ++i) {
-        const int c = i / COLUMNS, column = i % COLUMNS;
-        const product_t* q = queries + (column * 8 + g) * QUERY_STRIDE + (4 * c + t) * CHUNK;
-        if constexpr (IS_FP8) {
+    for (int i = 0; i < KEY_CHUNKS * CHUNK_WORDS * COLUMNS; i += TERMS) {
+        const int column = i / TERMS % COLUMNS, first = i / (TERMS * COLUMNS) * TERMS;
+        const int c = piece * KEY_CHUNKS + first / CHUNK_WORDS, head = column * TILE_HEADS + operand_head(own);
+        const product_t* q =
+            queries + head * QUERY_STRIDE + (KEY_LANES * c + cache_run(own)) * CHUNK + first % CHUNK_WORDS * 2;
+        uint32_t terms[TERMS];
+        order_loads();
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const uint2 terms = *reinterpret_cast<const uint2*>(q + 4 * w);
+        for (int k = 0; k < TERMS; k += ACCESS) {
+            const auto loaded = *reinterpret_cast<const Vec<uint32_t, ACCESS>*>(q + 2 * k);
 #pragma unroll
-                for (int tile = 0; tile < TILES; ++tile) {
-                    uint32_t a[2], b[2];
-                    fp8_to_half<cache_t>(component(keys.rows[tile][0][c], w), a);
-                    fp8_to_half<cache_t>(component(keys.rows[tile][1][c], w), b);
-                    mma_m16n8k16<product_t>(s[tile][column], {a[0], b[0], a[1], b[1]}, {terms.x, terms.y});
-                }
-            }
-        } else {
-            const uint4 terms = *reinterpret_cast<const uint4*>(q);
+            for (int j = 0; j < ACCESS; ++j) terms[k + j] = loaded.data[j];
+        }
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                const uint4 low = keys.rows[tile][0][c], high = keys.rows[tile][1][c];
-                mma_m16n8k16<product_t>(s[tile][column], {low.x, high.x, low.y, high.y}, {terms.x, terms.y});
-                mma_m16n8k16<product_t>(s[tile][column], {low.z, high.z, low.w, high.w}, {terms.z, terms.w});
+        for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+            for (int k = 0; k < TERMS; k += KEY_WORDS) {
+                uint32_t tokens[KEY_WORDS * CACHE_ROWS], heads[KEY_WORDS];
+                operand_of_rows<KEY_WORDS>(tokens, [&](int row, int word) {
+                    const int at = (first + k) / (IS_FP8 ? 2 : 1) + word;
+                    return keys.rows[tile][row][at / 4][at % 4];
+                });
+#pragma unroll
+                for (int j = 0; j < KEY_WORDS; ++j) heads[j] = terms[k + j];
+                multiply_cache<product_t>(s[tile][column], tokens, heads);
             }
         }
     }
 }
 
 // Turns the products of one column of tiles in `s` into logits, and raises max_logit to the largest of the lane's
-// logits. unit, slope and max_logit belong to the lane's two heads of the column. Bit 2 * tile + half of `attended` is
-// set if the token of row g + half * 8 of the tile is attended. The step begins at token `start` of a sequence of
-// `length` tokens.
-DEVICE void
-finish_logits(logits_t& s, int column, const float (&unit)[2], const float (&slope)[2], float logits_soft_cap,
-              unsigned attended, int start, int length, int g, float (&max_logit)[2]) {
+// logits. unit, slope and max_logit belong to the lane's heads of the column. Bit tile * SUM_ROWS + i of `attended` is
+// set if the lane's token i of the tile is attended. The step begins at token `start` of a sequence of `length` tokens.
+DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEADS], const float (&slope)[LANE_HEADS],
+                          float logits_soft_cap, unsigned attended, int start, int length, int lane,
+                          float (&max_logit)[LANE_HEADS]) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < PRODUCT_SUMS; ++i) {
+            const int head = i % LANE_HEADS, row = i / LANE_HEADS;
             float& logit = s[tile][column][i];
-            logit = logit_of<HAS_SOFTCAP>(logit, unit[i % 2], logits_soft_cap);
+            logit = logit_of<HAS_SOFTCAP>(logit, unit[head], logits_soft_cap);
             if (HAS_ALIBI) {
-                const int token = start + token_of(tile, g + i / 2 * 8);
-                logit = fmaf(slope[i % 2], float(token + 1 - length), logit);
+                const int token = start + token_of(tile, sum_row(lane, row));
+                logit = fmaf(slope[head], float(token + 1 - length), logit);
             }
-            if (!(attended >> (2 * tile + i / 2) & 1)) logit = minus_infinity();
-            max_logit[i % 2] = fmaxf(max_logit[i % 2], logit);
+            if (!(attended >> (SUM_ROWS * tile + row) & 1)) logit = minus_infinity();
+            max_logit[head] = fmaxf(max_logit[head], logit);
         }
     }
 #pragma unroll
-    for (int mask = 4; mask <= 16; mask *= 2) {
-        max_logit[0] = fmaxf(max_logit[0], shfl_xor(max_logit[0], mask));
-        max_logit[1] = fmaxf(max_logit[1], shfl_xor(max_logit[1], mask));
+    for (int mask = FIRST_HEAD_MASK; mask < WARP_SIZE; mask *= 2) {
+#pragma unroll
+        for (int head = 0; head < LANE_HEADS; ++head) {
+            max_logit[head] = fmaxf(max_logit[head], shfl_xor(max_logit[head], mask));
+        }
+    }
+}
+
+// Makes the operand of a tile from the lane's probabilities, rounded and packed: a word of each two of its elements.
+constexpr int HEAD_WORDS = ON_MATRIX_CORES ? SHORT_WORDS : 2;
+template <int WORDS>
+DEVICE void finish_probabilities(uint32_t (&words)[WORDS]) {
+    if constexpr (ON_MATRIX_CORES) {
+        finish_operand(words);
+    } else {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) words[i] = transpose_8x8(words[i]);
     }
 }

@@ -1,15 +1,27 @@
 // decode_tile.cuh: the tiles that a warp of attention_decode multiplies, and how they get from a paged cache to
 // registers.
 //
-// A warp computes a step of STEP tokens at a time: TILES tiles of 16 tokens. Keys and values go from memory to the
-// registers of mma.m16n8k16 directly. A matrix product allows any order of the tokens among its rows, and any order of
-// the dimensions among the terms of its sums: the orders here make each lane's elements neighbours in memory. In
-// comments g = lane / 4 and t = lane % 4, as in mma.cuh.
+// A warp computes a step of STEP tokens at a time: TILES tiles of 16 tokens. Keys and values go from memory to operands
+// of products directly. A matrix product allows any order of the tokens among its rows, and any order of the dimensions
+// among the terms of its sums: the orders here make each lane's elements neighbours in memory.
+//
+// A product multiplies 16 rows of the cache (keys: tokens; values: dimensions) by TILE_HEADS heads. By mma.cuh the cache is
+// operand a and the sums are [rows of the cache, heads]; on matrix cores, whose two operands are alike, the heads are
+// operand a and the sums are [heads, rows of the cache], so that probabilities are an operand as they are. With
+// g = lane / 4 and t = lane % 4 a lane has
+//
+//                                      mma.cuh              matrix_core.cuh
+//     of the cache, rows               g, g + 8             cache_row(lane)
+//     of the cache, run of K           t                    cache_run(lane)
+//     of the heads as an operand       g                    lane % 16
+//     of sums, heads                   2t, 2t + 1           lane % 16
+//     of sums, rows of the cache       g, g + 8             lane_column(lane) + i,  i < SUM_ROWS
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once
+#include "async.cuh"
 #include "attention.cuh"
-#include "mma.cuh"
+#include "product.cuh"
 
 constexpr int MAX_WARPS = CLUSTER > 1 ? 8 : 4;
 constexpr int MIN_CLUSTER_THREADS = 128;  // a block of a cluster has at least 4 warps
@@ -20,20 +32,64 @@ template <bool FP8> struct product_type { using type = scalar_t; };
 template <> struct product_type<true> { using type = half_t; };
 using product_t = product_type<IS_FP8>::type;  // of the factors of matrix products
 
+// What a lane has of a product.
+constexpr int TILE_HEADS = PRODUCT_COLUMNS;          // heads of a product
+constexpr int LANE_HEADS = ON_MATRIX_CORES ? 1 : 2;  // of sums: heads,
+constexpr int SUM_ROWS = PRODUCT_SUMS / LANE_HEADS;  // and rows of the cache
+constexpr int CACHE_ROWS = ON_MATRIX_CORES ? 1 : 2;  // of an operand: rows of the cache,
+constexpr int RUN_WORDS = SHORT_WORDS / CACHE_ROWS;  // and words of each, as many as of a head
+constexpr int RUN_TOKENS = 2 * RUN_WORDS;            // tokens of values
+constexpr int FIRST_HEAD_MASK =
+    ON_MATRIX_CORES ? FIRST_ROW_MASK : 4;  // lanes that share a head differ from this bit on
+DEVICE int cache_row(int lane) { return ON_MATRIX_CORES ? matrix_row(lane) : lane / 4; }
+DEVICE int cache_run(int lane) { return ON_MATRIX_CORES ? matrix_run(lane) : lane % 4; }
+DEVICE int operand_head(int lane) { return ON_MATRIX_CORES ? lane % 16 : lane / 4; }
+// Of sum i = row * LANE_HEADS + head of the lane: the row of the cache and the head of the product.
+DEVICE int sum_row(int lane, int row) { return ON_MATRIX_CORES ? lane_column(lane) + row : lane / 4 + row * 8; }
+DEVICE int sum_head(int lane, int head) { return ON_MATRIX_CORES ? lane % 16 : lane % 4 * 2 + head; }
+
+// d += cache * heads for the words of a lane's rows of the cache, row by row within each word of K, and of its head.
+template <typename T, int WORDS>
+DEVICE void
+multiply_cache(float (&d)[PRODUCT_SUMS], const uint32_t (&cache)[WORDS * CACHE_ROWS], const uint32_t (&heads)[WORDS]) {
+    if constexpr (ON_MATRIX_CORES) matrix_multiply<T>(d, heads, cache);
+    else mma_m16n8k16<T>(d, cache, heads);
+}
+
 constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
 constexpr int STEP = TILE_TOKENS * TILES;
-constexpr int COLUMNS = HEADS / 8;                              // tiles of 8 heads
-constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;        // blocks of one key-value head
-constexpr int KEY_CHUNKS = ceil_div(CHUNKS, 4);                 // chunks of a key in a lane; 4 lanes share a key
-constexpr int RUN = 4 * TILES;                                  // PACKED: neighbouring tokens of a lane
-constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(CHUNKS, 8);  // chunks of a value in a lane
-constexpr int ROWS = PACKED ? ceil_div(HEAD_SIZE, 16) : VALUE_CHUNKS * CHUNK / 2;  // tiles of 16 head dimensions
+constexpr int COLUMNS = HEADS / TILE_HEADS;
+constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // blocks of one key-value head
+
+// Keys: KEY_LANES lanes share one, and take its chunks by turns. A product takes KEY_WORDS words of 16-bit elements, of
+// KEY_GROUP chunks.
+constexpr int KEY_LANES = ON_MATRIX_CORES ? K_LANES : 4;
+constexpr int KEY_WORDS = ON_MATRIX_CORES && RUN_WORDS < 4 ? 4 : RUN_WORDS;
+constexpr int CHUNK_WORDS = CHUNK / 2;  // of 16-bit elements
+constexpr int KEY_GROUP = ceil_div(KEY_WORDS, CHUNK_WORDS);
+constexpr int KEY_CHUNKS = ceil_div(CHUNKS, KEY_LANES * KEY_GROUP * PIECES) * KEY_GROUP;  // of a piece in a lane
+
+// Values: VALUE_LANES lanes share one. On matrix cores chunks of small heads, and of pieces, have less than 16 bytes, so
+// that every lane has one.
+constexpr int VALUE_LANES = 16 / CACHE_ROWS;
+constexpr int LANE_DIMS = ceil_div(HEAD_SIZE, VALUE_LANES* PIECES);
+constexpr int VALUE_CHUNK = !ON_MATRIX_CORES || LANE_DIMS > CHUNK / 2 ? CHUNK : LANE_DIMS > 4 ? CHUNK / 2 : 4;
+constexpr int VALUE_COUNT = HEAD_SIZE / VALUE_CHUNK;
+constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES* PIECES);  // of a piece in a lane
+constexpr bool ALL_HAVE_CHUNKS = VALUE_CHUNKS * PIECES * VALUE_LANES == VALUE_COUNT;
+constexpr int VALUE_WORDS = VALUE_CHUNK * sizeof(cache_t) / 4;
+constexpr int RUN = RUN_TOKENS * TILES;  // PACKED: neighbouring tokens of a lane
+// Tiles of 16 head dimensions, of a piece and of all.
+constexpr int PIECE_ROWS = PACKED ? ceil_div(HEAD_SIZE, 16 * PIECES) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
+constexpr int ROWS = PIECE_ROWS * PIECES;
+static_assert(PIECES == 1 || ONE_AT_A_TIME);
 
 // Queries in shared memory end with zeros. The stride lets lanes meet different banks.
-constexpr int QUERY_SIZE = KEY_CHUNKS * 4 * CHUNK;
-constexpr int QUERY_STRIDE = QUERY_SIZE + (IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0);
-static_assert(HEAD_SIZE % CHUNK == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
+constexpr int QUERY_SIZE = KEY_CHUNKS * PIECES * KEY_LANES * CHUNK;
+constexpr int QUERY_PADDING = ON_MATRIX_CORES ? 8 : IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0;
+constexpr int QUERY_STRIDE = QUERY_SIZE + QUERY_PADDING;
+static_assert(HEAD_SIZE % CHUNK == 0 && HEADS % TILE_HEADS == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
 
 // A unit is a group of tokens that lies in one block of the cache wherever a step begins (at a multiple of
 // TILE_TOKENS).
@@ -67,21 +123,87 @@ DEVICE int block_number(const BlockNumbers& numbers, int i) {
 
 // The token of a step that is row `row` of matrix tile `tile`.
 DEVICE int token_of(int tile, int row) {
-    return PACKED ? row % 8 / 2 * RUN + 4 * tile + row / 8 * 2 + row % 2 : tile * TILE_TOKENS + row;
+    if constexpr (!PACKED) return tile * TILE_TOKENS + row;
+    if constexpr (ON_MATRIX_CORES) return row / RUN_TOKENS * RUN + RUN_TOKENS * tile + row % RUN_TOKENS;
+    return row % 8 / 2 * RUN + 4 * tile + row / 8 * 2 + row % 2;
+}
+// Not PACKED: the token of a step that is token i of those of a lane in a tile of values.
+DEVICE int value_token(int tile, int run, int i) {
+    if constexpr (ON_MATRIX_CORES) return tile * TILE_TOKENS + run * RUN_TOKENS + i;
+    return tile * TILE_TOKENS + 2 * run + i % 2 + i / 2 * 8;
 }
 
-using run_t = word_of<int(sizeof(cache_t)) * RUN>::type;
+// PACKED: a lane's tokens of a dimension, and the words that one access brings of them.
+constexpr int RUN_MEMORY_WORDS = RUN * sizeof(cache_t) / 4;
+constexpr int RUN_ACCESS = RUN_MEMORY_WORDS < 4 ? RUN_MEMORY_WORDS : 4;
 
-// Keys of a step in a lane: rows g and g + 8 of each tile, chunks t, t + 4 and so on.
-struct Keys { uint4 rows[TILES][2][KEY_CHUNKS]; };
+// Keys of a step in a lane, or a piece of them: its rows of each tile, every KEY_LANES-th chunk.
+struct Keys { uint32_t rows[TILES][CACHE_ROWS][KEY_CHUNKS][4]; };
 
-// Values of a step in a lane.
+// Values of a step in a lane, or a piece of them.
 struct Values {
-    // PACKED: RUN neighbouring tokens of dimensions g and g + 8 of each tile.
-    run_t runs[PACKED ? ROWS : 1][2];
-    // Otherwise: chunks g, g + 8 and so on of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of each tile.
-    uint4 rows[PACKED ? 1 : TILES][4][VALUE_CHUNKS];
+    // PACKED: RUN neighbouring tokens of the lane's dimensions of each tile.
+    uint32_t runs[PACKED ? PIECE_ROWS : 1][CACHE_ROWS][PACKED ? RUN_MEMORY_WORDS : 1];
+    // Otherwise: every VALUE_LANES-th chunk of the lane's tokens of each tile.
+    uint32_t rows[PACKED ? 1 : TILES][RUN_TOKENS][VALUE_CHUNKS][VALUE_WORDS];
 };
+
+// Loads words of a cache that is read once; zeros, and nothing is read, if they do not exist.
+template <int WORDS>
+DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
+    if constexpr (HOLDS_COPIES) {
+        hold<WORDS * 4>(to, from, exists);
+    } else {
+        Vec<uint32_t, WORDS> loaded{};
+        if (exists) loaded = Vec<uint32_t, WORDS>::load_once(reinterpret_cast<const uint32_t*>(from));
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) to[i] = loaded.data[i];
+    }
+}
+
+// The operand of a product from a lane's rows of the cache whose neighbours follow each other along K. word(row, i) is
+// the i-th word of a row: of two elements of 16 bits, or of four of fp8.
+template <int WORDS, typename F>
+DEVICE void operand_of_rows(uint32_t (&operand)[WORDS * CACHE_ROWS], F word) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += IS_FP8 ? 2 : 1) {
+#pragma unroll
+        for (int row = 0; row < CACHE_ROWS; ++row) {
+            if constexpr (IS_FP8) {
+                uint32_t halves[2];
+                fp8_to_half<cache_t>(word(row, i / 2), halves);
+                operand[CACHE_ROWS * i + row] = halves[0];
+                operand[CACHE_ROWS * (i + 1) + row] = halves[1];
+            } else {
+                operand[CACHE_ROWS * i + row] = word(row, i);
+            }
+        }
+    }
+}
+
+// The operands of products from words of RUN_TOKENS tokens, each of the same neighbouring dimensions: those of a word are
+// rows of OPERANDS operands.
+constexpr int WORD_ELEMENTS = 4 / sizeof(cache_t), OPERANDS = WORD_ELEMENTS / CACHE_ROWS;
+template <typename F>
+DEVICE void operands_of_tokens(uint32_t (&operands)[OPERANDS][SHORT_WORDS], F word) {
+#pragma unroll
+    for (int k = 0; k < RUN_WORDS; ++k) {
+        const uint32_t even = word(2 * k), odd = word(2 * k + 1);
+        uint32_t pairs[WORD_ELEMENTS];  // of each dimension, two tokens
+        if constexpr (IS_FP8) {
+            uint32_t halves[2][2];
+            fp8_to_half<cache_t>(pack_bytes<false>(even, odd), halves[0]);
+            fp8_to_half<cache_t>(pack_bytes<true>(even, odd), halves[1]);
+#pragma unroll
+            for (int i = 0; i < WORD_ELEMENTS; ++i) pairs[i] = halves[i / 2][i % 2];
+        } else {
+            pairs[0] = pack_halves<false>(even, odd);
+            pairs[1] = pack_halves<true>(even, odd);
+        }
+#pragma unroll
+        for (int i = 0; i < WORD_ELEMENTS; ++i) operands[i / CACHE_ROWS][CACHE_ROWS * k + i % CACHE_ROWS] = pairs[i];
+    }
+}
 
 // Dynamic shared memory has O of each warp, one head after the other. The stride lets the stores of a warp meet different
 // banks.
@@ -105,17 +227,13 @@ DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* 
     }
 }
 
-DEVICE uint32_t component(const uint4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
 // Loads steps of one split of a sequence, for one key-value head.
 struct StepLoader {
     const cache_t* keys;    // of the key-value head, in block 0
     const cache_t* values;  // likewise
     int64_t key_block_stride, value_block_stride, key_token_stride, value_token_stride;
     int first, end;  // the tokens first <= i < end are attended
-    int g, t;
+    int row, run;    // of the lane: cache_row and cache_run
 
     // Whether token i of the step at `start` is attended and has a block.
     DEVICE bool is_attended(const BlockNumbers& numbers, int start, int i) const {
@@ -137,38 +255,36 @@ struct StepLoader {
         return base + int64_t(max(block_number(numbers, i), 0)) * block_stride + int(slot) * token_stride;
     }
 
-    DEVICE void load_keys(Keys& to, int start, const BlockNumbers& numbers) const {
+    DEVICE void load_keys(Keys& to, int start, const BlockNumbers& numbers, int piece = 0) const {
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int i = token_of(tile, g + half * 8);
+            for (int half = 0; half < CACHE_ROWS; ++half) {
+                const int i = token_of(tile, row + half * 8);
                 const cache_t* from =
                     address(keys, key_block_stride, PACKED ? CHUNK : int(key_token_stride), numbers, start, i);
 #pragma unroll
                 for (int c = 0; c < KEY_CHUNKS; ++c) {
-                    const int chunk = 4 * c + t;
-                    to.rows[tile][half][c] = uint4{};
-                    if (CHUNKS % 4 == 0 || chunk < CHUNKS) {
-                        to.rows[tile][half][c] = load_streaming(
-                            reinterpret_cast<const uint4*>(from + chunk * (PACKED ? CHUNK * BLOCK_SIZE : CHUNK)));
-                    }
+                    const int chunk = KEY_LANES * (piece * KEY_CHUNKS + c) + run;
+                    load_cache<4>(to.rows[tile][half][c], from + chunk * (PACKED ? CHUNK * BLOCK_SIZE : CHUNK),
+                                  KEY_CHUNKS * PIECES * KEY_LANES == CHUNKS || chunk < CHUNKS);
                 }
             }
         }
     }
 
-    DEVICE void load_values(Values& to, int start, const BlockNumbers& numbers) const {
+    DEVICE void load_values(Values& to, int start, const BlockNumbers& numbers, int piece = 0) const {
         if constexpr (PACKED) {
-            const cache_t* from = address(values, value_block_stride, 1, numbers, start, RUN * t);
+            const cache_t* from = address(values, value_block_stride, 1, numbers, start, RUN * run);
 #pragma unroll
-            for (int m = 0; m < ROWS; ++m) {
+            for (int m = 0; m < PIECE_ROWS; ++m) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int dim = m * 16 + half * 8 + g;
-                    to.runs[m][half] = run_t{};
-                    if (HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE) {
-                        to.runs[m][half] = load_streaming(reinterpret_cast<const run_t*>(from + dim * BLOCK_SIZE));
+                for (int half = 0; half < CACHE_ROWS; ++half) {
+                    const int dim = (piece * PIECE_ROWS + m) * 16 + half * 8 + row;
+#pragma unroll
+                    for (int w = 0; w < RUN_MEMORY_WORDS; w += RUN_ACCESS) {
+                        load_cache<RUN_ACCESS>(to.runs[m][half] + w, from + dim * BLOCK_SIZE + w * WORD_ELEMENTS,
+                                               ROWS * 16 == HEAD_SIZE || dim < HEAD_SIZE);
                     }
                 }
             }
@@ -176,17 +292,15 @@ struct StepLoader {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const int i = tile * TILE_TOKENS + 2 * t + k % 2 + k / 2 * 8;
+                for (int k = 0; k < RUN_TOKENS; ++k) {
+                    const int i = value_token(tile, run, k);
                     const cache_t* from =
                         address(values, value_block_stride, int(value_token_stride), numbers, start, i);
 #pragma unroll
                     for (int c = 0; c < VALUE_CHUNKS; ++c) {
-                        const int chunk = 8 * c + g;
-                        to.rows[tile][k][c] = uint4{};
-                        if (CHUNKS % 8 == 0 || chunk < CHUNKS) {
-                            to.rows[tile][k][c] = load_streaming(reinterpret_cast<const uint4*>(from + chunk * CHUNK));
-                        }
+                        const int chunk = VALUE_LANES * (piece * VALUE_CHUNKS + c) + row;
+                        load_cache<VALUE_WORDS>(to.rows[tile][k][c], from + chunk * VALUE_CHUNK,
+                                                ALL_HAVE_CHUNKS || chunk < VALUE_COUNT);
                     }
                 }
             }
@@ -196,30 +310,28 @@ struct StepLoader {
     // Zeroes the values of tokens that are not attended. Their probability is 0, but 0 times NaN is NaN.
     DEVICE void clear_unattended(Values& of, int start, const BlockNumbers& numbers) const {
         if constexpr (PACKED) {
-            constexpr int WORD_TOKENS = 4 / sizeof(cache_t), WORDS = RUN / WORD_TOKENS;
             constexpr uint32_t ELEMENT = uint32_t((uint64_t(1) << 8 * sizeof(cache_t)) - 1);  // the bits of one element
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w) {
+            for (int w = 0; w < RUN_MEMORY_WORDS; ++w) {
                 uint32_t kept_bits = 0;
 #pragma unroll
-                for (int k = 0; k < WORD_TOKENS; ++k) {
-                    if (is_attended(numbers, start, RUN * t + w * WORD_TOKENS + k)) {
-                        kept_bits |= ELEMENT << k * (32 / WORD_TOKENS);
+                for (int k = 0; k < WORD_ELEMENTS; ++k) {
+                    if (is_attended(numbers, start, RUN * run + w * WORD_ELEMENTS + k)) {
+                        kept_bits |= ELEMENT << k * (32 / WORD_ELEMENTS);
                     }
                 }
 #pragma unroll
-                for (int i = 0; i < ROWS * 2; ++i) {
-                    reinterpret_cast<uint32_t*>(&of.runs[i / 2][i % 2])[w] &= kept_bits;
-                }
+                for (int i = 0; i < PIECE_ROWS * CACHE_ROWS; ++i)
+                    of.runs[i / CACHE_ROWS][i % CACHE_ROWS][w] &= kept_bits;
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < TILES * 4; ++i) {
-                const int tile = i / 4, k = i % 4;
-                const bool attended = is_attended(numbers, start, tile * TILE_TOKENS + 2 * t + k % 2 + k / 2 * 8);
+            for (int i = 0; i < TILES * RUN_TOKENS; ++i) {
+                const int tile = i / RUN_TOKENS, k = i % RUN_TOKENS;
+                const bool attended = is_attended(numbers, start, value_token(tile, run, k));
 #pragma unroll
-                for (int c = 0; c < VALUE_CHUNKS; ++c) {
-                    if (!attended) of.rows[tile][k][c] = uint4{};
+                for (int j = 0; j < VALUE_CHUNKS * VALUE_WORDS; ++j) {
+                    if (!attended) of.rows[tile][k][j / VALUE_WORDS][j % VALUE_WORDS] = 0;
                 }
             }
         }
@@ -228,35 +340,40 @@ struct StepLoader {
 
 // Stores the results of a warp for the heads that exist: output_of(warp, head) is where the elements of a head go.
 template <typename F>
-DEVICE void
-store_results(const float (&max_logit)[COLUMNS][2], float (&exp_sum)[COLUMNS][2], const float (&o)[COLUMNS][ROWS][4],
-              int num_heads, int warp, int g, int t, float* warp_max, float* warp_sum, F output_of) {
+DEVICE void store_results(const float (&max_logit)[COLUMNS][LANE_HEADS], float (&exp_sum)[COLUMNS][LANE_HEADS],
+                          const float (&o)[COLUMNS][ROWS][PRODUCT_SUMS], int num_heads, int warp, int lane,
+                          float* warp_max, float* warp_sum, F output_of) {
 #pragma unroll
-    for (int i = 0; i < COLUMNS * 2; ++i) {
-        float& own_sum = exp_sum[i / 2][i % 2];
+    for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
+        const int column = i / LANE_HEADS, head = column * TILE_HEADS + sum_head(lane, i % LANE_HEADS);
+        float& own_sum = exp_sum[column][i % LANE_HEADS];
 #pragma unroll
-        for (int mask = 4; mask <= 16; mask *= 2) own_sum += shfl_xor(own_sum, mask);
-        const int head = i / 2 * 8 + 2 * t + i % 2;
-        if (g == 0) {
-            warp_max[warp * HEADS + head] = max_logit[i / 2][i % 2];
+        for (int mask = FIRST_HEAD_MASK; mask < WARP_SIZE; mask *= 2) own_sum += shfl_xor(own_sum, mask);
+        if (lane < FIRST_HEAD_MASK) {
+            warp_max[warp * HEADS + head] = max_logit[column][i % LANE_HEADS];
             warp_sum[warp * HEADS + head] = own_sum;
         }
         if (head >= num_heads) continue;
-        const auto element = [&](int m, int half) { return o[i / 2][m][half * 2 + i % 2]; };
+        const auto element = [&](int m, int row) { return o[column][m][row * LANE_HEADS + i % LANE_HEADS]; };
         float* to = output_of(warp, head);
         if constexpr (PACKED) {
 #pragma unroll
-            for (int m = 0; m < ROWS * 2; ++m) {
-                const int dim = m * 8 + g;
-                if (HEAD_SIZE % 16 == 0 || dim < HEAD_SIZE) to[dim] = element(m / 2, m % 2);
+            for (int m = 0; m < ROWS * SUM_ROWS; ++m) {
+                const int dim = m / SUM_ROWS * 16 + sum_row(lane, m % SUM_ROWS);
+                if (ROWS * 16 == HEAD_SIZE || dim < HEAD_SIZE) to[dim] = element(m / SUM_ROWS, m % SUM_ROWS);
             }
         } else {
+            constexpr int OWN_CHUNKS = SUM_ROWS / CACHE_ROWS, TILES_OF_CHUNK = VALUE_CHUNK / CACHE_ROWS;
 #pragma unroll
-            for (int m = 0; m < ROWS; m += 2) {
-                const int chunk = m / (CHUNK / 2) * 8 + g;
-                if (CHUNKS % 8 == 0 || chunk < CHUNKS) {
-                    *reinterpret_cast<float4*>(to + chunk * CHUNK + m % (CHUNK / 2) * 2) =
-                        float4{element(m, 0), element(m, 1), element(m + 1, 0), element(m + 1, 1)};
+            for (int j = 0; j < VALUE_CHUNKS * PIECES * OWN_CHUNKS * VALUE_CHUNK; j += 4) {
+                const int c = j / VALUE_CHUNK / OWN_CHUNKS, own = j / VALUE_CHUNK % OWN_CHUNKS, first = j % VALUE_CHUNK;
+                const int chunk = c * VALUE_LANES + sum_row(lane, own);
+                const auto at = [&](int e) {
+                    return element(c * TILES_OF_CHUNK + e / CACHE_ROWS, own * CACHE_ROWS + e % CACHE_ROWS);
+                };
+                if (ALL_HAVE_CHUNKS || chunk < VALUE_COUNT) {
+                    *reinterpret_cast<float4*>(to + chunk * VALUE_CHUNK + first) =
+                        float4{at(first), at(first + 1), at(first + 2), at(first + 3)};
                 }
             }
         }

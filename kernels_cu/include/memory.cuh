@@ -43,8 +43,10 @@ DEVICE void keep_loads() {
 
 // x. The compiler takes it for an integer it cannot know, and does not compute what depends on it ahead of a loop.
 DEVICE int made_anew(int x) {
-#if !PYOPS_HOST
+#if PYOPS_CUDA
     asm volatile("" : "+r"(x));
+#elif PYOPS_HIP
+    asm volatile("" : "+v"(x));
 #endif
     return x;
 }

@@ -127,9 +127,10 @@ DEVICE void stmatrix(void* row, const uint32_t (&fragment)[N]) {
 #endif
 }
 
-#if !PYOPS_HIP
 // Transposes a tile of 8 x 8 16-bit elements. Each lane holds row g, columns 2t and the next, before and after.
-DEVICE uint32_t transpose_8x8(uint32_t word) {
+template <typename Word>
+DEVICE Word transpose_8x8(Word word) {
+    static_assert(!PYOPS_HIP || sizeof(Word) == 0);
 #if PYOPS_CUDA
     uint32_t result;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
@@ -138,7 +139,6 @@ DEVICE uint32_t transpose_8x8(uint32_t word) {
     return host_transpose(word);
 #endif
 }
-#endif
 
 // Transposes a matrix of 4 x 4 words: lane t of four neighbouring lanes holds column t before, and row t after. Every
 // lane of the warp calls.

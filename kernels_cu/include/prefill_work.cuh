@@ -6,7 +6,8 @@
 // tokens. With HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may
 // take alone (split-KV); an item of few keys has fewer splits, and its other numbers have no work.
 #pragma once
-#include "platform.cuh"
+#include "arith.cuh"
+#include "vec.cuh"
 
 constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
 // Tiles of keys of a split, at least: an item costs two tiles beside its own, and a join as much.
@@ -44,16 +45,20 @@ struct Sequences {
     DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
     DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
 
-    // Finds the work of a number, its sequence, and the sequence's length; false if the number has no work.
+    // Finds the work of a number, its sequence, and the sequence's length; false if the number has no work. Every lane of
+    // the warp calls.
     DEVICE bool find(int number, const Window& window, Work& work, int& seq, int& length) const {
         const int item = HAS_SPLITS ? number / int(max_splits) : number;
-        // Binary search for the sequence: the last one that begins at this tile or before it.
+        // A search for the sequence, the last one that begins at this tile or before it, with a probe of each lane: one
+        // load for 32 sequences. `low` to `high` of them begin so.
         const int64_t tile = item / int(num_kv_heads);
         int low = 0, high = int(num_seqs);
         while (low < high) {
-            const int middle = (low + high) / 2;
-            if (first_tile_of(middle) <= tile) low = middle + 1;
-            else high = middle;
+            const int step = ceil_div(high - low, WARP_SIZE);
+            const int probe = min(low + (int(threadIdx.x % WARP_SIZE) + 1) * step, high);
+            const int steps = count_bits(ballot(first_tile_of(probe - 1) <= tile));
+            high = min(low + (steps + 1) * step - 1, high);
+            low = min(low + steps * step, high);
         }
         seq = low - 1;
         if (seq < 0) return false;
@@ -84,13 +89,16 @@ struct Sequences {
     }
 };
 
-// The next item of a block: items are counted by all blocks, from the number of blocks on. The last block that asks
-// leaves a zero for the next call. Every lane of the warp calls.
-DEVICE int next_item(uint32_t* items_taken, int64_t num_items) {
-    uint32_t taken = 0;
-    if (threadIdx.x % WARP_SIZE == 0) {
-        taken = atomicAdd(items_taken, 1u);
-        if (taken == num_items - 1) atomicExch(items_taken, 0u);
+// The numbers of a block's items: all blocks count them, from the number of blocks on. Every lane of the warp calls.
+struct Numbers {
+    uint32_t* items_taken;
+    int num_items;
+
+    // Asks for the next number; what lane 0 is given goes to answer(), and need not be there before.
+    DEVICE uint32_t ask() const { return threadIdx.x % WARP_SIZE == 0 ? atomicAdd(items_taken, 1u) : 0; }
+    // The next number. The last block that asks leaves a zero for the next call.
+    DEVICE int answer(uint32_t taken) const {
+        if (threadIdx.x % WARP_SIZE == 0 && int(taken) == num_items - 1) atomicExch(items_taken, 0u);
+        return int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
     }
-    return int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
-}
+};

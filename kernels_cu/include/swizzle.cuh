@@ -24,6 +24,7 @@ struct SwizzledTile {
 template <typename T, int PITCH>
 struct PitchedTile {
     static_assert(PITCH % 8 == 0);
+    static constexpr int bytes(int rows) { return rows * PITCH * int(sizeof(T)); }
     T* data;
 
     DEVICE T* at(int row, int chunk) const { return data + row * PITCH + chunk * 8; }

@@ -46,6 +46,14 @@ DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
     return byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
+// Whether an instruction of AMD's makes float32 of a code of T.
+template <typename T> constexpr bool MAKES_FLOATS = false;
+#if defined(__gfx942__)
+template <> constexpr bool MAKES_FLOATS<fp8_e4m3fnuz_t> = true;
+#elif defined(__gfx950__) || defined(__GFX12__)
+template <> constexpr bool MAKES_FLOATS<fp8_e4m3_t> = true;
+#endif
+
 // Four fp8 elements as two words of float16 pairs; float16 holds every fp8 number.
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
@@ -62,6 +70,13 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
         if constexpr (IS_E5M2) PYOPS_FP8("e5m2x2");
         else PYOPS_FP8("e4m3x2");
 #undef PYOPS_FP8
+#endif
+    } else if constexpr (MAKES_FLOATS<T>) {
+#if defined(__gfx942__) || defined(__gfx950__) || defined(__GFX12__)
+#define PYOPS_FLOAT(BYTE) __builtin_amdgcn_cvt_f32_fp8(codes, BYTE)
+        halves[0] = __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_pkrtz(PYOPS_FLOAT(0), PYOPS_FLOAT(1)));
+        halves[1] = __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_pkrtz(PYOPS_FLOAT(2), PYOPS_FLOAT(3)));
+#undef PYOPS_FLOAT
 #endif
     } else {
 #pragma unroll
@@ -110,6 +125,18 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
             const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
             pairs[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 9));
         }
+    }
+}
+
+// Four fp8 elements of type C as two words of pairs of T, float16 or bfloat16, of which either holds every fp8 number.
+template <typename T, typename C>
+DEVICE void fp8_to_pairs(uint32_t codes, uint32_t (&pairs)[2]) {
+    fp8_to_half<C>(codes, pairs);
+#pragma unroll
+    for (int i = 0; i < 2 && is_same<T, bf16_t>; ++i) {
+        float low, high;
+        unpack_pair<half_t>(pairs[i], low, high);
+        pairs[i] = pack_halves<true>(__float_as_uint(low), __float_as_uint(high));
     }
 }
 

@@ -31,6 +31,12 @@ _ALIASES = {
     ".activation_scale": ".input_scale",
     "embed_out.weight": "lm_head.weight",
 }
+# Likewise, beginnings of names: a decoder that is a part of a model has them, by any version of transformers.
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 _Progress = Callable[[int, int], None]
 
 
@@ -68,9 +74,7 @@ def load(
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
         raise ModelError("dtype", f"expected {' or '.join(DTYPES)}, got {dtype!r}")
-    behind = range(config.num_hidden_layers, config.num_hidden_layers + config.num_layers_not_read)
-    not_read = tuple(f"{config.names.layers}.{i}." for i in behind)
-    headers = {name: header for name, header in _headers(folder).items() if not name.startswith(not_read)}
+    headers = {name: header for name, header in _headers(folder).items() if not name.startswith(config.not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
     if len(headers) < config.num_hidden_layers:
@@ -133,12 +137,22 @@ def _headers(folder: Path) -> dict[str, _Header]:
                 header = opened.get_slice(name)
                 if name.endswith(_NOT_READ):
                     continue
-                alias = next((end for end in _ALIASES if name.endswith(end)), None)
-                known = name if alias is None else name.removesuffix(alias) + _ALIASES[alias]
+                known = _known(name)
                 if known in found and found[known].name != name:
                     raise ModelError(shard, f"{name}: is there under the name {found[known].name}, too")
                 found[known] = _Header(shard, name, tuple(header.get_shape()), header.get_dtype())
     return found
+
+
+def _known(name: str) -> str:
+    """The name in `Decoder.tensors` of a tensor that has this one in a file."""
+    for start, known in _PREFIXES.items():
+        if name.startswith(start):
+            name = known + name.removeprefix(start)
+    for end, known in _ALIASES.items():
+        if name.endswith(end):
+            return name.removesuffix(end) + known
+    return name
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -50,7 +50,8 @@ class Config:
         multipliers: of embeddings, logits and what layers add.
         layer_ropes: for each layer, its rotary embedding, None for none; () where all have `rope`.
         residual_in_float32: whether the sums of layers are float32, whatever the dtype.
-        num_layers_not_read: layers that a checkpoint may have behind the last, which predict tokens further on.
+        not_read: beginnings of names of tensors that a checkpoint may have and texts do not need: of layers behind
+            the last, which predict tokens further on, and of what reads images.
         quantization: how projections are quantised; None where they are not.
         dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
@@ -72,7 +73,7 @@ class Config:
     latent: Latent | None = None
     sinks: bool = False
     mixture: Mixture | None = None
-    num_layers_not_read: int = 0
+    not_read: tuple[str, ...] = ()
     sliding_windows: tuple[int, ...] = ()
     qkv_bias: bool = False
     o_bias: bool = False

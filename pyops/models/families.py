@@ -88,6 +88,12 @@ def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+def _gemma3_text(values: _Values, layers: int) -> dict[str, Any]:
+    """Gemma 3 for texts and images, of which only what reads texts is served: for these it is Gemma 3."""
+    parts = "vision_tower.", "multi_modal_projector."
+    return _gemma3(values, layers) | {"not_read": (*parts, *(f"model.{part}" for part in parts))}
+
+
 def _olmo2(values: _Values, layers: int) -> dict[str, Any]:
     return {"qk_norm": "row"}
 
@@ -167,6 +173,8 @@ _GEMMA2_NAMES = Names(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
+_GEMMA3_SIZES = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+_GEMMA3_SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
 _COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
 FAMILIES = {
@@ -196,6 +204,13 @@ FAMILIES = {
         fields=_gemma2,
     ),
     "Gemma3ForCausalLM": Family(_GEMMA2, Norms("gemma", place="around"), _GEMMA2_NAMES, fields=_gemma3),
+    "Gemma3ForConditionalGeneration": Family(
+        _GEMMA2 | _GEMMA3_SIZES,
+        Norms("gemma", place="around"),
+        _GEMMA2_NAMES,
+        text="text_config",
+        fields=_gemma3_text,
+    ),
     "Olmo2ForCausalLM": Family(
         {"rms_norm_eps": 1e-5},
         Norms("rms_once", place="after"),

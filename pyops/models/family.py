@@ -39,6 +39,7 @@ class Family(NamedTuple):
         partial_rotary_factor: the part of a head that turns, where the file gives no other; None for families that turn
             whole heads.
         has_longrope: as `Rope.parse` takes it.
+        text: the object in the file that describes the decoder, where that is a part of a model; "" where it is all.
         fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
     """
 
@@ -51,10 +52,13 @@ class Family(NamedTuple):
     mlp_bias: str | bool = False
     partial_rotary_factor: float | None = None
     has_longrope: bool = False
+    text: str = ""
     fields: Callable[[dict[str, Any], int], dict[str, Any]] = _none
 
     def parse(self, values: dict[str, Any]) -> dict[str, Any]:
         """Fields of the `Config` of a decoder with attention. ModelError for options that are not supported."""
+        if self.text:
+            values = _text(values, self.text)
         values = {"rms_norm_eps": 1e-6, **self.defaults} | values
         found: dict[str, Any] = _sizes(values)
         found |= {
@@ -77,6 +81,16 @@ class Family(NamedTuple):
         if "rope" not in more:
             found["rope"] = Rope.parse(values, self.partial_rotary_factor and partial, self.has_longrope)
         return found | more
+
+
+def _text(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a file says of the decoder in a model; whether embeddings are tied, it says of the model."""
+    found = values.get(name)
+    if not isinstance(found, dict):
+        raise refuse(name, "an object", found)
+    tied = values.get("tie_word_embeddings")
+    rest = {key: value for key, value in found.items() if key != "tie_word_embeddings"}
+    return rest if tied is None else rest | {"tie_word_embeddings": tied}
 
 
 def _has_bias(values: dict[str, Any], what: str | bool) -> bool:

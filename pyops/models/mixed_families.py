@@ -33,14 +33,14 @@ def _qwen3_moe(values: _Values, layers: int) -> dict[str, Any]:
 
 def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: int) -> dict[str, Any]:
     count = first(values.get("num_nextn_predict_layers"), 0)
-    if not is_integer(count) or count < 0:
-        raise refuse("num_nextn_predict_layers", "a number of layers", count)
+    if not is_integer(count) or not 0 <= count <= layers:
+        raise refuse("num_nextn_predict_layers", f"a number of layers up to {layers}", count)
     return {
         "mixture": parse(values, layers),
         "latent": Latent.parse(values),
         "num_key_value_heads": values["num_attention_heads"],
         "head_dim": size("qk_rope_head_dim", first(values.get("qk_rope_head_dim"), 64)),  # what turns of a head
-        "num_layers_not_read": int(count),
+        "not_read": tuple(f"{Names().layers}.{i}." for i in range(layers, layers + count)),
     }
 
 

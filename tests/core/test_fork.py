@@ -53,6 +53,7 @@ print("all ended")
 """
 
 
+@pytest.mark.slow
 def test_children_of_a_process_that_launches() -> None:
     environment = {**os.environ, "PYOPS_CPU": "kernels"}
     command = [sys.executable, "-W", "ignore", "-c", LOAD]

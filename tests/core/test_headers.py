@@ -62,6 +62,7 @@ extern "C" __global__ void swizzled(int* at) {
 """
 
 
+@pytest.mark.slow
 def test_bytes_of_a_swizzled_box(run_on_host: Callable[..., None]) -> None:
     """The 16 bytes of a row change places with those of other columns, by the row's number; none moves within them."""
     at = numpy.zeros((16, 128), numpy.int32)

@@ -156,6 +156,7 @@ SINGLE, SEVERAL = (*range(9), *range(20, 28)), (*range(9, 14), *range(29, 35))  
 
 
 @pytest.mark.parametrize("name", toolchain.toolchains())
+@pytest.mark.slow
 def test_every_access_is_compared(run_on_host: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As every compiler makes it. All memory around is mapped, so that no signal helps."""
     chosen = toolchain.toolchains()[name]

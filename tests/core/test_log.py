@@ -52,6 +52,7 @@ def slow_compiler(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{fake.parent}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.mark.slow
 def test_a_compile_of_more_than_a_second_is_told(tmp_path: Path, slow_compiler: dict[str, str]) -> None:
     told = "pyops: compiling activation/act_and_mul.cu for the CPU ...\n"
     assert told in stderr_of(tmp_path, 4, **slow_compiler)
@@ -62,6 +63,7 @@ def test_a_compile_of_more_than_a_second_is_told(tmp_path: Path, slow_compiler: 
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.slow
 def test_every_kernel_is_told_by_the_switch_or_the_level(tmp_path: Path) -> None:
     line = re.compile(r"^pyops: activation/act_and_mul\.cu scalar_t=float32 .* host: compiled in \d+ ms$", re.MULTILINE)
     by_switch = stderr_of(tmp_path, 4, PYOPS_LOG="1")

@@ -51,6 +51,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+@pytest.mark.slow
 def test_an_error_comes_back_from_another_process() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for error in ERRORS:

@@ -1,7 +1,8 @@
 """Every kernel for AMD GPUs, on a machine without one.
 
 python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
-python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures
+python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures, and of
+                                          two for three that are like one of them
 python -m tests.hip compile FOLDER --all  compile every specialisation
     --part 2/3 --save FILE                of three parts the second, but for what FILE holds, and add results to FILE
 python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
@@ -80,6 +81,7 @@ def _compile(folder: Folder, options: argparse.Namespace) -> int:
     per_kernel = None if options.all else _PER_KERNEL
     archs = options.arch or specialisations.ARCHS
     chosen = [(arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel)]
+    chosen += specialisations.of_relatives(archs)
     jobs = {digest(folder, job): job for job in chosen if options.k in job[1].kernel.file}
     part, parts = options.part
     jobs = {key: job for key, job in jobs.items() if int(key, 16) % parts == part - 1}
@@ -101,7 +103,7 @@ def _emulate(folder: Folder, options: argparse.Namespace) -> int:
     wrong = 0
     for arch in options.arch or cases.FAMILIES:
         found = []
-        chosen = [(cases.MATRIX_CORES, {"arch": arch})] if options.k in cases.MATRIX_CORES else []
+        chosen: list[cases.Case] = [(name, {"arch": arch}) for name in cases.CHECKS if options.k in name]
         chosen += cases.cases(arch, ops)
         try:
             for one in cases.outcomes(options.tinygrad, folder, arch, chosen):

@@ -15,7 +15,7 @@ from pyops._core.kernel import Specialisation
 
 from .metadata import Resources, resources
 from .packages import Folder
-from .specialisations import ARCHS
+from .specialisations import ARCHS, RELATIVES
 
 Job = tuple[str, Specialisation]  # for an architecture
 _WORKER = Path(__file__).with_name("worker.py")
@@ -97,7 +97,7 @@ def _built(folder: Folder, jobs: Sequence[Job]) -> Iterator[tuple[float, str, by
 
 def table(found: Sequence[Compiled]) -> str:
     """Markdown: for each kernel and architecture how many compiled, and the largest of each resource."""
-    archs = [arch for arch in ARCHS if any(one.arch == arch for one in found)]
+    archs = [arch for arch in (*ARCHS, *RELATIVES) if any(one.arch == arch for one in found)]
     lines = [f"| kernel | {' | '.join(archs)} |", "|---" * (len(archs) + 1) + "|"]
     for kernel in sorted({one.kernel for one in found}):
         cells = [_cell([one for one in found if (one.kernel, one.arch) == (kernel, arch)]) for arch in archs]

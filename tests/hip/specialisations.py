@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,6 +17,9 @@ from pyops._core.tensor import TensorArg
 from tests import axes
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
+# Architectures with the instructions of another: nothing but the name that a compiler is given differs.
+RELATIVES = {"gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
+_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_mma.cu")  # what is compiled for them
 _SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
 
 
@@ -42,6 +45,17 @@ def of_arch(arch: str) -> dict[str, list[Specialisation]]:
         for one in of_op(op, arch):
             found.setdefault(one.kernel.file, {})[one.key] = one
     return {file: list(by_key.values()) for file, by_key in sorted(found.items())}
+
+
+def of_relatives(archs: Sequence[str]) -> list[tuple[str, Specialisation]]:
+    """One specialisation of two kernels of matrix cores for each relative of these architectures."""
+    return [
+        (relative, one)
+        for relative, arch in RELATIVES.items()
+        if arch in archs
+        for one in sample(arch, 1)
+        if one.kernel.file in _OF_RELATIVES
+    ]
 
 
 def sample(arch: str, per_kernel: int | None) -> list[Specialisation]:

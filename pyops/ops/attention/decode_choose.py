@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fnuz
-from .decode_problem import Problem
+from .decode_problem import Problem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
 TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (attention.cuh)
@@ -40,6 +40,10 @@ _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
 
+# "Products on AMD's matrix cores": a product has 16 heads, and two blocks keep enough in flight.
+_MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
+_STATIC_SHARED_MEMORY = 10 * 1024  # bytes of a block, at most: queries of 16 heads of 256, and sums of warps
+
 # What tuning tries.
 _CANDIDATE_WARPS = 1, 2, 3, 4, 8
 _CANDIDATE_MIN_BLOCKS = 1, 2, 3, 4
@@ -60,6 +64,7 @@ class Config:
         max_splits: splits of a sequence, at most; a block takes one split.
         min_split: tokens of a split, at least.
         join: how the splits are joined.
+        pieces: registers hold one of so many pieces of keys or of values; 1 unless one_at_a_time.
     """
 
     num_warps: int
@@ -71,6 +76,7 @@ class Config:
     max_splits: int
     min_split: int
     join: JoinConfig
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         min_warps, max_warps = (4, min(8, 4 * self.min_blocks)) if self.cluster_size > 1 else (1, 4)
@@ -92,10 +98,12 @@ class Config:
             return found
         found += tuning.varied(
             self,
-            heads_per_block=(8, 16) if problem.group > 8 and problem.head_size <= 128 else (),
-            tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles)],
+            heads_per_block=(8, 16)
+            if device.supports("mma") and problem.group > 8 and problem.head_size <= 128
+            else (),
+            tiles_per_step=[tiles for tiles in (1, 2, 4) if _can_step(problem, tiles, device)],
             min_blocks=_CANDIDATE_MIN_BLOCKS,
-            one_at_a_time=(not self.one_at_a_time,),
+            one_at_a_time=(not self.one_at_a_time,) if self.pieces == 1 else (),
         )
         if not problem.partials:
             for size in tuning.beside(self.cluster_size, 1, device.cluster):
@@ -104,9 +112,9 @@ class Config:
         return found
 
 
-def _can_step(problem: Problem, tiles: int) -> bool:
+def _can_step(problem: Problem, tiles: int, device: Device) -> bool:
     """Whether a warp can load so many tiles at once. What a lane loads of a packed cache lies in one of its blocks."""
-    layout, lane_tokens = problem.layout, 4 * tiles
+    layout, lane_tokens = problem.layout, run_tokens(device) * tiles
     if layout.packed:
         return layout.block_size % lane_tokens == 0 and lane_tokens * layout.dtype.itemsize <= 16
     return layout.block_size % 8 == 0 or tiles <= 2
@@ -114,11 +122,13 @@ def _can_step(problem: Problem, tiles: int) -> bool:
 
 def choose(problem: Problem, device: Device) -> Config:
     """The Config for this problem."""
-    heads, tiles, min_blocks = _choose_step(problem)
+    heads, tiles, min_blocks = _choose_step(problem, device)
     blocks = blocks_of_one_split(problem, heads)
     num_warps, cluster_size = NUM_WARPS, 1
     if problem.uses_mma:
         num_warps = choose_num_warps(blocks, min_blocks * device.multiprocessors)
+        while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
+            num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
     max_splits = problem.num_partitions or choose_max_splits(problem, wave)
     if problem.uses_mma and not problem.partials:
@@ -127,12 +137,13 @@ def choose(problem: Problem, device: Device) -> Config:
         cluster_size, cluster_warps = choose_cluster(blocks, problem.max_tokens, step, may_be_wide, device)
         if cluster_size > 1:
             num_warps, max_splits = cluster_warps, 1
+    pieces = _choose_pieces(problem, device)
     return Config(
         num_warps,
         heads,
         tiles,
         min_blocks,
-        _is_short_of_registers(problem, device),
+        pieces > 1 or _is_short_of_registers(problem, device),
         cluster_size,
         max_splits,
         _MIN_SPLIT,
@@ -143,18 +154,24 @@ def choose(problem: Problem, device: Device) -> Config:
             lanes_of(problem.head_size, problem.join_vector_width, device),
             device,
         ),
+        pieces,
     )
 
 
-def _choose_step(problem: Problem) -> tuple[int, int, int]:
+def _choose_step(problem: Problem, device: Device) -> tuple[int, int, int]:
     """(query heads of a block, tiles of a warp's step, blocks of four warps on a multiprocessor).
 
     A warp has as many bytes in flight as there are registers for. Large heads, many heads, small blocks of the cache,
     and codes that integer arithmetic converts need registers themselves.
     """
     layout, head_size = problem.layout, problem.head_size
-    heads = 16 if problem.group > 8 and head_size <= 128 else 8
     is_16_bit, is_large = layout.x == 8, head_size > 128
+    if problem.uses_mma and not device.supports("mma"):
+        has_registers = device.warp_size == 64 and not is_16_bit and not is_large and layout.block_size % 8 == 0
+        block_bytes = shared_memory(problem, NUM_WARPS, _MATRIX_CORE_HEADS) + _STATIC_SHARED_MEMORY
+        min_blocks = max(1, min(device.shared_memory // block_bytes, _MATRIX_CORE_BLOCKS))
+        return _MATRIX_CORE_HEADS, 2 if has_registers else 1, min_blocks
+    heads = 16 if problem.group > 8 and head_size <= 128 else 8
     is_small = head_size <= 64 and layout.block_size % TILE_TOKENS == 0
     tiles = 1 if is_16_bit or is_large else 4 if is_small else 2
     needs_registers = (
@@ -174,7 +191,30 @@ def _is_short_of_registers(problem: Problem, device: Device) -> bool:
     """
     options = problem.options
     is_crowded = options.alibi_slopes or options.logits_soft_cap or not device.arch.startswith(("sm_8", "sm_90"))
-    return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8
+    return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8 and device.warp_size == 32
+
+
+def _choose_pieces(problem: Problem, device: Device) -> int:
+    """Pieces of keys and of values.
+
+    A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand.
+    """
+    if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
+        return 1
+    if problem.head_size > 128:
+        return 4
+    if problem.head_size <= 64 or not device.arch.startswith("gfx11"):
+        return 1
+    return 4 if problem.layout.x == 8 else 2
+
+
+def shared_memory(problem: Problem, num_warps: int, heads_per_block: int) -> int:
+    """Bytes of dynamic shared memory of a block, as attention_decode.cu counts them.
+
+    What each warp leaves of each head, padded so that stores meet different banks.
+    """
+    padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
+    return num_warps * min(heads_per_block, problem.group) * (problem.head_size + padding) * 4
 
 
 def blocks_of_one_split(problem: Problem, heads_per_block: int) -> int:

@@ -8,7 +8,7 @@ from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
-from .decode_choose import Config, blocks_of_one_split, wave_splits
+from .decode_choose import Config, blocks_of_one_split, shared_memory, wave_splits
 from .decode_problem import Problem
 from .join import TILE_TOKENS, launch_join
 from .layout import CacheLayout, absent, heads_stride
@@ -86,6 +86,7 @@ def _launch_mma(
         HEADS=config.heads_per_block,
         TILES=config.tiles_per_step,
         ONE_AT_A_TIME=config.one_at_a_time,
+        PIECES=config.pieces,
         MIN_BLOCKS=config.min_blocks,
     )
     blocks = blocks_of_one_split(problem, config.heads_per_block)
@@ -93,14 +94,10 @@ def _launch_mma(
     if wave:
         # The kernel cuts all sequences into two waves of splits at most, and one split more for each sequence.
         grid = (int(problem.num_seqs + 2 * wave + 1) * blocks // problem.num_seqs, 1)
-    # As the kernel counts it: what each warp leaves of each head, padded so that stores meet different banks.
-    heads = min(config.heads_per_block, problem.group)
-    padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
-    shared = config.num_warps * heads * (problem.head_size + padding) * 4
     return kernel.launch(
         grid,
-        config.num_warps * 32,
-        shared,
+        config.num_warps * problem.query.device.warp_size,
+        shared_memory(problem, config.num_warps, config.heads_per_block),
         **arguments,
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
         wave_splits=wave,

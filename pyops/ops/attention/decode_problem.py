@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._core import check, tuning
+from ..._core.device import Device
 from ..._core.dtypes import DType, float8_e4m3fn, float32, uint8
 from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
@@ -65,18 +66,19 @@ class Problem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether attention_decode.cu, which multiplies matrices by tensor cores, serves the call.
+        """Whether attention_decode.cu, which multiplies matrices, serves the call.
 
         attention_decode_simt.cu serves every call.
         """
-        layout = self.layout
+        layout, device = self.layout, self.query.device
         token_stride = max(layout.strides["key_token_stride"], layout.strides["value_token_stride"])
-        packed_run = 4 if layout.dtype is self.query.dtype else 8  # neighbouring tokens that a lane loads at once
+        # Of a packed cache, neighbouring tokens that a lane loads at once.
+        packed_run = max(run_tokens(device), 4 if layout.dtype is self.query.dtype else 8)
         return (
             self.query.dtype is not float32
             and layout.aligned
-            and self.head_size <= 256
-            and self.query.device.supports("mma")
+            and self.head_size <= (128 if device.arch.startswith("gfx11") else 256)  # of more, registers spill
+            and device.supports("products")
             and not self.sparse.on
             and token_stride * layout.block_size < 2**31
             and (not layout.packed or layout.block_size % packed_run == 0)
@@ -112,6 +114,11 @@ class Problem:
         words += [f"partition={self.partition}"] if self.partition else []
         words += ["logits_changed"] if options.alibi_slopes or options.logits_soft_cap else []
         return " ".join(words)
+
+
+def run_tokens(device: Device) -> int:
+    """Tokens of a tile of values that a lane multiplies, at most: RUN_TOKENS of decode_tile.cuh."""
+    return 4 if device.supports("mma") or device.warp_size == 64 else 16
 
 
 def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> Problem:

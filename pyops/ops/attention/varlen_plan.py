@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import tuning
@@ -20,6 +20,7 @@ _varlen = Kernel("attention/attention_varlen.cu")
 
 _NUM_WARPS = 4
 _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
+_STATIC_SHARED_MEMORY = 2176  # bytes of a block, at most: places of 64 keys and values of two tiles, and which lack one
 # docs/performance.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
 _MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill: one then")
@@ -64,12 +65,21 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig:
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     has_registers = device.supports("mma") or device.warp_size == 64  # for copies that are held, too
-    return Config(
+    config = Config(
         num_warps=_NUM_WARPS,
         row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
-        step_tokens=64 if head_size <= 128 and has_registers else 32,
+        step_tokens=_step_tokens(head_size, device),
         min_blocks=2,
     )
+    fits = not problem.uses_mma or shared_memory(problem, config) + _STATIC_SHARED_MEMORY <= device.shared_memory
+    return config if fits else replace(config, num_warps=_NUM_WARPS // 2)
+
+
+def _step_tokens(head_size: int, device: Device) -> int:
+    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand."""
+    if device.supports("mma") or device.warp_size == 64:
+        return 64 if head_size <= 128 else 32
+    return 16 if head_size > 64 and device.arch.startswith("gfx11") else 32
 
 
 def shared_memory(problem: Problem, config: Config) -> int:
@@ -80,8 +90,10 @@ def shared_memory(problem: Problem, config: Config) -> int:
     """
     device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
     head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2
-    by_dim = problem.layout.packed or not device.supports("mma")
-    value_bytes = head_size * max(128, step_bytes) if by_dim else tokens * head_bytes
+    on_matrix_cores = not device.supports("mma")
+    by_dim = problem.layout.packed or on_matrix_cores
+    dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
+    value_bytes = head_size * dim_bytes if by_dim else tokens * head_bytes
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     stages = 2 if device.supports("async_copies") else 1
     return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)

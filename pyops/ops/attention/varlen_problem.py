@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._core import check, tuning
+from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fn, float32
 from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
@@ -14,6 +15,11 @@ from .layout import CacheLayout, check_kv, heads_stride
 
 # docs/performance.md, "64 rows of a sequence are enough".
 _MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
+
+
+def _max_head_size(device: Device) -> int:
+    """Of attention_varlen.cu: by WMMA, registers of larger heads spill."""
+    return 256 if device.supports("mma") or device.warp_size == 64 else 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +68,7 @@ class Problem:
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
             and head_size % 16 == 0
-            # On matrix cores registers of larger heads spill.
-            and head_size
-            <= (256 if query.device.supports("mma") else 64 if self.is_fp8 else 2 * query.device.warp_size)
+            and head_size <= _max_head_size(query.device)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
         )

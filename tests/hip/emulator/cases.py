@@ -29,7 +29,7 @@ from tests import axes
 from .. import layouts
 from ..compile import code_object
 from ..packages import Folder
-from . import checkout, repairs
+from . import checkout, registers, repairs
 from .code_object import CodeObject, Size
 
 FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "rdna4"}  # as the emulator names them
@@ -37,7 +37,8 @@ FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "
 _SMALL = axes.RUN | {"hidden_size": (64,), "vocab_size": (17,)}
 _TOKENS = 2
 _MAX_THREADS = 16384  # of a case that reaches another kernel
-MATRIX_CORES = "matrix cores"  # the case of `layouts`, in the place of an op
+# Cases in the place of an op: functions of the architecture.
+CHECKS = {"matrix cores": layouts.check_arch, "registers": registers.check_arch}
 
 
 Case = tuple[str, axes.Axes]  # an op, and the axes of its example
@@ -156,8 +157,8 @@ def _outcome(case: Case) -> Outcome:
 
 
 def _compare(name: str, case: axes.Axes) -> None:
-    if name == MATRIX_CORES:
-        layouts.check_arch(**case)
+    if check := CHECKS.get(name):
+        check(**case)
         return
     op = pyops.registry[name]
     assert op.example is not None
