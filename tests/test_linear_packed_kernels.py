@@ -66,7 +66,7 @@ FEW = [
     (marlin, 4, PackedMmaConfig(1, 64, 3, 2, 4), 2, 128, 1024, 4),
     (marlin, 4, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 272, 17),  # the last step has 16 rows
     (marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 512, 1),
-    (allspark, 8, PackedMmaConfig(1, 64, 3, 2, 1), 1, 128, 512, 1),
+    (allspark, 8, PackedMmaConfig(1, 64, 3, 2, 1, held=True), 1, 128, 512, 1),
     (allspark, 8, PackedMmaConfig(16, 64, 2, 1, 1), 17, 192, 80, 1),  # the last step has 16 rows
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),

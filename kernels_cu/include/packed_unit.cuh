@@ -119,11 +119,11 @@ struct Unit {
     }
     static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
     // Loads the lane's words from global memory. `from` is where the first of them is.
-    DEVICE void load(const uint32_t* from) {
-        static_assert(!HELD || IS_GPTQ || NEIGHBOURS);
+    DEVICE void load(const uint32_t* from, int64_t pitch) {
+        static_assert(!HELD || IS_GPTQ || NEIGHBOURS || LAYOUT == layout_n32k16);
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
-            const auto run = Vec<uint32_t, READ>::load_once(from + copy_at(i, 0));
+            const auto run = Vec<uint32_t, READ>::load_once(from + copy_at(i, pitch));
 #pragma unroll
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }

@@ -43,7 +43,7 @@
 //     WARPS         of a block
 //     SPLITS        blocks of a cluster
 //     STAGES        steps in shared memory: 2 or more
-//     HELD          whether lanes hold codes of the next step in registers: of GPTQ, and of 8 bits in Marlin's layout
+//     HELD          whether lanes hold codes of the next step in registers: of GPTQ, and of 8 bits in Marlin's and AllSpark's layouts
 //     WHOLE_STEPS   whether a step divides K
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
@@ -208,7 +208,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
     const auto load = [&](int step, int i) {
         if constexpr (!HELD) return;
         const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
-        held[i].load(WHOLE_STEPS ? next : codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch));
+        held[i].load(WHOLE_STEPS ? next : codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch),
+                     pitch);
         next += Unit::unit_words(pitch);
     };
 #pragma unroll

@@ -238,10 +238,11 @@ class VecConfig:
     def launch(self, problem: Problem) -> Launch:
         grid = -(-problem.n // (16 * self.row_warps)) * problem.tiles(self.tokens)
         threads = 32 * self.row_warps * self.k_warps
-        # Fewer registers make room for blocks that there are, and cost a tenth more instructions.
         resident = max(1, _RESIDENT_VEC_THREADS.get(self.tokens, 0) // threads)
         if problem.choices is None:
-            resident = min(resident, max(1, -(-grid // problem.out.device.multiprocessors)))
+            blocks = -(-grid // problem.out.device.multiprocessors)  # of a multiprocessor
+            # Two find room anyway, and with fewer registers took longer.
+            resident = min(resident, blocks) if blocks > 2 else 1
         return problem.specialised(
             _vec,
             self.tokens,

@@ -33,8 +33,8 @@ _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device hold
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
-_HELD = {("gptq", 4), ("exllama", 4), ("marlin", 8)}  # layouts and bits
-_MAX_HELD_ROWS = 8  # of 4 bits
+# Up to how many rows lanes hold codes of the next step in registers, by layouts and bits.
+_HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
 # Chosen by arithmetic, measured nowhere yet.
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
@@ -147,7 +147,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         step = rows_of_step(w, tile_n)
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
-        held = config.splits == 1 and _may_hold(w) and (w.bits == 8 or m <= _MAX_HELD_ROWS)
+        held = config.splits == 1 and m <= _HELD.get((w.layout, w.bits), 0)
         return fitting(replace(config, held=held), problem, device)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
 
