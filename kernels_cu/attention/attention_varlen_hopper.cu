@@ -13,7 +13,7 @@
 // others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
 // limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the
 // probabilities P of the new tile while the product with V goes on. Consumers take turns at starting products, so that
-// the softmax of one runs beside the products of the others. The first S of the next item runs while results are stored.
+// the softmax of one runs beside the products of the others.
 //
 // Constants
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
@@ -40,8 +40,6 @@ constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS ||
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 // Whether a tile with no limit but the causal one has masks of its own. Heads of 256 lack the registers.
 constexpr bool MASKS_BY_LIMIT = HEAD_SIZE <= 192;
-// Whether an item is stored before the next item's first logits are computed: so heads of 256 have registers.
-constexpr bool STORES_FIRST = HEAD_SIZE > 192;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -77,8 +75,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     __shared__ Work works[QUERY_STAGES];
     __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t holes[STAGES];
-    __shared__ Item items[2];
-    Tiles tiles(shared, works, holes, kinds, items);
+    Tiles tiles(shared, works, holes, kinds);
     tiles.init<NUM_THREADS>();
     __syncthreads();
     const Window window(sliding_window);
@@ -92,7 +89,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                                       num_tokens,   max_tokens, num_kv_heads, max_splits};
             Producer producer{tiles,        sequences,    window,     &query_map, &key_map, &value_map,
                               block_tables, table_stride, table_step, num_blocks, lane,     lane % BOXES};
-            producer.run({items_taken, int(num_items)});
+            producer.run(items_taken, num_items);
         } else if constexpr (IS_FP8) {
             widen_tiles(tiles);
         }
@@ -294,14 +291,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
-        const auto start_next = [&] {
-            tiles.query.advance();
-            tiles.query.wait();
-            start_logits();
-        };
-        // The first logits of the next item are computed while this one's results are stored.
-        if (!STORES_FIRST) start_next();
-        warpgroup_wait<STORES_FIRST ? 0 : 1>();
+        warpgroup_wait<0>();
         warpgroup_fence_operand(o);
         release(tiles.value);
         tiles.value.advance();
@@ -360,7 +350,10 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 }
             }
         }
-        if (STORES_FIRST) start_next();
+        // Results are stored first: the next item's queries come later than this one's last product ends.
+        tiles.query.advance();
+        tiles.query.wait();
+        start_logits();
     }
     warpgroup_wait<0>();
 }

@@ -28,17 +28,6 @@ constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WID
 // keys. Two stages of queries do without; heads of more than 192 elements lack the registers.
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && HEAD_SIZE <= 192;
 
-// Whether the producer finds the next item while consumers have tiles of an item: finding one takes as long as a tile or
-// two. Heads of more than 192 elements lack the registers. A split is taken only when the one before has been loaded:
-// taken earlier it would wait for its block, while another has nothing to do.
-constexpr bool FINDS_EARLY = !HAS_SPLITS && HEAD_SIZE <= 192;
-
-// An item of work as the producer finds it, with its sequence and the sequence's length.
-struct Item {
-    Work work;
-    int seq, length;
-};
-
 // What a tile of codes is.
 struct Codes {
     enum Kind { KEYS, VALUES, END } kind;  // END: no tile, and there is no more work
@@ -56,9 +45,8 @@ struct Tiles {
     Work* works;       // [QUERY_STAGES]
     uint32_t* holes;   // [STAGES], of keys, a bit for each box
     Codes* kinds;      // [CODE_STAGES]
-    Item* items;       // [2], the producer's: the one that is loaded and the next
 
-    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds, Item* items)
+    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds)
         : queries(shared),
           keys(queries + QUERY_STAGES * QUERY_BYTES),
           values(keys + STAGES * TILE_BYTES),
@@ -70,8 +58,7 @@ struct Tiles {
           landed(code.barriers + 2 * CODE_STAGES),
           works(works),
           holes(holes),
-          kinds(kinds),
-          items(items) {}
+          kinds(kinds) {}
 
     // By all threads of the block, of which __syncthreads() follows.
     template <int NUM_THREADS>
@@ -105,47 +92,30 @@ struct Producer {
     int lane, box;  // `box`: of a tile, the lane's
     uint32_t landings = 0;
 
-    DEVICE void run(const Numbers& numbers) {
-        const Work end{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};  // zeros are loaded, and no values
-        int number = blockIdx.x;
-        if constexpr (FINDS_EARLY) {
-            // The next item that has work, or the end, goes to items[which]. Gives the block of the lane's box of its last
-            // tile. The next number is asked for while this one's item is found.
-            const auto take = [&](int which) {
-                Item item;
-                int block = int(num_blocks);
-                bool found = false;
-                while (!found && number < numbers.num_items) {
-                    const uint32_t asked = numbers.ask();
-                    found = sequences.find(numbers.num_items - 1 - number, window, item.work, item.seq, item.length);
-                    number = numbers.answer(asked);
-                    if (found) block = block_of(item.work, item.seq, item.work.last_tile);
-                }
-                if (!found) item.work = end;
-                if (lane == 0) tiles.items[which] = item;
-                sync_warp();
-                return block;
-            };
-            int block = take(0), next_block = 0;
-            for (int which = 0;; which ^= 1) {
-                const Item& item = tiles.items[which];
-                load_item(item, item.work.tokens > 0, block, [&] { next_block = take(which ^ 1); });
-                if (item.work.tokens <= 0) break;
+    DEVICE void run(uint32_t* items_taken, int64_t num_items) {
+        int item = blockIdx.x;
+        for (bool more = true; more;) {
+            more = item < num_items;
+            Work work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};  // the end: zeros are loaded, and no values
+            int seq = 0, length = 0;
+            if (more) {
+                const bool found = sequences.find(int(num_items) - 1 - item, window, work, seq, length);
+                if (!HAS_SPLITS || !found) item = next_item(items_taken, num_items);
+                if (!found) continue;
+            }
+            if (!EARLY_QUERIES) load_queries(work);
+            // The keys of a tile, and then the values of the tile before.
+            int block = block_of(work, seq, work.last_tile), values_block = 0;
+            for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
+                const int next_block = block_of(work, seq, tile - 1);
+                if (tile >= work.first_tile) load_keys(work, tile, block);
+                if (tile < work.last_tile && more) load_values(work, tile + 1, values_block, length);
+                if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
+                values_block = block;
                 block = next_block;
             }
-        } else {
-            for (bool more = true; more;) {
-                more = number < numbers.num_items;
-                Item item{end, 0, 0};
-                if (more) {
-                    const int last = numbers.num_items - 1 - number;
-                    const bool found = sequences.find(last, window, item.work, item.seq, item.length);
-                    if (!HAS_SPLITS || !found) number = numbers.answer(numbers.ask());
-                    if (!found) continue;
-                }
-                load_item(item, more, block_of(item.work, item.seq, item.work.last_tile), [] {});
-                if (HAS_SPLITS && more) number = numbers.answer(numbers.ask());
-            }
+            // A split is taken only now: taken earlier it would wait for this block, while another has nothing to do.
+            if (HAS_SPLITS && more) item = next_item(items_taken, num_items);
         }
         if constexpr (IS_FP8) {
             tiles.code.acquire();
@@ -157,26 +127,9 @@ struct Producer {
     }
 
 private:
-    // Loads an item: the keys of a tile, and then the values of the tile before. `block` is that of the lane's box of the
-    // last tile. Of an item with `values`, calls `early` while the consumers still have tiles to go through.
-    template <typename Early>
-    DEVICE void load_item(const Item& item, bool values, int block, Early early) {
-        const Work& work = item.work;
-        if (!EARLY_QUERIES) load_queries(work);
-        int values_block = 0;
-        for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
-            const int next_block = block_of(work, item.seq, tile - 1);
-            if (tile >= work.first_tile) load_keys(work, tile, block);
-            if (tile < work.last_tile && values) load_values(work, tile + 1, values_block, item.length);
-            if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
-            values_block = block;
-            block = next_block;
-            if (values && tile == work.last_tile - 1) early();
-        }
-    }
     // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
     DEVICE int block_of(const Work& work, int seq, int tile) const {
-        const int token = tile * TOKENS + made_anew(box) * BOX_TOKENS;  // no register for the product
+        const int token = tile * TOKENS + made_anew(box) * BOX_TOKENS;  // the product would keep a register
         if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
         const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
         return block < 0 || block >= num_blocks ? -1 : int(block);

@@ -89,16 +89,13 @@ struct Sequences {
     }
 };
 
-// The numbers of a block's items: all blocks count them, from the number of blocks on. Every lane of the warp calls.
-struct Numbers {
-    uint32_t* items_taken;
-    int num_items;
-
-    // Asks for the next number; what lane 0 is given goes to answer(), and need not be there before.
-    DEVICE uint32_t ask() const { return threadIdx.x % WARP_SIZE == 0 ? atomicAdd(items_taken, 1u) : 0; }
-    // The next number. The last block that asks leaves a zero for the next call.
-    DEVICE int answer(uint32_t taken) const {
-        if (threadIdx.x % WARP_SIZE == 0 && int(taken) == num_items - 1) atomicExch(items_taken, 0u);
-        return int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
+// The next item of a block: items are counted by all blocks, from the number of blocks on. The last block that asks
+// leaves a zero for the next call. Every lane of the warp calls.
+DEVICE int next_item(uint32_t* items_taken, int64_t num_items) {
+    uint32_t taken = 0;
+    if (threadIdx.x % WARP_SIZE == 0) {
+        taken = atomicAdd(items_taken, 1u);
+        if (taken == num_items - 1) atomicExch(items_taken, 0u);
     }
-};
+    return int(gridDim.x) + int(shfl<WARP_SIZE>(taken, 0));
+}
