@@ -16,7 +16,7 @@ from pyops._core.kernel import Specialisation
 def on_matrix_core(core: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Within it, the host plans for a device with this one, and emulates it. Gives the lanes of its warps.
 
-    Plans that were made before are forgotten, and so are those made within it: their key does not tell the devices apart.
+    Plans made before or within it are forgotten: their keys do not tell the devices apart.
     """
     lanes, arch = {"MFMA": (64, "gfx90a"), "WMMA_11": (32, "gfx1100"), "WMMA_12": (32, "gfx1201")}[core]
     text = Specialisation.text.fget
