@@ -95,8 +95,10 @@ class Problem:
         device = self.call["x"].device
         if device.supports("mma") or device.warp_size == 64:
             return 256
-        # A lane of WMMA has twice as much of the state as one of MFMA. Gates are loaded before one is used.
-        return 128 if self.call["z"] is None else 64
+        # A lane of WMMA has twice as much of the state as one of MFMA, and of the copies that are held the more, the
+        # fewer rows share them. Gates are loaded before one is used.
+        rows = self.heads * self.head_tile
+        return rows if self.call["z"] is None else min(rows, 64)
 
     @property
     def uses_wgmma(self) -> bool:
