@@ -447,15 +447,22 @@ IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "n
 IMAGES |= {"image_size": 28, "patch_size": 14}
 
 
-@pytest.mark.parametrize("case", ["gemma3", "gemma3, three layers, not tied, gelu"])
 @pytest.mark.slow
-def test_the_text_of_a_model_that_reads_images(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("Gemma3", "gemma3"), ("Gemma3", "gemma3, three layers, not tied, gelu"), ("Mistral3", None)],
+)
+def test_the_text_of_a_model_that_reads_images(family: str, case: str | None, tmp_path: Path) -> None:
     """Under both of the names that transformers has written for the parts of such a model."""
-    text = reference(case)
-    tied = text.config.tie_word_embeddings
-    both = {"text_config": text.config.to_dict(), "vision_config": IMAGES, "mm_tokens_per_image": 4}
-    config = transformers.Gemma3Config(**both, tie_word_embeddings=tied, eos_token_id=[95, 94])
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    if case is None:
+        torch.manual_seed(2)
+        text = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=None))
+        more = {"vision_config": IMAGES | {"model_type": "pixtral", "head_dim": 16}}
+    else:
+        text, more = reference(case), {"vision_config": IMAGES, "mm_tokens_per_image": 4}
+    more |= {"tie_word_embeddings": text.config.tie_word_embeddings, "eos_token_id": [95, 94]}
+    config = getattr(transformers, f"{family}Config")(text_config=text.config.to_dict(), **more)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     model.set_attn_implementation("eager")
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.lm_head.load_state_dict(text.lm_head.state_dict())
@@ -470,6 +477,7 @@ def test_the_text_of_a_model_that_reads_images(case: str, tmp_path: Path) -> Non
         ours = load(tmp_path)
         assert ours.config.eos_token_ids == (95, 94)
         (found,) = Engine(ours, max_seq_len=110).generate([PROMPTS[0]], SamplingParams(max_tokens=8))
+        assert len(set(found)) > 1
         written = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
         assert found == written[0, len(PROMPTS[0]) :].tolist()
 
@@ -489,6 +497,8 @@ def test_a_text_config_that_says_little() -> None:
     assert config.layer_ropes[4:6] == (Rope(1e4), Rope(1e6, "linear", 8.0))
     with pytest.raises(ModelError, match="text_config: expected an object, got None"):
         Config.parse({"architectures": [name]})
+    with pytest.raises(ModelError, match=r"text_config\.model_type: expected 'gemma3_text', got 'gemma3n_text'"):
+        Config.parse({"architectures": [name], "text_config": said | {"model_type": "gemma3n_text"}})
 
 
 def test_heads_of_older_names_are_read(tmp_path: Path) -> None:

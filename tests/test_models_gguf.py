@@ -399,6 +399,7 @@ def test_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.slow
 def test_the_kernels_are_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host, checked for every access: a prompt and steps launch what `warmup` has compiled."""
     path = write(tmp_path / "model.gguf", "llama")

@@ -310,6 +310,7 @@ def test_packed_weights_want_activations_of_16_bits(folder: Callable[..., Path])
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_kernels_of_a_model_are_known_before(
     quantization: PackedQuantization, monkeypatch: pytest.MonkeyPatch
 ) -> None:

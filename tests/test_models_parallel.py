@@ -116,6 +116,7 @@ def run(world_size: int, store: Path, dies: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.slow
 def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = {name: texts(Decoder(config).randomise(0, 4.0)) for name, config in CONFIGS.items()}
@@ -127,6 +128,7 @@ def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -
     assert run(world_size, tmp_path / "store") == [(rank, expected) for rank in range(world_size)]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     assert run(3, tmp_path / "store", dies=True) == [(0, (1,), True), (2, (1,), True)]
 

@@ -217,6 +217,7 @@ def test_another_value_of_a_constant() -> None:
     assert [eval(doubled, {"rows": value}) for value in (3, True, False)] == [6, False, True]
 
 
+@pytest.mark.slow
 def test_plans_of_every_op_have_mutants() -> None:
     assert {name for one in plans.mutants() for name in plans.ops_of(one)} == registry.keys()
 

@@ -47,6 +47,7 @@ constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_T
 // A thread's registers: what the loaders give up, the others take.
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : CLUSTER > 1 ? 40 : 24;
 constexpr int REGISTERS = IS_FP8 ? 208 : CLUSTER > 1 ? 232 : 240;
+static_assert(!IS_DS_MLA || IS_FP8);
 static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)

@@ -4,7 +4,7 @@
 //     S^T = K Q^T,   l = softcap(scale * S) + slope * (token - length + 1), or -inf where a token is not attended
 //
 // Of each tile of 16 tokens and TILE_HEADS heads a lane holds PRODUCT_SUMS elements: element i is of token
-// sum_row(lane, i / LANE_HEADS) and head sum_head(lane, i % LANE_HEADS) (decode_tile.cuh).
+// sum_row(lane, i / LANE_HEADS) and head sum_head(lane, i % LANE_HEADS) (decode_operand.cuh).
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once

@@ -140,20 +140,20 @@ struct Q3_K : Blocks<256, 110> {
 // precision. The bits of the last four groups are spread over the bytes of all.
 struct SixBits {
     static DEVICE uint32_t word(const uint8_t* block, int i) { return word_at<4>(block + 4 + 4 * i); }
-    // `unit` times the six bits of byte g % 4, of the first four groups or of the last: the latter's lower four bits are
+    // Byte g % 4 as a float of the six bits of the first four groups or of the last: the latter's lower four bits are
     // those of `low`, and `own` has their upper two above six bits of the former. The last place of 2^23 is worth 1: or-ing
-    // the six bits to its bits adds them, and all of the sum below is exact.
-    static DEVICE float times_six_bits(float unit, uint32_t own, uint32_t low, uint32_t g) {
+    // the six bits to its bits adds them. A product before the difference would make NaN of infinite scales.
+    static DEVICE float six_bits(uint32_t own, uint32_t low, uint32_t g) {
         const bool is_first = (g / 2 & 2) == 0;  // the same for two neighbours, as the compiler sees of g / 2
         const uint32_t upper = is_first ? own & 48 * ONES : own >> 2 & 48 * ONES;
         const uint32_t four = upper | ((is_first ? own : low) & 15 * ONES);
-        return fmaf(unit, __uint_as_float(byte_perm(four, 0x4b000000, 0x7540 + (g & 3))), -8388608.0f * unit);
+        return __uint_as_float(byte_perm(four, 0x4b000000, 0x7540 + (g & 3))) - 8388608.0f;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
-        return times_six_bits(half_at(block), word(block, 0), word(block, 2), g);
+        return half_at(block) * six_bits(word(block, 0), word(block, 2), g);
     }
     static DEVICE float minimum(const uint8_t* block, uint32_t g) {
-        return times_six_bits(half_at(block + 2), word(block, 1), word(block, 2) >> 4, g);
+        return half_at(block + 2) * six_bits(word(block, 1), word(block, 2) >> 4, g);
     }
 };
 

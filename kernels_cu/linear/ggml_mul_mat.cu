@@ -119,7 +119,8 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
 
     const int units = int((k + UNIT - 1) / UNIT);
-    const int first_step = int(step_of(k, blockIdx.y)), end_step = int(step_of(k, blockIdx.y + 1));
+    const unsigned split = SPLITS > 1 ? blockIdx.y : 0;
+    const int first_step = int(step_of(k, split)), end_step = int(step_of(k, split + 1));
     const int64_t first_row = row_of(n);
     const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;

@@ -88,12 +88,6 @@ def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
-def _gemma3_text(values: _Values, layers: int) -> dict[str, Any]:
-    """Gemma 3 for texts and images, of which only what reads texts is served: for these it is Gemma 3."""
-    parts = "vision_tower.", "multi_modal_projector."
-    return _gemma3(values, layers) | {"not_read": (*parts, *(f"model.{part}" for part in parts))}
-
-
 def _olmo2(values: _Values, layers: int) -> dict[str, Any]:
     return {"qk_norm": "row"}
 
@@ -177,11 +171,11 @@ _GEMMA3_SIZES = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size":
 _GEMMA3_SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
 _COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
+_MISTRAL = Family({"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_mistral)
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family(
-        {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_mistral
-    ),
+    "MistralForCausalLM": _MISTRAL,
+    "Mistral3ForConditionalGeneration": _MISTRAL._replace(text="mistral"),
     "MinistralForCausalLM": Family(
         {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_ministral
     ),
@@ -208,8 +202,8 @@ FAMILIES = {
         _GEMMA2 | _GEMMA3_SIZES,
         Norms("gemma", place="around"),
         _GEMMA2_NAMES,
-        text="text_config",
-        fields=_gemma3_text,
+        text="gemma3_text",
+        fields=_gemma3,
     ),
     "Olmo2ForCausalLM": Family(
         {"rms_norm_eps": 1e-5},

@@ -24,6 +24,11 @@ SIZES = (
 )
 
 
+# Beginnings of names of tensors of what reads images.
+_PARTS = "vision_tower.", "multi_modal_projector."
+_IMAGES = *_PARTS, *(f"model.{part}" for part in _PARTS)
+
+
 def _none(values: dict[str, Any], layers: int) -> dict[str, Any]:
     return {}
 
@@ -39,7 +44,8 @@ class Family(NamedTuple):
         partial_rotary_factor: the part of a head that turns, where the file gives no other; None for families that turn
             whole heads.
         has_longrope: as `Rope.parse` takes it.
-        text: the object in the file that describes the decoder, where that is a part of a model; "" where it is all.
+        text: ``model_type`` of the decoder that ``text_config`` in the file describes, where it is a part of a model
+            that reads images, too; "" where the decoder is all of the model.
         fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
     """
 
@@ -58,7 +64,7 @@ class Family(NamedTuple):
     def parse(self, values: dict[str, Any]) -> dict[str, Any]:
         """Fields of the `Config` of a decoder with attention. ModelError for options that are not supported."""
         if self.text:
-            values = _text(values, self.text)
+            values = _text_of(values, self.text)
         values = {"rms_norm_eps": 1e-6, **self.defaults} | values
         found: dict[str, Any] = _sizes(values)
         found |= {
@@ -70,6 +76,7 @@ class Family(NamedTuple):
             "tie_word_embeddings": flag(values, "tie_word_embeddings"),
             "norms": self.norms,
             "names": self.names,
+            "not_read": _IMAGES if self.text else (),
         }
         layers = found["num_hidden_layers"]
         more = self.fields(values, layers)
@@ -83,11 +90,13 @@ class Family(NamedTuple):
         return found | more
 
 
-def _text(values: dict[str, Any], name: str) -> dict[str, Any]:
+def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     """What a file says of the decoder in a model; whether embeddings are tied, it says of the model."""
-    found = values.get(name)
+    found = values.get("text_config")
     if not isinstance(found, dict):
-        raise refuse(name, "an object", found)
+        raise refuse("text_config", "an object", found)
+    if found.get("model_type", model_type) != model_type:
+        raise refuse("text_config.model_type", repr(model_type), found["model_type"])
     tied = values.get("tie_word_embeddings")
     rest = {key: value for key, value in found.items() if key != "tie_word_embeddings"}
     return rest if tied is None else rest | {"tie_word_embeddings": tied}

@@ -13,7 +13,7 @@ from .attention import is_attention
 from .norms import Norm
 from .replacement import Replacement, hooked, renamed
 from .rotary import Left, Step
-from .trial import Unknown, agree, forward_of, randn, tried, twin
+from .trial import Unknown, agree, forward_of, randn, settings, tried, twin
 
 # The orders in which a layer may call its parts.
 _PLAIN = ("norm", "attention", "norm", "mlp")
@@ -25,8 +25,8 @@ _EXTRA = "pyops_extra"  # an argument that no forward has a name for
 class Form(NamedTuple):
     """What a layer computes::
 
-        residual = hidden_states + after_attention(attention(before_attention(hidden_states)))
-        result = residual + after_mlp(mlp(before_mlp(residual)))
+        residual = hidden_states + multiplier * after_attention(attention(before_attention(hidden_states)))
+        result = residual + multiplier * after_mlp(mlp(before_mlp(residual)))
 
     Attributes:
         before_attention, attention, before_mlp, mlp: names of the layer's parts.
@@ -36,6 +36,7 @@ class Form(NamedTuple):
         constants: {argument of the attention: what it always is}.
         passes_more: whether arguments that the layer has no name for are passed on, too.
         passive: names of further parts, such as dropout, that do nothing.
+        multiplier: the layer's attribute that multiplies what is added; None for 1.
     """
 
     before_attention: str
@@ -49,6 +50,7 @@ class Form(NamedTuple):
     constants: dict[str, Any]
     passes_more: bool
     passive: tuple[str, ...]
+    multiplier: str | None
 
 
 class DecoderLayer(Replacement):
@@ -125,7 +127,8 @@ class DecoderLayer(Replacement):
                 options[form.hidden] = normalised
             first = () if form.hidden is not None else (normalised,)
             out, after = getattr(layer, name)(*first, **options)[0], form.after_attention
-        return out if after is None else getattr(layer, after)(out)
+        out = out if after is None else getattr(layer, after)(out)
+        return out if form.multiplier is None else out * getattr(layer, form.multiplier)
 
     def _replaced(self, name: str) -> Replacement | None:
         """What takes the place of a part; None for a part that is left alone, has hooks or came later."""
@@ -138,7 +141,9 @@ class DecoderLayer(Replacement):
         return norm if isinstance(norm, Norm) and norm.fuses else None
 
     def _is_fresh(self, name: str, after: str | None) -> bool:
-        """Whether nobody else has seen what a part, and the norm behind it, adds to the residual."""
+        """Whether nobody else has seen what a part, the norm behind it and the multiplier add to the residual."""
+        if self.form.multiplier is not None:
+            return True
         if after is not None:
             return self._replaced(after) is not None
         part = self._replaced(name)
@@ -177,8 +182,15 @@ def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:
     names = [call.name for call in calls]
     after_attention, after_mlp = (names.pop(2), names.pop(4)) if order == _SANDWICH else (None, None)
     before_attention, attention, before_mlp, mlp = names
-    residual = hidden_states + _played(parts, hidden_states, before_attention, attention, after_attention)
-    if not agree([found], [residual + _played(parts, residual, before_mlp, mlp, after_mlp)]):
+
+    def total(multiplier: str | None) -> Tensor:
+        factor = 1.0 if multiplier is None else getattr(module, multiplier)
+        residual = hidden_states + factor * _played(parts, hidden_states, before_attention, attention, after_attention)
+        return residual + factor * _played(parts, residual, before_mlp, mlp, after_mlp)
+
+    multipliers = [None, *(name for name, value in settings(module).items() if isinstance(value, float))]
+    fitting = [multiplier for multiplier in multipliers if agree([found], [total(multiplier)])]
+    if not fitting:
         raise Unknown("its sums are others")
     called = calls[1]
     given = {name: source for name, value in called.given.items() for source, mark in marks.items() if value is mark}
@@ -187,7 +199,7 @@ def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:
         raise Unknown("it tells its attention something that it computes")
     passes_more = given.pop(_EXTRA, None) is not None
     parts_of_it = before_attention, attention, after_attention, before_mlp, mlp, after_mlp
-    return Form(*parts_of_it, called.hidden, given, constants, passes_more, tuple(passive))
+    return Form(*parts_of_it, called.hidden, given, constants, passes_more, tuple(passive), fitting[0])
 
 
 class _Player(nn.Module):  # type: ignore[misc]
