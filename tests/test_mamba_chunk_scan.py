@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -13,10 +14,13 @@ from torch.nn.functional import silu, softplus
 
 import pyops
 from pyops._core import config
+from pyops._core import device as devices
 from pyops._core.example import TorchMaker
 from pyops._core.host.toolchain import toolchains
+from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
 from tests.calls import CUDA
+from tests.hip.host import on_matrix_core
 
 # Of results; the tolerances of vLLM's own tests.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -188,6 +192,23 @@ def test_prompts_may_be_cut(device: str, dtype: torch.dtype, cuts: list[float]) 
     torch.testing.assert_close(
         states, last, rtol=2 * torch.finfo(dtype).eps, atol=1e-2 if dtype != torch.float32 else 1e-5
     )
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    ("core", "head_size", "state_size"), [("MFMA", 64, 64), ("WMMA_11", 32, 48), ("WMMA_12", 32, 16)]
+)
+def test_on_matrix_cores(core: str, head_size: int, state_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's products, in two segments of several tiles each, which take one place in shared memory or two."""
+    sizes = {"heads": 2, "groups": 1, "head_size": head_size, "state_size": state_size}
+    prompts = Prompts("cpu", [140, 0, 20], **sizes, dtype=torch.bfloat16)
+    prompts.B, prompts.A = prompts.B * state_size**-0.5, prompts.A * 0.1
+    with on_matrix_core(core, monkeypatch) as lanes, config.cpu("kernels"), monkeypatch.context() as patch:
+        patch.setitem(devices._HOST, lanes, replace(devices.host(lanes), multiprocessors=1))
+        for schedule in (SCHEDULES[0], SCHEDULES[3]):
+            with scheduled(schedule, warp_size=lanes):
+                for actual, wanted in zip(prompts.whole(chunk_size=40), prompts.truth(), strict=True):
+                    assert_near(actual, wanted, torch.bfloat16)
 
 
 def test_states_of_chunks(device: str) -> None:

@@ -12,8 +12,10 @@ import torch
 import pyops
 from pyops._core import config
 from pyops._core.host.toolchain import toolchains
+from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
 from tests.calls import CUDA, example
+from tests.hip.host import on_matrix_core
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -200,6 +202,23 @@ def test_the_newest_value_of_a_key_is_found(device: str, dtype: torch.dtype) -> 
     call["v"] = torch.where(call["v"] < 0, -1.0, 1.0).to(dtype)  # changes of 0 and 2, which rounding keeps
     o, _ = pyops.chunk_gated_delta_rule(**call, scale=1.0, use_qk_l2norm_in_kernel=True)
     assert_near(o, call["v"].double(), dtype)
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.parametrize(("core", "sizes"), [("MFMA", (64, 32)), ("WMMA_11", (16, 32)), ("WMMA_12", (64, 32))])
+def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's products, in tiles of 16 tokens and, of small heads, of 32; the last tile is not full."""
+    call = tokens("cpu", 1, 60, 1, 2, sizes, torch.bfloat16)
+    initial = torch.randn(1, 2, *sizes)
+    wanted = truth(call, initial)
+    with on_matrix_core(core, monkeypatch) as lanes, config.cpu("kernels"):
+        for schedule in (SCHEDULES[0], SCHEDULES[3]):
+            with scheduled(schedule, warp_size=lanes):
+                results = pyops.chunk_gated_delta_rule(
+                    **call, initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True
+                )
+            for actual, right in zip(results, wanted, strict=True):
+                assert_near(actual, right, torch.bfloat16)
 
 
 def test_new_states_instead_of_slots(device: str) -> None:

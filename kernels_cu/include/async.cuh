@@ -34,6 +34,14 @@ DEVICE void hold(uint32_t* words, const void* global, bool valid) {
 #endif
 }
 
+// Stores 16 bytes that `hold` has loaded.
+DEVICE void store_held(void* shared, const uint32_t (&words)[4]) {
+    Vec<uint32_t, 4> chunk;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chunk.data[i] = words[i];
+    *static_cast<Vec<uint32_t, 4>*>(shared) = chunk;
+}
+
 // Copies BYTES bytes (4, 8 or 16); both addresses are multiples of BYTES. If not `valid`, nothing is read and zeros are
 // written.
 template <int BYTES>

@@ -11,19 +11,19 @@ struct Decays {
     float weights[HEADS][TOKENS];  // exp(a_end - a_m) d_m
 };
 
-// Finds the decays of tiles. A warp takes the heads first_own, first_own + NUM_WARPS, ..., counted in the block, which may
-// be none: the last warps come first. A lane takes tokens that are 32 apart.
-template <typename dt_t, int HEADS, int TOKENS, int NUM_WARPS>
+// Finds the decays of tiles. A group of 32 lanes takes the heads first_own, first_own + NUM_GROUPS, ..., counted in the
+// block, which may be none: the last groups come first. A lane takes tokens that are 32 apart.
+template <typename dt_t, int HEADS, int TOKENS, int NUM_GROUPS>
 struct DecayFinder {
-    static constexpr int OWN = (HEADS + NUM_WARPS - 1) / NUM_WARPS, LANE_TOKENS = TOKENS / 32;
+    static constexpr int OWN = (HEADS + NUM_GROUPS - 1) / NUM_GROUPS, LANE_TOKENS = TOKENS / 32;
     dt_t raw[OWN][LANE_TOKENS] = {};  // time steps, as they were loaded: a conversion would wait for them
 
     // Loads the time steps of `count` tokens; `dt` is that of the first token and of the block's first head.
     DEVICE void load(const dt_t* dt, int64_t dt_stride, int64_t dt_step, int count) {
-        const int first_own = NUM_WARPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
+        const int first_own = NUM_GROUPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            const int head = min(first_own + i * NUM_WARPS, HEADS - 1);
+            const int head = min(first_own + i * NUM_GROUPS, HEADS - 1);
 #pragma unroll
             for (int k = 0; k < LANE_TOKENS; ++k) {
                 const int l = k * 32 + lane;
@@ -35,11 +35,11 @@ struct DecayFinder {
     template <bool SOFTPLUS, typename bias_t>
     DEVICE void find(Decays<HEADS, TOKENS>& decays, const float* A, const bias_t* dt_bias, float dt_min, float dt_max,
                      int count) const {
-        const int first_own = NUM_WARPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
+        const int first_own = NUM_GROUPS - 1 - int(threadIdx.x / 32), lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
-            const int own = first_own + i * NUM_WARPS;
-            if (own >= HEADS) break;
+            const int head = first_own + i * NUM_GROUPS, own = WARP_SIZE == 32 ? head : min(head, HEADS - 1);
+            if (WARP_SIZE == 32 && head >= HEADS) break;  // a warp of 64 lanes has two groups, which shuffle together
             const float rate = A[own] * LOG2_E, bias = dt_bias ? to_float(dt_bias[own]) : 0.0f;
             float steps[LANE_TOKENS], sums[LANE_TOKENS], end = 0.0f;
 #pragma unroll
@@ -58,6 +58,7 @@ struct DecayFinder {
 #pragma unroll
             for (int k = 0; k < LANE_TOKENS; ++k) {
                 const int l = k * 32 + lane;
+                if (head >= HEADS) continue;
                 decays.sums[own][l] = sums[k];
                 decays.kept[own][l] = estimate_exp2(sums[k]);
                 decays.steps[own][l] = steps[k];

@@ -70,6 +70,22 @@ DEVICE void order_loads() {
 #endif
 }
 
+// Likewise for steps of a loop whose operands are of MATRIX_WORDS: 16 words of them are loaded at a time.
+DEVICE void order_steps(int step) {
+#if PYOPS_HIP
+    if (step % (16 / MATRIX_WORDS) == 0) __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+// The compiler computes the sums of WMMA here. Else it may move products behind the next branch, and has the operands of
+// all of them in registers until then.
+template <int SUMS>
+DEVICE void keep_sums(float (&sums)[SUMS]) {
+#if PYOPS_HIP
+    if constexpr (MATRIX_CORE != MFMA) asm volatile("" : "+v"(reinterpret_cast<native_t<float, SUMS>&>(sums)));
+#endif
+}
+
 // d += a * b^T, in as few instructions as take all the words: elements of T, or of int8 into sums of int32.
 template <typename T, int WORDS, typename Sum>
 DEVICE void matrix_multiply(Sum (&sums)[MATRIX_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS]) {

@@ -66,19 +66,24 @@ DEVICE void load_columns(uint32_t (&words)[WORDS], const Tile& tile, int origin,
     }
 }
 
+// Words of a column of a tile of 16-bit elements, from row `row` on, element by element.
+template <int WORDS, typename Tile>
+DEVICE void load_column_run(uint32_t (&words)[WORDS], const Tile& tile, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+        const auto* low = reinterpret_cast<const uint16_t*>(tile.at(row + 2 * i, column / 8)) + column % 8;
+        const auto* high = reinterpret_cast<const uint16_t*>(tile.at(row + 2 * i + 1, column / 8)) + column % 8;
+        words[i] = uint32_t(*high) << 16 | *low;
+    }
+}
+
 // Operand b: 16 columns of a tile of 16-bit elements from chunk 2 * step on, 16 rows from `origin` on for K. On matrix
 // cores element by element: for tiles that few waves read so. Others lie transposed in shared memory.
 template <typename Tile>
 DEVICE void load_transposed(uint32_t (&words)[SHORT_WORDS], const Tile& tile, int origin, int step, int lane) {
     if constexpr (ON_MATRIX_CORES) {
         order_loads();
-        const int column = step * 16 + matrix_row(lane), row = origin + matrix_run(lane) * SHORT_WORDS * 2;
-#pragma unroll
-        for (int i = 0; i < SHORT_WORDS; ++i) {
-            const auto* low = reinterpret_cast<const uint16_t*>(tile.at(row + 2 * i, column / 8)) + column % 8;
-            const auto* high = reinterpret_cast<const uint16_t*>(tile.at(row + 2 * i + 1, column / 8)) + column % 8;
-            words[i] = uint32_t(*high) << 16 | *low;
-        }
+        load_column_run(words, tile, origin + matrix_run(lane) * SHORT_WORDS * 2, step * 16 + matrix_row(lane));
     } else {
         ldmatrix<4, true>(words, tile.at(origin, lane % 16, step, lane / 16));
     }

@@ -14,10 +14,11 @@
 //
 // Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y is
 // the segment (chunk_scan.cuh). A block walks its parts in tiles of TOKENS tokens and copies the next tile to shared memory
-// while it computes this one.
+// (where copies are held, async.cuh: to registers) while it computes this one.
 //
 // Warps: the rows of a block are (head, dimension). A warp has ROW_TILES matrix tiles of 16 rows, the whole state of
-// each row, and y transposed: rows by tokens. The weights, tokens by tokens, are made by the warps together.
+// each row, and y transposed: rows by tokens. The weights, tokens by tokens, are made by the warps together. Products are
+// those of product.cuh.
 //
 // Constants
 //     scalar_t       T: element type of x, B, C, z and out: half_t or bf16_t
@@ -29,6 +30,7 @@
 //     HEAD_TILE      a multiple of 16
 //     TOKENS         tokens of a tile: 32, or a multiple with SEGMENT_STATES
 //     ROW_TILES      matrix tiles of a warp
+//     STAGES         tiles in shared memory: 2; or 1, only where copies are held
 //     OUT_VEC        elements of out in one memory access: 4 or 8
 //     SOFTPLUS, HAS_Z      options of the op
 //     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
@@ -37,16 +39,19 @@
 #include "chunk_scan_decays.cuh"
 #include "state_tiles.cuh"
 
-constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * 32;
-constexpr int STATE_TILES = STATE_SIZE / 8, STEPS = STATE_SIZE / 16;
-static_assert(HEADS == 1 || HEAD_TILE == HEAD_SIZE);
+constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * WARP_SIZE;
+constexpr int STEPS = STATE_SIZE / 16;
+static_assert((HEADS == 1 || HEAD_TILE == HEAD_SIZE) && (STAGES == 2 || HOLDS_COPIES));
 
-using state_tile = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // B and C: a row for each token
-using rows_tile = SwizzledTile<scalar_t, ROWS / 8>;         // x: a row for each token
-using weights_tile = SwizzledTile<scalar_t, TOKENS / 8>;    // weights: row l, column m
-constexpr int STATE_BYTES = state_tile::bytes(TOKENS), X_BYTES = rows_tile::bytes(TOKENS);
-constexpr int STAGE_BYTES = (SEGMENT_STATES ? 1 : 2) * STATE_BYTES + X_BYTES;
-constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, behind the two stages
+using b_tile_t = SummedTile<scalar_t, STATE_SIZE, TOKENS>;
+using c_tile_t = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // a row for each token
+using rows_tile = SwizzledTile<scalar_t, ROWS / 8>;       // x: a row for each token
+using weights_tile = square_tile_t<scalar_t, TOKENS>;     // weights: row l, column m
+// Whether all gates of a block are loaded before one is used. CUDA's warps, of more rows, have no registers left.
+constexpr bool GATES_AHEAD = ON_MATRIX_CORES;
+constexpr int B_BYTES = b_tile_t::BYTES, C_BYTES = c_tile_t::bytes(TOKENS), X_BYTES = rows_tile::bytes(TOKENS);
+constexpr int STAGE_BYTES = B_BYTES + X_BYTES + (SEGMENT_STATES ? 0 : C_BYTES);
+constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, behind the stages
 
 using decays_t = Decays<HEADS, TOKENS>;
 
@@ -76,7 +81,8 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
     __shared__ decays_t decays[2];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
     const int first_head = int(blockIdx.x) / (HEAD_SIZE / HEAD_TILE) * HEADS;
     const int first_dim = int(blockIdx.x) % (HEAD_SIZE / HEAD_TILE) * HEAD_TILE;
     const int group = first_head / int(heads_per_group), segment = blockIdx.y;
@@ -86,47 +92,53 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                                      num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
     const int end_part = chunks.first_of(segment + 1, num_segments);
 
-    const auto b_at = [&](int stage) { return state_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES)}; };
-    const auto x_at = [&](int stage) {
-        return rows_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES + STATE_BYTES)};
-    };
+    const auto stage_at = [&](int stage) { return shared + (STAGES == 1 ? 0 : stage) * STAGE_BYTES; };
+    const auto b_at = [&](int stage) { return b_tile_t{{reinterpret_cast<scalar_t*>(stage_at(stage))}}; };
+    const auto x_at = [&](int stage) { return rows_tile{reinterpret_cast<scalar_t*>(stage_at(stage) + B_BYTES)}; };
     const auto c_at = [&](int stage) {
-        return state_tile{reinterpret_cast<scalar_t*>(shared + stage * STAGE_BYTES + STATE_BYTES + X_BYTES)};
+        return c_tile_t{reinterpret_cast<scalar_t*>(stage_at(stage) + B_BYTES + X_BYTES)};
     };
     const auto weights_of = [&](int head) {
-        return weights_tile{reinterpret_cast<scalar_t*>(shared + 2 * STAGE_BYTES + head * WEIGHT_BYTES)};
+        return weights_tile{reinterpret_cast<scalar_t*>(shared + STAGES * STAGE_BYTES + head * WEIGHT_BYTES)};
     };
-    // The head, counted in the block, and the row of matrix tile r of the warp. Lane rows are g and g + 8 of the tile.
+    // The head, counted in the block, and the row of matrix tile r of the warp.
     const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
     const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
 
     // The last warps, which have the least to do for the weights, find the decays.
-    DecayFinder<dt_t, HEADS, TOKENS, NUM_WARPS> finder;
+    DecayFinder<dt_t, HEADS, TOKENS, NUM_THREADS / 32> finder;
+    typename b_tile_t::copy_t<NUM_THREADS> copy_b;
+    TokenCopy<STATE_SIZE / 8, TOKENS, NUM_THREADS> copy_c;
+    TokenCopy<ROWS / 8, TOKENS, NUM_THREADS> copy_x;
     // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
-        copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(b_at(stage), B + row * B_stride + column, B_stride, count);
-        if (!SEGMENT_STATES)
-            copy_tokens<STATE_SIZE / 8, TOKENS, NUM_THREADS>(c_at(stage), C + row * C_stride + column, C_stride, count);
-        copy_tokens<ROWS / 8, TOKENS, NUM_THREADS>(x_at(stage), x + row * x_stride + first_row, x_stride, count);
+        copy_b.load(b_at(stage).tile, B + row * B_stride + column, B_stride, count);
+        if (!SEGMENT_STATES) copy_c.load(c_at(stage), C + row * C_stride + column, C_stride, count);
+        copy_x.load(x_at(stage), x + row * x_stride + first_row, x_stride, count);
         cp_async_commit();
         finder.load(dt + row * dt_stride + first_head * dt_step, dt_stride, dt_step, count);
+    };
+    const auto store_held = [&](int stage) {
+        copy_b.store(b_at(stage).tile);
+        if (!SEGMENT_STATES) copy_c.store(c_at(stage));
+        copy_x.store(x_at(stage));
     };
     const auto find_decays = [&](int stage, int count) {
         finder.template find<SOFTPLUS>(decays[stage], A + first_head, dt_bias ? dt_bias + first_head : nullptr, dt_min,
                                        dt_max, count);
     };
 
-    float h[ROW_TILES][STATE_TILES][4];
+    Block h[ROW_TILES][STEPS];
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-            for (int n = 0; n < STATE_TILES; ++n) {
+            for (int n = 0; n < STEPS; ++n) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int64_t row = first_row + tile_row(r) + half * 8 + g;
-                    visit(r, h[r][n][2 * half], h[r][n][2 * half + 1], row * STATE_SIZE + n * 8 + 2 * t);
+                for (int i = 0; i < BLOCK_PAIRS; ++i) {
+                    const int64_t row = first_row + tile_row(r) + pair_row(i) + g;
+                    visit(r, h[r][n].at(i, 0), h[r][n].at(i, 1), row * STATE_SIZE + n * 16 + pair_column(i) + t);
                 }
             }
         }
@@ -152,13 +164,14 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     clear_state();
     float log_decay[ROW_TILES] = {};  // of the segment, in units of log2
     bool restarted = false;           // the segment has begun a sequence
-    float skip[ROW_TILES][2] = {};    // D of the lane's rows, the factors of x in the output
+    // D of the lane's rows, the factors of x in the output.
+    float skip[ROW_TILES][LANE_ROWS] = {};
     if (!SEGMENT_STATES && D) {
 #pragma unroll
-        for (int i = 0; i < 2 * ROW_TILES; ++i) {
-            const int row = tile_row(i / 2) + i % 2 * 8 + g;
+        for (int i = 0; i < LANE_ROWS * ROW_TILES; ++i) {
+            const int row = tile_row(i / LANE_ROWS) + i % LANE_ROWS * ROW_STEP + g;
             const int64_t head = first_head + row / HEAD_TILE, dim = first_dim + row % HEAD_TILE;
-            skip[i / 2][i % 2] = to_float(D[head * D_stride + dim * D_step]);
+            skip[i / LANE_ROWS][i % LANE_ROWS] = to_float(D[head * D_stride + dim * D_step]);
         }
     }
 
@@ -167,6 +180,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
         tile.part = chunks.at(tile.number);
         tile.token = tile.part.begin;
         load(0, tile.token, tile.count());
+        store_held(0);
         find_decays(0, tile.count());
         if (!SEGMENT_STATES && !tile.part.restarts) {
             each_of_state([&](int, float& low, float& high, int64_t at) {
@@ -189,61 +203,65 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             restarted = true;
         }
         const decays_t& decay = decays[stage];
-        const state_tile b_tile = b_at(stage);
+        const b_tile_t b_tile = b_at(stage);
         const rows_tile x_tile = x_at(stage);
 
-        uint32_t xs[ROW_TILES][2][4];  // x transposed: rows by tokens
+        uint32_t xs[ROW_TILES][2][BLOCK_PAIRS];  // x transposed: rows by tokens
         if constexpr (!SEGMENT_STATES) {
             // Weights: the tiles of 16 by 16 tokens on the diagonal and below it, a warp each in turn.
-            const state_tile c_tile = c_at(stage);
+            const c_tile_t c_tile = c_at(stage);
             for (int tile = warp; tile < 3; tile += NUM_WARPS) {
                 const int row_tile = (tile + 1) / 2, column_tile = tile / 2;
-                float products[2][4] = {};
+                Block products = {};
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
-                    uint32_t a[4], b[4];
-                    load_operand(a, c_tile, row_tile * 16, step);
-                    load_columns(b, b_tile, column_tile * 16, step);
-                    multiply_add<scalar_t>(products[0], products[1], a, b);
+                    order_steps(step);
+                    uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
+                    load_rows(a, c_tile, row_tile * 16, step, lane);
+                    b_tile.load_tokens(b, column_tile * 16, step, lane);
+                    products.add_product<scalar_t>(a, b);
                 }
 #pragma unroll
                 for (int head = 0; head < HEADS; ++head) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int n = i / 2, half = i % 2, l = row_tile * 16 + half * 8 + g;
-                        const int m = column_tile * 16 + n * 8 + 2 * t;
+                    for (int i = 0; i < BLOCK_PAIRS; ++i) {
+                        const int l = row_tile * 16 + pair_row(i) + g, m = column_tile * 16 + pair_column(i) + t;
                         const float sum = decay.sums[head][l];
                         float weight[2];
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
                             const float factor =
                                 estimate_exp2(sum - decay.sums[head][m + j]) * decay.steps[head][m + j];
-                            weight[j] = m + j <= l ? factor * products[n][2 * half + j] : 0.0f;
+                            weight[j] = m + j <= l ? factor * products.at(i, j) : 0.0f;
                         }
-                        scalar_t* const to = weights_of(head).at(l, column_tile * 2 + n) + 2 * t;
+                        scalar_t* const to = weights_of(head).at(l, m / 8) + m % 8;
                         *reinterpret_cast<uint32_t*>(to) = pack_pair<scalar_t>(weight[0], weight[1]);
                     }
                 }
             }
 
             // Y = h C, then decayed by token.
-            float y[ROW_TILES][4][4] = {};
+            Block y[ROW_TILES][2] = {};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                uint32_t a[ROW_TILES][4];
+                order_steps(step);
+                uint32_t a[ROW_TILES][SHORT_WORDS];
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) pack_operand<scalar_t>(a[r], h[r][2 * step], h[r][2 * step + 1]);
+                for (int r = 0; r < ROW_TILES; ++r) h[r][step].template pack<scalar_t>(a[r]);
 #pragma unroll
                 for (int n = 0; n < 2; ++n) {
-                    uint32_t b[4];
-                    load_columns(b, c_tile, n * 16, step);
+                    uint32_t b[SHORT_WORDS];
+                    load_columns(b, c_tile, n * 16, step, lane);
 #pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], a[r], b);
+                    for (int r = 0; r < ROW_TILES; ++r) y[r][n].template add_product<scalar_t>(a[r], b);
                 }
             }
+            // The first of the pair's tokens in the tile.
+            const auto token_of = [&](int n, int i) { return n * 16 + pair_column(i) + t; };
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 16; ++i) {
-                y[i / 16][i / 4 % 4][i % 4] *= decay.kept[head_of(i / 16)][i / 4 % 4 * 8 + 2 * t + i % 2];
+            for (int i = 0; i < ROW_TILES * 2 * BLOCK_PAIRS * 2; ++i) {
+                const int r = i / (4 * BLOCK_PAIRS), n = i / (2 * BLOCK_PAIRS) % 2, pair = i / 2 % BLOCK_PAIRS;
+                y[r][n].at(pair, i % 2) *= decay.kept[head_of(r)][token_of(n, pair) + i % 2];
             }
 
             __syncthreads();
@@ -252,40 +270,54 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    load_transposed(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r);
+                    load_block(xs[r][k], x_tile, k * 16, warp * ROW_TILES + r, lane);
+                    uint32_t a[SHORT_WORDS];
+                    make_operand(a, xs[r][k]);
 #pragma unroll
                     for (int n = k; n < 2; ++n) {
-                        uint32_t b[4];
-                        load_columns(b, weights_of(head_of(r)), n * 16, k);
-                        multiply_add<scalar_t>(y[r][2 * n], y[r][2 * n + 1], xs[r][k], b);
+                        uint32_t b[SHORT_WORDS];
+                        load_columns(b, weights_of(head_of(r)), n * 16, k, lane);
+                        y[r][n].template add_product<scalar_t>(a, b);
                     }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 8; ++i) {
-                const int r = i / 8, half = i / 4 % 2, n = i % 4;
-                float low, high;
-                unpack_pair<scalar_t>(xs[r][n / 2][n % 2 * 2 + half], low, high);
-                y[r][n][2 * half] = fmaf(skip[r][half], low, y[r][n][2 * half]);
-                y[r][n][2 * half + 1] = fmaf(skip[r][half], high, y[r][n][2 * half + 1]);
-                if constexpr (HAS_Z) {
-                    const int l = n * 8 + 2 * t;
-                    const scalar_t* const gate =
-                        z + int64_t(token + l) * z_stride + first_row + tile_row(r) + half * 8 + g;
-                    if (l < count) y[r][n][2 * half] *= silu_of(to_float(gate[0]));
-                    if (l + 1 < count) y[r][n][2 * half + 1] *= silu_of(to_float(gate[z_stride]));
+            for (int k = 0; k < ROW_TILES * 2; ++k) {
+                const int r = k / 2, n = k % 2;
+                const auto gate_of = [&](int pair) {
+                    const int64_t row = first_row + tile_row(r) + pair_row(pair) + g;
+                    return z + int64_t(token + token_of(n, pair)) * z_stride + row;
+                };
+                scalar_t gates[BLOCK_PAIRS][2] = {};
+#pragma unroll
+                for (int i = 0; HAS_Z && GATES_AHEAD && i < 2 * BLOCK_PAIRS; ++i) {
+                    const bool exists = token_of(n, i / 2) + i % 2 < count;
+                    if (exists) gates[i / 2][i % 2] = gate_of(i / 2)[i % 2 * z_stride];
+                }
+#pragma unroll
+                for (int i = 0; i < BLOCK_PAIRS; ++i) {
+                    float x_values[2];
+                    unpack_pair<scalar_t>(xs[r][n][i], x_values[0], x_values[1]);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        float& result = y[r][n].at(i, j);
+                        result = fmaf(skip[r][pair_row(i) / ROW_STEP], x_values[j], result);
+                        const bool exists = token_of(n, i) + j < count;
+                        if (HAS_Z && GATES_AHEAD) result *= silu_of(to_float(gates[i][j]));
+                        else if (HAS_Z && exists) result *= silu_of(to_float(gate_of(i)[j * z_stride]));
+                    }
                 }
             }
             // The results go through shared memory, where x of the warp's rows was: then a lane stores a row's vector.
             sync_warp();
 #pragma unroll
-            for (int i = 0; i < ROW_TILES * 4; ++i) {
-                const int r = i / 4, n = i % 4;
-                store_to_tile<scalar_t>(x_tile, n * 8, tile_row(r) / 8, y[r][n]);
+            for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                for (int n = 0; n < 2; ++n) y[r][n].template store_to_tile<scalar_t>(x_tile, n * 16, tile_row(r) / 8);
             }
             sync_warp();
-            constexpr int CHUNKS = ROW_TILES * 2,
-                          STEP = 32 / CHUNKS;  // of a token, and tokens that a warp stores at once
+            // Chunks of a token, and tokens that a warp stores at once.
+            constexpr int CHUNKS = ROW_TILES * 2, STEP = WARP_SIZE / CHUNKS;
             const int first = lane / CHUNKS, result_chunk = tile_row(0) / 8 + lane % CHUNKS;
             scalar_t* to = out + int64_t(token + first) * out_stride + first_row + result_chunk * 8;
 #pragma unroll
@@ -301,31 +333,33 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             const float kept = decay.kept[head_of(r)][TOKENS - 1];
             if (SEGMENT_STATES) log_decay[r] += decay.sums[head_of(r)][TOKENS - 1];
 #pragma unroll
-            for (int i = 0; i < STATE_TILES * 4; ++i) h[r][i / 4][i % 4] *= kept;
+            for (int i = 0; i < STEPS * BLOCK_PAIRS * 2; ++i)
+                h[r][i / 2 / BLOCK_PAIRS].at(i / 2 % BLOCK_PAIRS, i % 2) *= kept;
         }
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
-            uint32_t weighted[ROW_TILES][4];
+            uint32_t weighted[ROW_TILES][SHORT_WORDS];
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
                 const float (&weights)[TOKENS] = decay.weights[head_of(r)];
-                if (SEGMENT_STATES) load_transposed(weighted[r], x_tile, k * 16, warp * ROW_TILES + r);
+                uint32_t pairs[BLOCK_PAIRS];
+                if (SEGMENT_STATES) load_block(pairs, x_tile, k * 16, warp * ROW_TILES + r, lane);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int m = k * 16 + i / 2 * 8 + 2 * t;
+                for (int i = 0; i < BLOCK_PAIRS; ++i) {
+                    const int m = k * 16 + pair_column(i) + t;
                     float low, high;
-                    unpack_pair<scalar_t>(SEGMENT_STATES ? weighted[r][i] : xs[r][k % 2][i], low, high);
-                    weighted[r][i] = pack_pair<scalar_t>(low * weights[m], high * weights[m + 1]);
+                    unpack_pair<scalar_t>(SEGMENT_STATES ? pairs[i] : xs[r][k % 2][i], low, high);
+                    pairs[i] = pack_pair<scalar_t>(low * weights[m], high * weights[m + 1]);
                 }
+                make_operand(weighted[r], pairs);
             }
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
-                uint32_t b[4];
-                load_rows(b, b_tile, k * 16, n);
+                order_steps(n);
+                uint32_t b[SHORT_WORDS];
+                b_tile.load_elements(b, k * 16, n, lane);
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
-                    multiply_add<scalar_t>(h[r][2 * n], h[r][2 * n + 1], weighted[r], b);
-                }
+                for (int r = 0; r < ROW_TILES; ++r) h[r][n].template add_product<scalar_t>(weighted[r], b);
             }
         }
 
@@ -334,6 +368,8 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             if (!CHUNK_STATES && chunks.ends_sequence(tile.part)) store_state(tile.part.seq);
         }
         if (more) find_decays(stage ^ 1, next.count());
+        if (STAGES == 1) __syncthreads();
+        if (more) store_held(stage ^ 1);
         tile = next;
     }
 

@@ -82,12 +82,12 @@ chunk_scan_states(float* segment_states,              // [num_segments - 1, num_
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 const scalar_t* const from = B + token * B_stride + group * STATE_SIZE + part * WIDE;
-                copy_tokens<WIDE / 8, TOKENS, NUM_THREADS>(tile_at(to.b[part]), from, B_stride, count);
+                TokenCopy<WIDE / 8, TOKENS, NUM_THREADS>{}.load(tile_at(to.b[part]), from, B_stride, count);
             }
 #pragma unroll
             for (int of = 0; of < WARPGROUPS; ++of) {
                 const scalar_t* const from = x + token * x_stride + first_row + of * WARPGROUP_ROWS;
-                copy_tokens<WIDE / 8, TOKENS, NUM_THREADS>(tile_at(to.x[of]), from, x_stride, count);
+                TokenCopy<WIDE / 8, TOKENS, NUM_THREADS>{}.load(tile_at(to.x[of]), from, x_stride, count);
             }
             finder.load(dt + token * dt_stride + first_head * dt_step, dt_stride, dt_step, count);
         }
@@ -146,7 +146,7 @@ chunk_scan_states(float* segment_states,              // [num_segments - 1, num_
         uint32_t weighted[STEPS][4];  // x transposed: rows by tokens
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
-            load_transposed(weighted[k], tile_at(from.x[warpgroup]), k * 16, quarter);
+            load_block(weighted[k], tile_at(from.x[warpgroup]), k * 16, quarter, lane);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* const weights = decays.weights[own_head] + k * 16 + i / 2 * 8 + 2 * t;

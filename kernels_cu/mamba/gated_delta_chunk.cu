@@ -9,14 +9,15 @@
 //
 // (Yang et al. 2024, arXiv:2412.06464.) States stay in registers from tile to tile, in float32. Rounded to T are the
 // operands of products: S, r, u, (I + L)^-1 b and the weights of u. Keys and queries stay as they are: their norms are
-// factors of what they are multiplied with.
+// factors of what they are multiplied with. Products are those of product.cuh.
 //
 // Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A block
-// walks its sequence in tiles of 32 tokens.
+// walks its sequence in tiles of TOKENS tokens.
 //
 // Warps: the first WARPS warps have 16 rows of the state each, and work on one tile. Four more warps prepare tiles. Two of
 // them, KEYS and NORMS, are two tiles ahead: decays, the norms of k and q, and L. Two are a tile ahead: SOLVE inverts
-// I + L, WEIGH weighs u for o. Copies to shared memory are three tiles ahead.
+// I + L, WEIGH weighs u for o. Copies to shared memory (where copies are held, async.cuh: to registers) are three tiles
+// ahead.
 //
 // Constants
 //     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
@@ -24,21 +25,26 @@
 //     KEY_SIZE       elements of a head of k; a multiple of 16
 //     VALUE_SIZE     elements of a head of v
 //     QK_NORM        q and k are divided by their norms
+//     TOKENS         tokens of a tile: 32, or 16 where shared memory is small
+//     STAGES         tiles in shared memory: 4; or 3, only where copies are held
 //     WARPS          warps with rows; ROWS = 16 * WARPS divides VALUE_SIZE
 
 #include "state_tiles.cuh"
 
-constexpr int TOKENS = 32, ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 4) * 32, TILES = VALUE_SIZE / ROWS;
-constexpr int STEPS = KEY_SIZE / 16, STAGES = 4;
+constexpr int ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 4) * WARP_SIZE, TILES = VALUE_SIZE / ROWS;
+constexpr int STEPS = KEY_SIZE / 16, BLOCKS = TOKENS / 16;
 constexpr int KEYS = WARPS, NORMS = WARPS + 1, SOLVE = WARPS + 2, WEIGH = WARPS + 3;
 constexpr float LOG2_OF_E = 1.4426950408889634f;
 constexpr int PITCH = TOKENS + 4;  // of a column of L, in floats: columns begin on different banks
+static_assert(TOKENS <= 32 && (STAGES == 4 || HOLDS_COPIES));
 
 using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;  // keys or queries: a row for each token
 using value_tile = SwizzledTile<scalar_t, ROWS / 8>;    // values: likewise
-using square_tile = SwizzledTile<scalar_t, TOKENS / 8>;
+using square_tile = square_tile_t<scalar_t, TOKENS>;
+using summed_tile = SummedTile<scalar_t, KEY_SIZE, TOKENS>;  // keys, of which tokens are summed over
 constexpr int KEY_BYTES = key_tile::bytes(TOKENS), VALUE_BYTES = value_tile::bytes(TOKENS);
-constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES, SQUARE_BYTES = square_tile::bytes(TOKENS);
+constexpr int SUMMED_BYTES = ON_MATRIX_CORES ? summed_tile::BYTES : 0;  // else these are the keys themselves
+constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES + SUMMED_BYTES, SQUARE_BYTES = square_tile::bytes(TOKENS);
 
 // What the warps with rows multiply with, beside the two square matrices.
 struct Factors {
@@ -58,42 +64,45 @@ struct Prepared {
     DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
 };
 
-// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token of the lane; 1 without QK_NORM.
+// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token lane % 32; 1 without QK_NORM.
 DEVICE float inverse_norm(const key_tile& tile) {
     if (!QK_NORM) return 1.0f;
+    const int lane = threadIdx.x % WARP_SIZE, token = lane % 32 % TOKENS;
     float sum = 0.0f;
 #pragma unroll 4
-    for (int chunk = 0; chunk < KEY_SIZE / 8; ++chunk) {
-        const auto x = Vec<scalar_t, 8>::load(tile.at(threadIdx.x % 32, chunk));
+    for (int chunk = lane / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
+        const auto x = Vec<scalar_t, 8>::load(tile.at(token, chunk));
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
     }
+    if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
     return 1.0f / sqrtf(sum + 1e-6f);
 }
 
-// Products of the rows of two tiles with each other: the three tiles of 16 by 16 tokens on the diagonal and below it.
+// Products of the rows of two tiles with each other: the blocks of 16 by 16 tokens on the diagonal and below it.
 // Calls `visit` with row, column and product.
 template <typename Visit>
 DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit visit) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float products[3][2][4] = {};
+    constexpr int COUNT = BLOCKS * (BLOCKS + 1) / 2;
+    const int lane = threadIdx.x % WARP_SIZE;
+    Block products[COUNT] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        uint32_t a[2][4], b[2][4];
+        order_steps(step);
+        uint32_t a[BLOCKS][SHORT_WORDS], b[BLOCKS][SHORT_WORDS];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            load_operand(a[i], rows, i * 16, step);
-            load_columns(b[i], columns, i * 16, step);
+        for (int i = 0; i < BLOCKS; ++i) {
+            load_rows(a[i], rows, i * 16, step, lane);
+            load_columns(b[i], columns, i * 16, step, lane);
         }
 #pragma unroll
-        for (int i = 0; i < 3; ++i) {
-            multiply_add<scalar_t>(products[i][0], products[i][1], a[(i + 1) / 2], b[i / 2]);
-        }
+        for (int i = 0; i < COUNT; ++i) products[i].add_product<scalar_t>(a[(i + 1) / 2], b[i / 2]);
     }
 #pragma unroll
-    for (int i = 0; i < 24; ++i) {
-        const int tile = i / 8, n = i / 4 % 2, j = i % 4;
-        visit((tile + 1) / 2 * 16 + j / 2 * 8 + g, tile / 2 * 16 + n * 8 + 2 * t + j % 2, products[tile][n][j]);
+    for (int i = 0; i < COUNT * BLOCK_PAIRS * 2; ++i) {
+        const int block = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
+        visit((block + 1) / 2 * 16 + pair_row(pair) + lane_row(lane),
+              block / 2 * 16 + pair_column(pair) + lane_column(lane) + i % 2, products[block].at(pair, i % 2));
     }
 }
 
@@ -117,7 +126,8 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
     __shared__ Factors factors[3];
     __shared__ alignas(16) Prepared prepared[2];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int row_of_lane = lane_row(lane), t = lane_column(lane);
     const int head = int(blockIdx.x / TILES % value_heads), first_row = int(blockIdx.x % TILES) * ROWS;
     const int64_t seq = blockIdx.x / (TILES * value_heads), key_head = head / heads_per_key;
     int64_t begin = cu_seqlens ? int64_t(cu_seqlens[seq]) : seq * seq_tokens;
@@ -131,6 +141,10 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     const auto values_of = [&](int tile) {
         return value_tile{reinterpret_cast<scalar_t*>(stage_at(tile) + 2 * KEY_BYTES)};
     };
+    const auto summed_of = [&](int tile) {
+        unsigned char* const at = stage_at(tile) + (ON_MATRIX_CORES ? 2 * KEY_BYTES + VALUE_BYTES : 0);
+        return summed_tile{{reinterpret_cast<scalar_t*>(at)}};
+    };
     // (I + L)^-1 b, and the weights of u in o: row l, column m.
     const auto inverse_of = [&](int tile) {
         return square_tile{reinterpret_cast<scalar_t*>(shared + STAGES * STAGE_BYTES + tile % 2 * 2 * SQUARE_BYTES)};
@@ -140,18 +154,28 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
             reinterpret_cast<scalar_t*>(shared + STAGES * STAGE_BYTES + (tile % 2 * 2 + 1) * SQUARE_BYTES)};
     };
     const auto count_of = [&](int tile) { return int(min(end - begin - int64_t(tile) * TOKENS, int64_t(TOKENS))); };
+    TokenCopy<KEY_SIZE / 8, TOKENS, NUM_THREADS> copy_k, copy_q;
+    TokenCopy<ROWS / 8, TOKENS, NUM_THREADS> copy_v;
+    typename summed_tile::copy_t<NUM_THREADS> copy_summed;
     // Each call adds one group of copies, which is empty behind the last tile.
     const auto load = [&](int tile) {
         if (tile < num_tiles) {
             const int64_t token = begin + int64_t(tile) * TOKENS, key = key_head * KEY_SIZE;
             const int64_t value = int64_t(head) * VALUE_SIZE + first_row;
             const int count = count_of(tile);
-            copy_tokens<KEY_SIZE / 8, TOKENS, NUM_THREADS>(keys_of(tile), k + token * k_stride + key, k_stride, count);
-            copy_tokens<KEY_SIZE / 8, TOKENS, NUM_THREADS>(queries_of(tile), q + token * q_stride + key, q_stride,
-                                                           count);
-            copy_tokens<ROWS / 8, TOKENS, NUM_THREADS>(values_of(tile), v + token * v_stride + value, v_stride, count);
+            copy_k.load(keys_of(tile), k + token * k_stride + key, k_stride, count);
+            copy_q.load(queries_of(tile), q + token * q_stride + key, q_stride, count);
+            copy_v.load(values_of(tile), v + token * v_stride + value, v_stride, count);
+            if (ON_MATRIX_CORES) copy_summed.load(summed_of(tile).tile, k + token * k_stride + key, k_stride, count);
         }
         cp_async_commit();
+    };
+    const auto store_held = [&](int tile) {
+        if (tile >= num_tiles) return;
+        copy_k.store(keys_of(tile));
+        copy_q.store(queries_of(tile));
+        copy_v.store(values_of(tile));
+        if (ON_MATRIX_CORES) copy_summed.store(summed_of(tile).tile);
     };
 
     // The warp KEYS: g and beta of the lane's token of a tile, read a tile ahead.
@@ -173,11 +197,13 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         const float total = shfl<32>(sum, 31), norm = inverse_norm(keys_of(tile));
         Factors& factor = factors[tile % 3];
         Prepared& to = prepared[tile % 2];
-        to.logs[lane] = sum;
-        to.strengths[lane] = strength;
-        to.keys[lane] = norm;
-        factor.of_keys[lane] = estimate_exp2(sum) * norm;
-        factor.of_changes[lane] = lane < count_of(tile) ? estimate_exp2(total - sum) * norm : 0.0f;
+        if (lane < TOKENS) {
+            to.logs[lane] = sum;
+            to.strengths[lane] = strength;
+            to.keys[lane] = norm;
+            factor.of_keys[lane] = estimate_exp2(sum) * norm;
+            factor.of_changes[lane] = lane < count_of(tile) ? estimate_exp2(total - sum) * norm : 0.0f;
+        }
         if (lane == 0) factor.kept = estimate_exp2(total);
         load_decay(tile + 1);
         sync_warp();
@@ -188,6 +214,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     };
     // A lane finds its column of the inverse by forward substitution.
     const auto solve = [&](int tile) {
+        if (lane >= TOKENS) return;
         const Prepared& from = prepared[tile % 2];
         float x[TOKENS];
 #pragma unroll
@@ -212,7 +239,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     };
     const auto weigh = [&](int tile) {
         const Prepared& from = prepared[tile % 2];
-        factors[tile % 3].of_queries[lane] = estimate_exp2(from.logs[lane]) * from.queries[lane];
+        if (lane < TOKENS) factors[tile % 3].of_queries[lane] = estimate_exp2(from.logs[lane]) * from.queries[lane];
         const square_tile weights = weights_of(tile);
         multiply_tokens(queries_of(tile), keys_of(tile), [&](int l, int m, float product) {
             const float weight = from.decay(l, m) * from.queries[l] * from.keys[m] * product;
@@ -220,79 +247,92 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         });
     };
 
-    float s[2 * STEPS][4] = {};
+    Block s[STEPS] = {};
     // Calls `visit` with each element of the thread's state and its place in a state of all heads.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < STEPS * 8; ++i) {
-            const int64_t row = first_row + warp * 16 + i / 2 % 2 * 8 + lane / 4, column = i / 4 * 8 + 2 * t + i % 2;
-            visit(s[i / 4][i % 4],
+        for (int i = 0; i < STEPS * BLOCK_PAIRS * 2; ++i) {
+            const int n = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
+            const int64_t row = first_row + warp * 16 + pair_row(pair) + row_of_lane;
+            const int64_t column = n * 16 + pair_column(pair) + t + i % 2;
+            visit(s[n].at(pair, i % 2),
                   int64_t(head) * (VALUE_SIZE * KEY_SIZE) + row * state_row_stride + column * state_column_stride);
         }
     };
     const auto advance = [&](int tile) {
         const Factors& factor = factors[tile % 3];
         const key_tile keys = keys_of(tile), queries = queries_of(tile);
-        float r[4][4] = {}, y[4][4] = {}, u[4][4] = {};  // rows by tokens: S k, then r; S q, then o; u
+        const summed_tile summed = summed_of(tile);
+        Block r[BLOCKS] = {}, y[BLOCKS] = {}, u[BLOCKS] = {};  // rows by tokens: S k, then r; S q, then o; u
+        // Multiplies the columns of blocks with factors of their tokens.
+        const auto scale_tokens = [&](Block(&blocks)[BLOCKS], const float (&by)[TOKENS]) {
+#pragma unroll
+            for (int i = 0; i < BLOCKS * BLOCK_PAIRS * 2; ++i) {
+                const int n = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
+                blocks[n].at(pair, i % 2) *= by[n * 16 + pair_column(pair) + t + i % 2];
+            }
+        };
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            uint32_t a[4], b[4];
-            pack_operand<scalar_t>(a, s[2 * step], s[2 * step + 1]);
+            order_steps(step);
+            uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
+            s[step].pack<scalar_t>(a);
 #pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                load_columns(b, keys, n * 16, step);
-                multiply_add<scalar_t>(r[2 * n], r[2 * n + 1], a, b);
-                load_columns(b, queries, n * 16, step);
-                multiply_add<scalar_t>(y[2 * n], y[2 * n + 1], a, b);
+            for (int n = 0; n < BLOCKS; ++n) {
+                load_columns(b, keys, n * 16, step, lane);
+                r[n].add_product<scalar_t>(a, b);
+                load_columns(b, queries, n * 16, step, lane);
+                y[n].add_product<scalar_t>(a, b);
             }
         }
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            uint32_t values[4];
-            load_transposed(values, values_of(tile), k * 16, warp);
+        for (int k = 0; k < BLOCKS; ++k) {
+            uint32_t values[BLOCK_PAIRS];
+            load_block(values, values_of(tile), k * 16, warp, lane);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int n = 2 * k + i / 2, half = i % 2, l = n * 8 + 2 * t;
-                float low, high;
-                unpack_pair<scalar_t>(values[i], low, high);
-                r[n][2 * half] = fmaf(-factor.of_keys[l], r[n][2 * half], low);
-                r[n][2 * half + 1] = fmaf(-factor.of_keys[l + 1], r[n][2 * half + 1], high);
+            for (int i = 0; i < BLOCK_PAIRS; ++i) {
+                const int l = k * 16 + pair_column(i) + t;
+                float pair[2];
+                unpack_pair<scalar_t>(values[i], pair[0], pair[1]);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) r[k].at(i, j) = fmaf(-factor.of_keys[l + j], r[k].at(i, j), pair[j]);
             }
         }
-        const auto times_square = [&](float (&d)[4][4], const float (&x)[4][4], const square_tile& square) {
+        const auto times_square = [&](Block(&d)[BLOCKS], const Block(&x)[BLOCKS], const square_tile& square) {
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                uint32_t a[4], b[4];
-                pack_operand<scalar_t>(a, x[2 * k], x[2 * k + 1]);
+            for (int k = 0; k < BLOCKS; ++k) {
+                uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
+                x[k].pack<scalar_t>(a);
 #pragma unroll
-                for (int n = k; n < 2; ++n) {
-                    load_columns(b, square, n * 16, k);
-                    multiply_add<scalar_t>(d[2 * n], d[2 * n + 1], a, b);
+                for (int n = k; n < BLOCKS; ++n) {
+                    load_columns(b, square, n * 16, k, lane);
+                    d[n].add_product<scalar_t>(a, b);
                 }
             }
         };
         times_square(u, r, inverse_of(tile));
-#pragma unroll
-        for (int i = 0; i < 16; ++i) y[i / 4][i % 4] *= factor.of_queries[i / 4 * 8 + 2 * t + i % 2];
+        scale_tokens(y, factor.of_queries);
         times_square(y, u, weights_of(tile));
         const int64_t token = begin + int64_t(tile) * TOKENS;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            scalar_t* const to = o + (token + n * 8) * o_stride + int64_t(head) * VALUE_SIZE + first_row + warp * 16;
-            store_transposed(to, o_stride, y[n], count_of(tile) - n * 8);
+        for (int n = 0; n < BLOCKS; ++n) {
+            scalar_t* const to = o + (token + n * 16) * o_stride + int64_t(head) * VALUE_SIZE + first_row + warp * 16;
+            y[n].store_transposed(to, o_stride, count_of(tile) - n * 16);
         }
 #pragma unroll
-        for (int i = 0; i < STEPS * 8; ++i) s[i / 4][i % 4] *= factor.kept;
+        for (int i = 0; i < STEPS * BLOCK_PAIRS * 2; ++i) {
+            s[i / (2 * BLOCK_PAIRS)].at(i / 2 % BLOCK_PAIRS, i % 2) *= factor.kept;
+        }
+        scale_tokens(u, factor.of_changes);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) u[i / 4][i % 4] *= factor.of_changes[i / 4 * 8 + 2 * t + i % 2];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            uint32_t a[4], b[4];
-            pack_operand<scalar_t>(a, u[2 * k], u[2 * k + 1]);
+        for (int k = 0; k < BLOCKS; ++k) {
+            uint32_t a[SHORT_WORDS], b[SHORT_WORDS];
+            u[k].pack<scalar_t>(a);
 #pragma unroll
             for (int n = 0; n < STEPS; ++n) {
-                load_rows(b, keys, k * 16, n);
-                multiply_add<scalar_t>(s[2 * n], s[2 * n + 1], a, b);
+                order_steps(n);
+                summed.load_elements(b, k * 16, n, lane);
+                s[n].add_product<scalar_t>(a, b);
             }
         }
     };
@@ -303,6 +343,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     }
     if (warp == KEYS) load_decay(0);
     load(0);
+    store_held(0);
     for (int tile = -2; tile < num_tiles; ++tile) {
         cp_async_wait<0>();
         __syncthreads();
@@ -314,8 +355,13 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         }
         if (tile + 2 < num_tiles) {
             if (warp == KEYS) prepare_keys(tile + 2);
-            if (warp == NORMS) prepared[(tile + 2) % 2].queries[lane] = inverse_norm(queries_of(tile + 2)) * scale;
+            if (warp == NORMS) {
+                const float norm = inverse_norm(queries_of(tile + 2)) * scale;
+                if (lane < TOKENS) prepared[(tile + 2) % 2].queries[lane] = norm;
+            }
         }
+        if (STAGES == 3) __syncthreads();
+        store_held(tile + 3);
     }
     if (has_rows && final_state) {
         each_of_state(

@@ -7,17 +7,25 @@ from contextlib import contextmanager
 
 import pytest
 
+import pyops
 from pyops._core import device
 from pyops._core.kernel import Specialisation
 
 
 @contextmanager
 def on_matrix_core(core: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Within it, the host plans for a device with this one, and emulates it. Gives the lanes of its warps."""
+    """Within it, the host plans for a device with this one, and emulates it. Gives the lanes of its warps.
+
+    Plans made before or within it are forgotten: their keys do not tell the devices apart.
+    """
     lanes, arch = {"MFMA": (64, "gfx90a"), "WMMA_11": (32, "gfx1100"), "WMMA_12": (32, "gfx1201")}[core]
     text = Specialisation.text.fget
     assert text is not None
     with monkeypatch.context() as patch:
         patch.setitem(device._HOST, lanes, device.model(arch))
         patch.setattr(Specialisation, "text", property(lambda self: f"#define PYOPS_HOST_CORE {core}\n{text(self)}"))
+        for op in pyops.registry.values():
+            op.forget()
         yield lanes
+    for op in pyops.registry.values():
+        op.forget()

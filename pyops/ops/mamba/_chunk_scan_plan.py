@@ -10,7 +10,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch, Scratch
-from ._chunk_scan_problem import MAX_ROWS, Problem
+from ._chunk_scan_problem import BLOCKS, MAX_ROWS, Problem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")
 _chunk_scan_states = Kernel("mamba/chunk_scan_states.cu")
@@ -18,7 +18,8 @@ _chunk_scan_simt = Kernel("mamba/chunk_scan_simt.cu")
 _chunk_scan_pass = Kernel("mamba/chunk_scan_pass.cu")
 
 _TOKENS, _SEGMENT_TOKENS = 32, (32, 64)  # of a tile of chunk_scan.cu; where it finds the states of segments alone
-_STAGES, _WGMMA_STAGES = 2, 3  # tiles in shared memory: of chunk_scan.cu, and of chunk_scan_states.cu
+_STAGES, _WGMMA_STAGES = 2, 3  # tiles in shared memory: of chunk_scan.cu at most, and of chunk_scan_states.cu
+_PITCH = 8  # elements of chunk_scan.cu between rows of tokens, where tiles of B and of weights lie so on matrix cores
 # Constants of chunk_scan_states.cu.
 _OF_STATES = (
     *("scalar_t", "dt_t", "bias_t", "initial_t", "index_t"),
@@ -52,8 +53,8 @@ class Config:
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Other warps, where both kinds have whole ones, and registers."""
-        row_tiles = (1, 2) if problem.uses_mma and _may_have_two_tiles(problem) else ()
-        several = problem.uses_mma and problem.segments(problem.row_blocks)[0] > 1
+        row_tiles = (1, 2) if problem.uses_products and _may_have_two_tiles(problem) else ()
+        several = problem.uses_products and problem.segments(problem.row_blocks)[0] > 1
         return tuning.varied(
             self,
             row_tiles=row_tiles,
@@ -66,10 +67,12 @@ class Config:
 
 
 def choose(problem: Problem, device: Device) -> Config:
-    """The warps that read B and C least often, if their registers do not spill."""
-    two_tiles = problem.uses_mma and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
+    """The warps that read B and C least often, if their registers do not spill; on AMD the most waves."""
+    if not device.supports("mma"):
+        return Config(1, 1)
+    two_tiles = problem.uses_products and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
     row_tiles = 2 if two_tiles else 1
-    wide = problem.uses_mma and device.shared_memory >= _WIDE_SHARED
+    wide = problem.uses_products and device.shared_memory >= _WIDE_SHARED
     return Config(row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide], problem.uses_wgmma)
 
 
@@ -113,7 +116,7 @@ def launches(problem: Problem, config: Config) -> list[Launch]:
         "D_stride": 0 if D is None else D.strides[0],
         "D_step": 0 if D is None or len(D.shape) == 1 else D.strides[1],
     }
-    return (_launches_mma if problem.uses_mma else _launches_simt)(problem, config, constants, arguments)
+    return (_launches_products if problem.uses_products else _launches_simt)(problem, config, constants, arguments)
 
 
 class Geometry(NamedTuple):
@@ -125,18 +128,12 @@ class Geometry(NamedTuple):
     shared: int
 
 
-def _launches_mma(
+def _launches_products(
     problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     heads, rows, state_size = problem.heads, problem.heads * problem.head_tile, problem.sizes[3]
     device, out = problem.call["x"].device, problem.call["out"]
     constants |= {"HEADS": heads, "HEAD_TILE": problem.head_tile}
-    # Rows of 64 elements or a multiple; stages of x, B and C; weights of each head.
-    state_bytes, x_bytes = (_TOKENS * -(-size // 64) * 128 for size in (state_size, rows))
-    shared = {
-        False: _STAGES * (2 * state_bytes + x_bytes) + heads * _TOKENS * 128,
-        True: _STAGES * config.segment_tokens // _TOKENS * (state_bytes + x_bytes),
-    }
     out_vec = 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4
 
     def geometry(of_segments: bool) -> Geometry:
@@ -149,11 +146,36 @@ def _launches_mma(
         tokens, row_tiles, min_blocks = _TOKENS, config.row_tiles, config.min_blocks
         if of_segments:
             tokens, row_tiles, min_blocks = config.segment_tokens, config.segment_row_tiles, config.segment_min_blocks
-        own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "MIN_BLOCKS": min_blocks, "OUT_VEC": out_vec}
+        stages, shared = _shared_memory(problem, tokens, of_segments)
+        own = {"TOKENS": tokens, "ROW_TILES": row_tiles, "STAGES": stages, "MIN_BLOCKS": min_blocks, "OUT_VEC": out_vec}
         own |= constants | _options(problem, of_segments)
-        return Geometry(_chunk_scan, own, 2 * rows // row_tiles, shared[of_segments])
+        return Geometry(_chunk_scan, own, rows // (16 * row_tiles) * device.warp_size, shared)
 
     return _both(problem, arguments, problem.row_blocks, geometry)
+
+
+def _shared_memory(problem: Problem, tokens: int, of_segments: bool) -> tuple[int, int]:
+    """Stages of chunk_scan.cu, and bytes of dynamic shared memory: x, B and C of each stage, and weights of each head.
+
+    On AMD as many blocks as there may be fit a compute unit, if they can, and then as many stages.
+    """
+    heads, state_size, device = problem.heads, problem.sizes[3], problem.call["x"].device
+    # Rows of 64 elements or a multiple.
+    state_bytes, x_bytes, square_bytes = (
+        tokens * -(-size // 64) * 128 for size in (state_size, heads * problem.head_tile, tokens)
+    )
+    transposed_bytes = state_bytes
+    if not device.supports("mma"):
+        transposed_bytes, square_bytes = (2 * rows * (tokens + _PITCH) for rows in (state_size, tokens))
+    stage_bytes = x_bytes + transposed_bytes + (0 if of_segments else state_bytes)
+    weight_bytes = 0 if of_segments else heads * square_bytes
+    stages = _STAGES
+    if not device.supports("mma"):
+        decays = 2 * 4 * heads * tokens * float32.itemsize  # of two tiles; not dynamic
+        choices = [(blocks, n) for blocks in (BLOCKS, 1) for n in (_STAGES, 1)]
+        fixed, memory = weight_bytes + decays, device.shared_memory
+        stages = next((n for blocks, n in choices if blocks * (n * stage_bytes + fixed) <= memory), 1)
+    return stages, stages * stage_bytes + weight_bytes
 
 
 def _options(problem: Problem, of_segments: bool) -> dict[str, bool]:

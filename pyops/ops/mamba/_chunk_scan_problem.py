@@ -16,7 +16,7 @@ MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_states.cu: dim
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
 _MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
-_BLOCKS = {True: 2, False: 8}  # to a multiprocessor: of kernels that multiply matrices, and of chunk_scan_simt.cu
+BLOCKS, _SIMT_BLOCKS = 2, 8  # to a multiprocessor: of kernels that multiply matrices, and of chunk_scan_simt.cu
 _WIDE = 64  # elements of a row of the tiles of chunk_scan_states.cu
 
 
@@ -39,7 +39,7 @@ class Problem:
     def segments(self, row_blocks: int) -> tuple[int, int, int]:
         """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
         device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
-        blocks = _BLOCKS[self.uses_mma] * device.multiprocessors
+        blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.multiprocessors
         wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
         chunk_parts, part_tokens = 1, min(self.call["chunk_size"], max(1, num_tokens))
         long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty
@@ -70,16 +70,16 @@ class Problem:
         return num_heads // self.heads * (head_size // self.head_tile)
 
     @property
-    def uses_mma(self) -> bool:
+    def uses_products(self) -> bool:
         """Whether chunk_scan.cu serves the call; chunk_scan_simt.cu serves every call."""
         x, out, initial = self.call["x"], self.call["out"], self.call["initial_states"]
         state_size = self.sizes[3]
         read = [self.call[name] for name in ("x", "B", "C")]
         return (
             x.dtype is not float32
-            and x.device.supports("mma")
+            and x.device.supports("products")
             and state_size % 16 == 0
-            and 16 <= state_size <= 256
+            and 16 <= state_size <= self._max_state
             and self.head_tile % 16 == 0
             and self.heads * self.head_tile >= 32
             and all(arg.alignment == 16 and arg.strides[0] % 8 == 0 for arg in read)
@@ -90,11 +90,22 @@ class Problem:
         )
 
     @property
+    def _max_state(self) -> int:
+        """Elements of a state for which the registers of chunk_scan.cu suffice."""
+        device = self.call["x"].device
+        if device.supports("mma") or device.warp_size == 64:
+            return 256
+        # A lane of WMMA has twice as much of the state as one of MFMA, and of the copies that are held the more, the
+        # fewer rows share them. Gates are loaded before one is used.
+        rows = self.heads * self.head_tile
+        return rows if self.call["z"] is None else min(rows, 64)
+
+    @property
     def uses_wgmma(self) -> bool:
         """Whether chunk_scan_states.cu may find the states of segments."""
         state_size = self.sizes[3]
         wide = self.head_tile % _WIDE == 0 and state_size in (_WIDE, 2 * _WIDE)
-        return wide and self.uses_mma and self.call["x"].device.supports("wgmma")
+        return wide and self.uses_products and self.call["x"].device.supports("wgmma")
 
     @property
     def tile_tokens(self) -> int:
@@ -103,7 +114,7 @@ class Problem:
 
     def bucket(self) -> str:
         num_heads, head_size, num_groups, state_size = self.sizes
-        kind = "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt"
+        kind = "wgmma" if self.uses_wgmma else "mma" if self.uses_products else "simt"
         return (
             f"{kind} {self.call['x'].dtype.name} heads={num_heads}/{num_groups}"
             f"x{head_size} state={state_size} chunks={tuning.power_of_two(self.num_chunks)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._core import check, tuning
 from ..._core.device import Device
@@ -21,11 +21,14 @@ _MAX_KEYS = 32  # columns of a state in the registers of a thread
 # Measured on an H200, heads of 128: 8 sequences of 1024 tokens take 266 us by 8 warps and 481 by 4, because the warps
 # that prepare tiles serve more rows; one sequence of 8192, whose blocks are few, 908 by 4, 923 by 2 and 987 by 8.
 _WARPS = 4  # of a block, with rows
-_LARGE_WARPS = 8  # where even such blocks are enough for all multiprocessors
+_LARGE_WARPS = 8  # where even such blocks are enough for all multiprocessors; of 64 lanes, their registers would spill
 _MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
+_MAX_KEY_SIZE_GFX11 = 96  # operands of eight words: with more, registers spill
 _MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
-_STATIC_BYTES = 12 * 1024  # of gated_delta_chunk.cu, at most, beside dynamic shared memory
-_TOKENS, _STAGES, _PREPARING = 32, 4, 4  # of gated_delta_chunk.cu: tokens of a tile, stages, warps without rows
+_ALIGNMENT = 256  # bytes that parts of shared memory may be apart
+_PREPARING = 4  # warps of gated_delta_chunk.cu without rows
+# Tokens of a tile and stages: what CUDA has, and what AMD has room for.
+_TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,27 +48,27 @@ class Problem:
         return int(self.call["q"].shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
     @property
-    def uses_mma(self) -> bool:
+    def uses_products(self) -> bool:
         """Whether gated_delta_chunk.cu serves the call; gated_delta_recurrent.cu serves every call."""
         q, k, v, o = (self.call[name] for name in ("q", "k", "v", "o"))
         return (
             "ssm_state_indices" not in self.call
             and q.dtype is not float32
-            and q.device.supports("mma")
+            and q.device.supports("products")
             and q.shape[3] % 16 == 0
-            and 16 <= q.shape[3] <= _MAX_KEY_SIZE
+            and 16 <= q.shape[3] <= (_MAX_KEY_SIZE_GFX11 if q.device.arch.startswith("gfx11") else _MAX_KEY_SIZE)
             and v.shape[3] % 32 == 0
             and q.shape[0] * q.shape[1] >= _MIN_TOKENS * self.num_seqs
             and all(arg.alignment == 16 and token_stride(arg) % 8 == 0 for arg in (q, k, v))
             and o.alignment >= 8
             and token_stride(o) % 4 == 0
-            and shared_memory(q.shape[3], _WARPS) + _STATIC_BYTES <= q.device.shared_memory
+            and tiles(q.device, q.shape[3], _WARPS) is not None
         )
 
     def bucket(self) -> str:
         q, v = self.call["q"], self.call["v"]
         return (
-            f"{'mma' if self.uses_mma else 'simt'} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
+            f"{'mma' if self.uses_products else 'simt'} {q.dtype.name} heads={v.shape[2]}/{q.shape[2]} "
             f"{q.shape[3]}x{v.shape[3]} tokens={tuning.power_of_two(q.shape[0] * q.shape[1])} "
             f"seqs={tuning.power_of_two(self.num_seqs)}"
         )
@@ -85,18 +88,21 @@ class Config:
 
     def candidates(self, problem: Problem, device: Device) -> list[Config]:
         """Larger and smaller blocks, and more registers or fewer."""
-        warps = [w for w in (2, 4, 8) if not problem.uses_mma or problem.call["v"].shape[3] % (16 * w) == 0]
+        sizes = (2, 4, 8) if device.warp_size == 32 or not problem.uses_products else (2, 4)
+        warps = [w for w in sizes if not problem.uses_products or problem.call["v"].shape[3] % (16 * w) == 0]
         return tuning.varied(self, warps=warps, min_blocks=(1, 2))
 
 
 def choose(problem: Problem, device: Device) -> Config:
     """Blocks with few rows where large ones would leave multiprocessors idle."""
-    if not problem.uses_mma:
+    if not problem.uses_products:
         return Config(_WARPS, 1)
     _, _, value_heads, value_size = problem.call["v"].shape
     num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
-    large = value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
-    if large and shared_memory(problem.call["q"].shape[3], _LARGE_WARPS) + _STATIC_BYTES <= device.shared_memory:
+    large = (
+        device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
+    )
+    if large and tiles(device, problem.call["q"].shape[3], _LARGE_WARPS) is not None:
         return Config(_LARGE_WARPS, 1)
     return Config(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
 
@@ -148,13 +154,28 @@ def token_stride(arg: TensorArg) -> int:
     return arg.strides[1] if num_tokens > 1 else arg.strides[0]
 
 
-def shared_memory(key_size: int, warps: int) -> int:
-    """Bytes of dynamic shared memory of a block of gated_delta_chunk.cu.
+class Tiles(NamedTuple):
+    """Tokens of a tile of gated_delta_chunk.cu, tiles in shared memory, and bytes of dynamic shared memory."""
 
-    Keys, queries and values of each stage, whose rows are padded to 128 bytes, and two square matrices of two tiles.
-    """
-    key_bytes, value_bytes = (_TOKENS * -(-size // 64) * 128 for size in (key_size, 16 * warps))
-    return _STAGES * (2 * key_bytes + value_bytes) + 4 * _TOKENS * 128
+    tokens: int
+    stages: int
+    shared: int
+
+
+def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
+    """The largest tiles of gated_delta_chunk.cu that shared memory holds; None if it holds none."""
+    has_mma = device.supports("mma")
+    for tokens, stages in _TILES if has_mma else _HELD_TILES:
+        # Keys, queries and values of each stage, whose rows are padded to 128 bytes; two square matrices of two tiles.
+        key_bytes, value_bytes = (tokens * -(-size // 64) * 128 for size in (key_size, 16 * warps))
+        row_bytes = 128 if has_mma else 2 * (tokens + 8)
+        summed_bytes = 0 if has_mma else key_size * row_bytes
+        dynamic = stages * (2 * key_bytes + value_bytes + summed_bytes) + 4 * tokens * row_bytes
+        # Factors of three tiles, and what is prepared of two.
+        fixed = 3 * (3 * tokens + 1) * 4 + 2 * (4 + tokens + 4) * tokens * 4
+        if dynamic + fixed + _ALIGNMENT <= device.shared_memory:
+            return Tiles(tokens, stages, dynamic)
+    return None
 
 
 def launch(problem: Problem, config: Config) -> Launch:
@@ -193,10 +214,12 @@ def launch(problem: Problem, config: Config) -> Launch:
         **{f"{name}_stride": token_stride(call[name]) for name in ("o", "q", "k", "v", "g")},
     }
     num_heads = problem.num_seqs * value_heads
-    if problem.uses_mma:
-        shared = shared_memory(key_size, config.warps)
-        grid, num_threads = num_heads * (value_size // (16 * config.warps)), 32 * (config.warps + _PREPARING)
-        return _chunk(**constants, WARPS=config.warps).launch(grid, num_threads, shared, **arguments)
+    if problem.uses_products:
+        found = tiles(q.device, key_size, config.warps)
+        assert found is not None
+        grid = num_heads * (value_size // (16 * config.warps))
+        kernel = _chunk(**constants, WARPS=config.warps, TOKENS=found.tokens, STAGES=found.stages)
+        return kernel.launch(grid, q.device.warp_size * (config.warps + _PREPARING), found.shared, **arguments)
     return _launch_recurrent(problem, config, constants, arguments, num_heads)
 
 
