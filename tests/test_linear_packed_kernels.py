@@ -78,6 +78,7 @@ FEW = [
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
     (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
+    (marlin, 4, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 272, 17),  # groups of one product of a unit's two
 ]
 MANY = [
     (marlin, 4, PackedConfig(16, 128, 2, 4, 1), 13, 192, 272, 17),

@@ -8,7 +8,8 @@
 
 struct RowSums {
     static constexpr bool BY_TILES = Rows::BY_PRODUCT && ROW_TILES % 2 == 0;
-    static constexpr bool BY_PRODUCTS = !Rows::BY_PRODUCT && PRODUCTS % 2 == 0;
+    // Not where a group may end between the two products.
+    static constexpr bool BY_PRODUCTS = !Rows::BY_PRODUCT && PRODUCTS % 2 == 0 && STEP_K / GROUPS % 32 == 0;
     static constexpr int COUNT = BY_TILES ? ROW_TILES / 2 : ROW_TILES;
     float sums[COUNT][4] = {};
     // BY_TILES, columns 0 to 3 are sums of the first and the second word, columns 4 to 7 of the others.
