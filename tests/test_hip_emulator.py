@@ -188,5 +188,6 @@ def test_cases_reach_every_kernel_that_few_blocks_reach(arch: str) -> None:
     reached = {one.specialisation.kernel.file for case in chosen for one in cases._launches(arch, *case)}
     # These serve long rows and many tokens only.
     large = {"sampling/sampling_filter.cu", "cache/group_slots.cu", "cache/reshape_and_cache_groups.cu"}
-    large |= {"mamba/chunk_scan_pass.cu", "mamba/selective_scan_tokens.cu"}
+    large |= {"mamba/chunk_scan_pass.cu", "mamba/selective_scan_tokens.cu", "mamba/gated_delta_chunk.cu"}
+    large |= {"linear/wna16_to_dense.cu"}
     assert set(specialisations.of_arch(arch)) - reached <= large

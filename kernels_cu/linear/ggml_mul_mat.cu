@@ -158,6 +158,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         if constexpr (HOLDS_COPIES) {
             __syncthreads();  // the step before is done with
             with_rows(step, [](const auto& held, auto... row) { held.store(row...); });
+            cp_async_wait<0>();  // for the grid, and for pieces too small to be held
             __syncthreads();
             load(step + 1);
         } else {

@@ -233,7 +233,7 @@ MISTAKES = [
     ("rms_norm", "include/row.cuh", "row < num_rows;", "row <= num_rows;"),
     ("rms_norm", "norm/rms_norm.cu", "out + row_offset(at.row,", "out - row_offset(at.row + 100000,"),
     ("rms_norm", "pyops/ops/norm/rms.py", "out_stride0=out_stride0,", "out_stride0=10**7 * out_stride0,"),
-    ("reshape_and_cache_flash", "cache/reshape_and_cache_flash.cu", "cache + entry", "cache - (entry << 20)"),
+    ("reshape_and_cache_flash", "cache/reshape_and_cache_flash.cu", "cache + entry", "cache + (entry << 20)"),
     ("merge_attn_states", "attention/merge_attn_states.cu", "token * output_stride", "(token << 20) * output_stride"),
 ]
 
