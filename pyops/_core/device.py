@@ -49,14 +49,17 @@ class Device:
     def supports(self, feature: str) -> bool:
         """Whether the device has a feature.
 
-        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"products"`` (those of product.cuh: mma,
-        and AMD's matrix cores), ``"async_copies"`` (to shared memory, by cp.async), ``"clusters"``, ``"tma"`` (bulk
-        copies of tensors) and ``"wgmma"`` (products of four warps, Hopper's own).
+        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"matrix_cores"`` (AMD's, as
+        matrix_core.cuh has them), ``"products"`` (either, as product.cuh has them), ``"async_copies"`` (to shared
+        memory, by cp.async), ``"clusters"``, ``"tma"`` (bulk copies of tensors) and ``"wgmma"`` (products of four
+        warps, Hopper's own).
         """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
+        matrix_cores = self.arch in _MATRIX_CORES
         return {
             "mma": capability >= 80,
-            "products": capability >= 80 or self.arch in _MATRIX_CORES,
+            "products": capability >= 80 or matrix_cores,
+            "matrix_cores": matrix_cores,
             "async_copies": capability >= 80,
             "clusters": capability >= 90,
             "tma": capability >= 90,

@@ -14,6 +14,7 @@ from .coded_experts import CodedExperts
 from .gemm_problem import Operand
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists, GroupedProblem
+from .packed_tile import TileGeometry
 
 _grouped_gemm_packed = Kernel("linear/grouped_gemm_packed.cu")
 _grouped_gemm_packed_tile = Kernel("linear/grouped_gemm_packed_tile.cu")
@@ -27,10 +28,9 @@ _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device hold
 # Warps of a multiprocessor that registers allow, by rows of a tile. Zero points of 4 bits take more registers, and so
 # does sm_80, which has no sums and products of pairs of bfloat16.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
-# Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights. By
-# arithmetic, measured nowhere yet: docs/performance.md, "Experts end to end".
+# Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights:
+# with 64, 1617 us and 1638 on an H200 (docs/performance.md, "Experts end to end").
 _MAX_ROWS = 64
-_MAX_TILE_ROWS = 512  # likewise of grouped_gemm_packed_tile.cu, for every 64 of them
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
 
@@ -106,26 +106,8 @@ class CodedConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedTileConfig:
-    """The geometry of grouped_gemm_packed_tile.cu; the attributes are constants of the kernel.
-
-    Attributes:
-        tile_m, tile_n: places of a tile, and rows of weights.
-        warps_m, warps_n: warps along them.
-        depth: steps of K that are on their way.
-    """
-
-    tile_m: int
-    tile_n: int
-    warps_m: int
-    warps_n: int
-    depth: int
-
-    def __post_init__(self) -> None:
-        if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
-            raise ValueError(f"warps do not divide the tile: {self}")
-        if self.tile_n not in (64, 128) or self.depth % 2:
-            raise ValueError(f"no geometry of grouped_gemm_packed_tile.cu: {self}")
+class CodedTileConfig(TileGeometry):
+    """The geometry of grouped_gemm_packed_tile.cu: tiles of places by rows of weights."""
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedTileConfig]:
         """Other tiles and depths."""
@@ -156,17 +138,11 @@ class CodedTileConfig:
             GROUP_SIZE=weight.group_size if weight.groups > 1 else 0,
             IN_PAIRS=exact,
             WHOLE_STEPS=weight.k % packed_tile.STEP == 0,
-            TILE_M=self.tile_m,
-            TILE_N=self.tile_n,
-            WARPS_M=self.warps_m,
-            WARPS_N=self.warps_n,
-            PLACES=places,
-            DEPTH=self.depth,
-            MIN_BLOCKS=1,
+            **self.constants(places),
         ).launch(
             product.max_tiles(places) * -(-product.b_rows // self.tile_n),
-            self.warps_m * self.warps_n * problem.device.warp_size,
-            packed_tile.stage_bytes(self.tile_m, self.tile_n),
+            self.num_threads(problem.device),
+            self.shared_memory,
             groups=weight.groups,
             **product.arguments(kernel, places, **others),
         )
@@ -193,24 +169,19 @@ def serves(problem: CodedProblem, device: Device) -> bool:
     aligned = p.a.vec_size(p.k) == 8 and w.codes.alignment == 16
     if not (sizes and aligned):
         return False
-    if _on_tiles(device):
+    if device.supports("matrix_cores"):
         size = packed_tile.STEP if w.groups == 1 else w.group_size
         groups = size % packed_tile.STEP == 0 or packed_tile.STEP % size == 0
-        return groups and p.rows_of_expert <= _MAX_TILE_ROWS
+        return groups and p.rows_of_expert <= packed_tile.MAX_ROWS
     # Scales of e8m0 do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
     return kind and p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
 
 
-def _on_tiles(device: Device) -> bool:
-    """Whether grouped_gemm_packed_tile.cu is the kernel that reads codes: on AMD."""
-    return device.supports("products") and not device.supports("mma")
-
-
 def choose(problem: CodedProblem, device: Device) -> Config:
     """With as many rows as an expert is likely to have, and as many warps as the device holds at a time."""
     p, w = problem.product, problem.weight
-    if _on_tiles(device):
+    if device.supports("matrix_cores"):
         tile = packed_tile.choose(p.rows_of_expert, w.k, p.b_rows, device, p.chosen_experts, p.lists.block_size)
         return CodedTileConfig(tile.tile_m, tile.tile_n, tile.warps_m, tile.warps_n, tile.depth)
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16

@@ -167,7 +167,7 @@ class MulMatConfig:
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages, whose place sums take in the end."""
-        padding = 8 if _on_matrix_cores(problem.out.device) else 16
+        padding = 8 if problem.out.device.supports("matrix_cores") else 16
         stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * _UNIT + padding) * 2
         return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
 
@@ -180,7 +180,7 @@ class MulMatConfig:
             stages=(self.stages - 1, self.stages + 1),
             splits=tuning.beside(self.splits, 1, 8),
         )
-        least, most = (1, 1) if _on_matrix_cores(device) else (2, self.stages + 1)
+        least, most = (1, 1) if device.supports("matrix_cores") else (2, self.stages + 1)
         return [
             one for one in found if least <= one.stages <= most and one.shared_memory(problem) <= device.shared_memory
         ]
@@ -296,7 +296,7 @@ def choose(problem: Problem, device: Device) -> Config:
     if problem.X.dtype is float32 or not device.supports("products") or is_slow:
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
-    if _on_matrix_cores(device):
+    if device.supports("matrix_cores"):
         return _of_waves(problem, device, tokens, units)
     config: VecConfig | MulMatConfig
     if tokens <= _MAX_VEC_TOKENS:
@@ -316,10 +316,6 @@ def _of_waves(problem: Problem, device: Device, tokens: int, units: int) -> MulM
     blocks = 1 if tiles <= device.multiprocessors else 2  # of a compute unit
     found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
     return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
-
-
-def _on_matrix_cores(device: Device) -> bool:
-    return device.supports("products") and not device.supports("mma")
 
 
 def plan(problem: Problem) -> list[Launch]:

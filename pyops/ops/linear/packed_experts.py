@@ -31,7 +31,6 @@ _NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
 # weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
 # weights".
 _MAX_FEW_ROWS, _MAX_ROWS = 16, 64
-_MAX_TILE_ROWS = 512  # up to which gemm_packed_tile.cu is, likewise by those of packed_plan.py
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
 _TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
@@ -57,7 +56,7 @@ def serves(problem: PackedProblem, device: Device) -> bool:
     """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weights."""
     rows = problem.rows_of_weight
     if _serves_tile(problem, device):
-        return rows <= _MAX_TILE_ROWS
+        return rows <= packed_tile.MAX_ROWS
     return serves_many(problem, device) or (serves_few(problem, device) and rows <= _MAX_ROWS)
 
 

@@ -39,7 +39,6 @@ _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
-_MAX_TILE_ROWS = 512  # up to which gemm_packed_tile.cu, which makes numbers of codes in every tile, is faster than that
 _MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
 
 
@@ -132,7 +131,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 def serves(problem: PackedProblem, device: Device) -> bool:
     """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
-    tile = serves_tile(problem, device) and problem.m <= _MAX_TILE_ROWS
+    tile = serves_tile(problem, device) and problem.m <= packed_tile.MAX_ROWS
     return tile or _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
 
@@ -182,8 +181,7 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed_tile.cu serves this problem: on AMD, where no other kernel reads codes."""
-    on_amd = device.supports("products") and not device.supports("mma")
-    return on_amd and reads_codes(problem) and packed_tile.takes(problem.weight)
+    return device.supports("matrix_cores") and reads_codes(problem) and packed_tile.takes(problem.weight)
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:

@@ -19,6 +19,7 @@ _STAGES = 2
 _TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # rows of a layout's tiles, which lie in memory as a whole
 _LINES = {"awq": 4}  # rows of the words of a piece, of other layouts; of a word of GPTQ 32 / bits, four times
 # Chosen by arithmetic, no AMD GPU has run them: docs/performance.md, "Packed weights on AMD's matrix cores".
+MAX_ROWS = 512  # of a weight, up to which making numbers of its codes in every tile takes less time than writing them
 _FEW_THREADS = 128  # of a block of few rows: each has one piece of four words of 4-bit codes
 _DEPTH = 4  # steps whose codes are on their way
 _MAX_SPLITS = 8  # blocks that share a tile
@@ -26,14 +27,13 @@ _MIN_SPLIT_STEPS = 4  # steps of each of these blocks
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTileConfig:
-    """The geometry of gemm_packed_tile.cu; the attributes are constants of the kernel.
+class TileGeometry:
+    """What kernels that make numbers of codes in a tile have in common; the attributes are their constants.
 
     Attributes:
-        tile_m, tile_n: rows and columns of a block's tile of sums.
+        tile_m, tile_n: rows of a, and columns or rows of the weight, of a block's tile of sums.
         warps_m, warps_n: warps along them.
-        depth: steps whose codes are on their way.
-        splits: blocks that share a tile, each with a part of K.
+        depth: steps of K whose codes are on their way.
     """
 
     tile_m: int
@@ -41,17 +41,43 @@ class PackedTileConfig:
     warps_m: int
     warps_n: int
     depth: int
-    splits: int
 
     def __post_init__(self) -> None:
         if self.tile_m % (16 * self.warps_m) or self.tile_n % (16 * self.warps_n):
             raise ValueError(f"warps do not divide the tile: {self}")
         if self.tile_n not in (64, 128) or self.depth % 2:
-            raise ValueError(f"no geometry of gemm_packed_tile.cu: {self}")
+            raise ValueError(f"no geometry of a tile of codes: {self}")
 
     @property
     def shared_memory(self) -> int:
-        return stage_bytes(self.tile_m, self.tile_n)
+        """Bytes of a block: two stages of rows of a and of numbers."""
+        return _STAGES * (self.tile_m + self.tile_n) * _ROW_BYTES
+
+    def num_threads(self, device: Device) -> int:
+        return self.warps_m * self.warps_n * device.warp_size
+
+    def constants(self, places: int) -> dict[str, int]:
+        """Of a kernel whose tiles have so many places of the lists of experts, or rows of a."""
+        return {
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "WARPS_M": self.warps_m,
+            "WARPS_N": self.warps_n,
+            "PLACES": places,
+            "DEPTH": self.depth,
+            "MIN_BLOCKS": 1,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTileConfig(TileGeometry):
+    """The geometry of gemm_packed_tile.cu.
+
+    Attributes:
+        splits: blocks that share a tile, each with a part of K.
+    """
+
+    splits: int
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedTileConfig]:
         """Other tiles, depths and splits."""
@@ -89,27 +115,16 @@ class PackedTileConfig:
             IN_PAIRS=_in_pairs(problem),
             WHOLE_STEPS=weight.k % STEP == 0,
             OUT_ACCESS=min(2, check.vector_width(weight.n, out)),
-            TILE_M=self.tile_m,
-            TILE_N=self.tile_n,
-            WARPS_M=self.warps_m,
-            WARPS_N=self.warps_n,
-            PLACES=places,
-            DEPTH=self.depth,
+            **self.constants(places),
             SPLITS=splits,
-            MIN_BLOCKS=1,
         ).launch(
             (tiles, splits),
-            self.warps_m * self.warps_n * problem.device.warp_size,
+            self.num_threads(problem.device),
             self.shared_memory,
             **problem.arguments(kernel),
             **partial,
         )
         return [launch]
-
-
-def stage_bytes(tile_m: int, tile_n: int) -> int:
-    """Shared memory of a block: two stages of rows of a and of numbers."""
-    return _STAGES * (tile_m + tile_n) * _ROW_BYTES
 
 
 def places_of(block_size: int, tile_m: int) -> int:
