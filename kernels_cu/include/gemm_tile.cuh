@@ -39,8 +39,9 @@ DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uin
 }
 
 // Writes the tile to out, whose rows have n columns. The thread's first sum is in row own_row and column own_column of the
-// tile. row_of(local, more) is the row of out that row `local + more` of the tile
-// is, if it exists(); column_of(local) the column of out, GATED that of a gate or an up. `Terms` is an Epilogue, or has its parts.
+// tile. row_of(local, more) is the row of out that row `local + more` of the tile becomes; exists(row) is whether out has
+// it. column_of(local) is the column of out that a column of the tile becomes, or, GATED, that of a gate or an up. `Terms`
+// is an Epilogue, or has the members of one.
 template <typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
 DEVICE void
 write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[SUMS], int own_row,

@@ -15,10 +15,11 @@
 // moe_align_block_size has written (grouped.cuh): row t of out is the product of row t / top_k of a and the weight of its
 // block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are.
 //
-// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows
-// of 64 columns. Codes, rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous
-// copies, STAGES - 1 steps ahead, and its words from there to the lane that multiplies them; or, if HELD, to its registers, which are loaded with a
-// unit of the next step as soon as they are used. Warps never wait for each other before the end.
+// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns.
+// Rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous copies, STAGES - 1 steps
+// ahead. So do codes, which the lane that multiplies them reads from there; with HELD a lane loads its codes to registers
+// instead, a unit of the next step as soon as that unit of this step is multiplied. Warps never wait for each other before
+// the end.
 //
 // packed_unit.cuh says what a lane has of a unit.
 //
@@ -43,7 +44,8 @@
 //     WARPS         of a block
 //     SPLITS        blocks of a cluster
 //     STAGES        steps in shared memory: 2 or more
-//     HELD          whether lanes hold codes of the next step in registers: of GPTQ, and of 8 bits in Marlin's and AllSpark's layouts
+//     HELD          whether lanes hold codes of the next step in registers: for the layouts of GPTQ, and for codes of 8 bits
+//                   in those of Marlin and AllSpark
 //     WHOLE_STEPS   whether a step divides K
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 

@@ -18,7 +18,8 @@
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT, LAYOUT, RECODED, HAS_SCALES, scale_t, SCALE, GROUP_SCALE_EXPONENT, SCALE_ORDER, ZERO_CODES,
-//     ZERO_POINT, ZERO_FLOATS, ADDED, GROUP_SIZE, WHOLE_STEPS, IN_PAIRS, DEPTH    of the weight, packed_tile.cuh, and packed_steps.cuh
+//     ZERO_POINT, ZERO_FLOATS, ADDED, GROUP_SIZE, WHOLE_STEPS, IN_PAIRS    of the weight: packed_tile.cuh
+//     DEPTH         steps that are on their way: packed_steps.cuh
 //     OUT_ACCESS    elements of one access to out: 1 or 2
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
 //     PLACES        rows of a tile that are rows of out: TILE_M, or less where blocks of lists have less
