@@ -428,6 +428,20 @@ def test_requests_may_come_late(llama: Decoder) -> None:
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_default_device_changes_nothing(temperature: float, folder: Callable[[str], Path], llama: Decoder) -> None:
+    """What must be in the memory of the host is there, and the rest where the model is."""
+    params, prompts = SamplingParams(max_tokens=8, temperature=temperature, seed=5), [[1, 2, 3], [4]]
+    expected = Engine(llama, max_num_seqs=2).generate(prompts, params)
+    assert len(set(expected[0])) > 1
+    with torch.device("meta"):
+        assert Engine(load(folder("llama")), max_num_seqs=2).generate(prompts, params) == expected
+        made = Decoder(llama.config).randomise(3)
+    assert all(
+        tensor.equal(made.tensors()[name]) for name, tensor in Decoder(llama.config).randomise(3).tensors().items()
+    )
+
+
 def test_a_text_ends_at_its_end(llama: Decoder) -> None:
     whole = text("llama", tuple(PROMPTS[0]), 24)
     end = whole[10]

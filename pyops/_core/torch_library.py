@@ -131,7 +131,9 @@ def bind_torch() -> None:
         return tensor.torch_number(torch, value, like)
 
     # Each absent tensor has a stand-in of its own: a guard also demands that no tensor comes twice.
-    absent = {name: torch.empty(0, dtype=torch.complex128) for name in NAMESPACE if name.startswith("absent")}
+    absent = {
+        name: torch.empty(0, dtype=torch.complex128, device="cpu") for name in NAMESPACE if name.startswith("absent")
+    }
     for entry in _entries.values():
         _register(entry)
     NAMESPACE.update(is_compiling=torch.compiler.is_compiling, number=number, torch_ops=torch.ops.pyops, **absent)

@@ -105,7 +105,7 @@ class Runner:
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
         # All inputs of a decode step, one row for each sequence. One copy brings them to where the graphs read them.
         shape = (max_num_seqs, row_size(model.config, max_seq_len, block_size))
-        self._host_rows = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._host_rows = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
 
     def run(self, parts: Sequence[Part]) -> Tensor:

@@ -51,7 +51,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.max_cache_len = max_cache_len
         self.is_compileable = max_cache_len is not None
         # As in a static cache, a tensor: a compiled step must not be compiled again for the next length.
-        self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0)
+        self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0, device="cpu")
         self.is_regular = True  # whether the ops know every mask since the first token
         self._written = 0  # as far as Python knows: what compiled steps write is not counted
 

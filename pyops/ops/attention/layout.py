@@ -151,7 +151,7 @@ def bad_indices(
     """
     room = block_tables.shape[1] * block_size
     first_tokens = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
-    begins = torch.where(torch.as_tensor(attended) > 0, seq_lens - attended, 0)
+    begins = torch.where(torch.as_tensor(attended, device=seq_lens.device) > 0, seq_lens - attended, 0)
     used = (first_tokens < seq_lens[:, None]) & (first_tokens + block_size > begins[:, None])
     return {
         "block_tables": used & ((block_tables < 0) | (block_tables >= num_blocks)),

@@ -111,8 +111,8 @@ def convert_vertical_slash_indexes_mergehead(
             )
             block_count[b, h, row] = len(blocks)
             column_count[b, h, row] = len(columns)
-            block_offset[b, h, row, : len(blocks)] = torch.tensor(blocks)
-            column_index[b, h, row, : len(columns)] = torch.tensor(columns)
+            block_offset[b, h, row, : len(blocks)] = torch.tensor(blocks, device=block_offset.device)
+            column_index[b, h, row, : len(columns)] = torch.tensor(columns, device=column_index.device)
 
 
 def _row(

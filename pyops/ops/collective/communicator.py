@@ -86,7 +86,7 @@ class Communicator:
         return self._used - ROW_BYTES
 
     def _write(self, offset: int, addresses: Sequence[int]) -> None:
-        row = torch.tensor([*addresses, *[0] * (MAX_RANKS - len(addresses))], dtype=torch.int64)
+        row = torch.tensor([*addresses, *[0] * (MAX_RANKS - len(addresses))], dtype=torch.int64, device="cpu")
         self.table[offset : offset + ROW_BYTES].copy_(row.view(torch.uint8))
 
     def register(self, addresses: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class Communicator:
 
     def _open(self, handle: bytes) -> int:
         if handle not in self.opened:
-            self.opened[handle] = open_mem_handle(torch.frombuffer(bytearray(handle), dtype=torch.uint8))
+            self.opened[handle] = open_mem_handle(torch.frombuffer(bytearray(handle), dtype=torch.uint8, device="cpu"))
         return self.opened[handle]
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def lost_record(device: Any) -> Tensor:
     int32 [MAX_RANKS, 2], `LostRank` of signals.cuh: of each rank, 1 + the block that has waited, and the number of the
     meeting; 0 of a rank that was not given up. It can be read when the device has failed.
     """
-    return torch.zeros(MAX_RANKS, 2, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.zeros(MAX_RANKS, 2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 def read_lost(lost: Tensor) -> dict[int, tuple[int, int]]:

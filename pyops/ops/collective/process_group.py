@@ -54,7 +54,7 @@ class CustomAllReduce:
         addresses = []
         for other, value in enumerate(handles):
             if other != rank:
-                self._opened.append(open_mem_handle(torch.tensor(value, dtype=torch.uint8)))
+                self._opened.append(open_mem_handle(torch.tensor(value, dtype=torch.uint8, device="cpu")))
             addresses.append(own if other == rank else self._opened[-1])
         return addresses
 
