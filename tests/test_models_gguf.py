@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]]
     "frequencies": (tensor("rope_freqs.weight", ZEROS[0, :31] + 1, Type.F32), "divisors: expected 32 numbers"),
     "no embedding": (drop("token_embd.weight"), "token_embd.weight: is missing"),
     "no weight": (drop("blk.1.ffn_up.weight"), "model.layers.1.mlp.up_proj.weight: is in no shard"),
-    "a tensor too many": (tensor("blk.0.ffn_gate_inp.weight", ZEROS, Type.F32), "ffn_gate_inp.weight: is no tensor of"),
+    "a tensor too many": (tensor("blk.0.ffn_gate_inp.weight", ZEROS, Type.F32), "mlp.gate.weight: is no tensor of"),
     "another shape": (
         tensor("blk.0.ffn_up.weight", quantised(torch.zeros(128, 256), Type.Q8_0), Type.Q8_0),
         r"up_proj.weight: expected shape \(256, 272\), got \(128, 272\)",

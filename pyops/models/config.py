@@ -14,7 +14,7 @@ from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
 from .mixture import Mixture
 from .parts import QK_NORMS, Multipliers, Names, Norms
-from .quantization import Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
+from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
 
@@ -126,7 +126,9 @@ class Config:
             what = "state-space layers" if self.state_space is not None else "projections joined head by head"
             raise refuse("quantization_config", f"None with {what}", self.quantization)
         if self.mixture is not None:
-            served = Mxfp4Experts if self.mixture.is_stacked else Quantization | PackedQuantization
+            served = (
+                Mxfp4Experts | GgufTypes if self.mixture.is_stacked else Quantization | PackedQuantization | GgufTypes
+            )
             is_served = self.quantization is None or isinstance(self.quantization, served)
             if len(self.mixture.layers) != layers or not is_served:
                 expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"

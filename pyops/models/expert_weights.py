@@ -10,14 +10,13 @@ from ..ops._shared.scalar_type import E2M1_NUMBERS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import refuse
 from .linear import Place
-from .mixture import Mixture
+from .mixture import STACKED, Mixture
 from .packed_linear import PackedLinear, packed_linear
 from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of what a checkpoint has of all experts in one tensor
 _E8M0_BIAS = 127
 
 

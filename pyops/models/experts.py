@@ -10,10 +10,11 @@ from .attention import MLP
 from .config import Config
 from .config_values import refuse
 from .expert_weights import PlainExperts, as_plain
+from .gguf_experts import GgufExperts
 from .linear import Place
 from .marlin_experts import MarlinExperts, serves
-from .mixture import Mixture
-from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization, Quantization
+from .mixture import STACKED, Mixture
+from .quantization import GGUF_MXFP4, MX_BLOCK, GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuantization | Mxfp4Experts | None:
     """How the projections of experts, which have these names, are quantised; all of them or none."""
     own = place.quantization
+    if isinstance(own, GgufTypes) and own.of(f"{place.module}.{STACKED[0]}") == GGUF_MXFP4:
+        return Mxfp4Experts()
     if not isinstance(own, Quantization | PackedQuantization):
         return own if isinstance(own, Mxfp4Experts) else None
     covered = {own.covers(name) for name in names}
@@ -30,13 +33,20 @@ def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuanti
     return own if covered.pop() else None
 
 
-def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts | MarlinExperts:
+def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts | MarlinExperts | GgufExperts:
     """The weights of the experts of a layer, which are not set."""
     experts, parts = range(mixture.num_experts), (mixture.gate, mixture.up, mixture.down)
     own = _quantization(place, [f"{place.module}.experts.{i}.{name}" for i in experts for name in parts])
     if isinstance(own, Mxfp4Experts) and (hidden_size % MX_BLOCK or mixture.intermediate_size % MX_BLOCK):
         sizes = hidden_size, mixture.intermediate_size
         raise refuse("hidden_size", f"blocks of {MX_BLOCK} elements of experts", sizes)
+    types = place.quantization
+    if (
+        own is None
+        and isinstance(types, GgufTypes)
+        and types.of(f"{place.module}.experts.0.{mixture.down}") is not None
+    ):
+        return GgufExperts(mixture, hidden_size, place, types)
     if own is None or isinstance(own, Quantization):
         return PlainExperts(mixture, hidden_size, place, own)
     if serves(own, mixture, hidden_size, place.dtype):

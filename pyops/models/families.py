@@ -153,7 +153,7 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
     found = values | {"rope_theta": values.get("rotary_emb_base")}
     return {
         "num_key_value_heads": values["num_attention_heads"],
-        "qkv_by_head": True,
+        "qkv_by_head": flag(values, "qkv_by_head", True),  # GGUF files have another order
         "has_gate": False,
         "parallel_residual": flag(values, "use_parallel_residual", True),
         "rope": Rope.parse(found, first(values.get("rotary_pct"), _NEOX_ROTARY_FACTOR)),

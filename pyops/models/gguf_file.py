@@ -6,40 +6,32 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The packa
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import optional, torch
 from .._model_error import ModelError
+from .gguf_families import (
+    GGUF_FAMILIES,
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    GgufFamily,
+    config_values,
+    family_of,
+)
+from .gguf_names import KV_B, MXFP4_PARTS, Source, sources
+from .mixture import STACKED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# What ``config.json`` calls what metadata have under ``<architecture>.``.
-_SIZES = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
-}
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_ROPE_FACTORS = "rope_freqs.weight"
+_FACTORS = ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS  # tensors that config.json has
+_OF_MXFP4 = tuple(f"_{kind}" for kind in MXFP4_PARTS)
+_HALF = 16  # bytes of the codes of a block of MXFP4, which has its power of two before them
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -74,107 +66,130 @@ class GgufFile:
         reader = _reader(self.path, stat.st_mtime_ns, stat.st_size)
         self._fields = reader.fields
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._by_name = {_name(name): name for name in self._tensors if name != _ROPE_FACTORS}
+        architecture = self.value("general.architecture")
+        family = family_of(str(architecture), self)
+        if family is None:
+            raise self.refuse("architecture", " or ".join(map(repr, GGUF_FAMILIES)), architecture, of="general")
+        self._family: GgufFamily = family
+        shapes = {name: self._shape(name) for name in self._tensors if name not in _FACTORS}
+        mxfp4 = {name for name, tensor in self._tensors.items() if tensor.tensor_type.name == "MXFP4"}
+        self._sources = sources(shapes, mxfp4, family)
 
     def value(self, key: str, default: Any = None) -> Any:
         """What the metadata have under `key`."""
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
+    def own_value(self, key: str, default: Any = None) -> Any:
+        """What the metadata have under ``<architecture>.`` and `key`."""
+        return self.value(f"{self.value('general.architecture')}.{key}", default)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor that the file calls `name`."""
+        return name in self._tensors
+
+    def numbers(self, name: str) -> list[float]:
+        """The elements of a floating-point tensor; none if it is not there or quantised."""
+        is_plain = name in self._tensors and self._tensors[name].tensor_type.name in _PLAIN
+        return self._read(name).flatten().tolist() if is_plain else []
+
     def keys(self) -> list[str]:
         """Names of tensors, as a Hugging Face folder has them."""
-        return list(self._by_name)
+        return list(self._sources)
 
     def get_slice(self, name: str) -> _Slice:
-        tensor = self._tensors[self._by_name[name]]
-        plain = tensor.tensor_type.name in _PLAIN
-        shape = tuple(int(size) for size in (reversed(tensor.shape) if plain else tensor.data.shape))
-        return _Slice(shape, tensor.tensor_type.name if plain else "U8")
+        source = self._sources[name]
+        if source.made:
+            kind = "U8" if source.made.endswith(_OF_MXFP4) else "F32"
+            return _Slice(tuple(self._made(source, "meta").shape), kind)
+        shape, kind = self._shape(source.own[0]), self._tensors[source.own[0]].tensor_type.name
+        return _Slice(shape if source.part is None else shape[1:], kind if kind in _PLAIN else "U8")
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor: floating-point, or uint8 [rows, bytes of a row].
 
         llama.cpp turns pairs of neighbouring elements where Hugging Face turns elements of both halves of a head: in
-        files of the architecture llama, rows of queries and keys lie in another order, which is undone.
+        files of Llamas, rows of queries and keys lie in another order, which is undone.
         """
-        own = self._by_name[name]
-        tensor = self._tensors[own]
-        data = torch.from_numpy(tensor.data.copy())
-        if tensor.tensor_type.name in _PLAIN:
-            data = data.view(getattr(torch, _PLAIN[tensor.tensor_type.name])).view(self.get_slice(name).shape)
+        source = self._sources[name]
+        if source.made:
+            return self._made(source)
+        (own,) = source.own
+        data = self._read(own)
         part = re.search(r"\.attn_([qk])\.", own)
-        if part and self._architecture == "llama":
+        if part and self._family.neighbours:
             heads = self._count("attention.head_count" if part[1] == "q" else "attention.head_count_kv")
             data = data.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        return data
+        if self._family.one_added and own.endswith("norm.weight"):
+            data = data - 1
+        return data if source.part is None else data[source.part]
 
     def config(self) -> dict[str, Any]:
         """The metadata as an object of ``config.json``; ModelError for what no architecture here has."""
-        architecture = self._architecture
         if self.value("split.count", 1) > 1:
             raise ModelError(self.path, "is a part of a model; gguf-split --merge makes one file of all parts")
-        found = {name: self.value(f"{architecture}.{key}") for name, key in _SIZES.items()}
-        found["num_key_value_heads"] = found["num_key_value_heads"] or found["num_attention_heads"]
-        heads, hidden_size = found["num_attention_heads"], found["hidden_size"]
-        if not isinstance(heads, int) or not isinstance(hidden_size, int) or heads < 1:
-            raise self._refuse("attention.head_count", "one number for all layers", heads)
-        found["head_dim"] = found["head_dim"] or hidden_size // heads
-        turned = self.value(f"{architecture}.rope.dimension_count", found["head_dim"])
-        if turned != found["head_dim"]:
-            raise self._refuse("rope.dimension_count", f"all {found['head_dim']} elements of a head", turned)
-        window = self.value(f"{architecture}.attention.sliding_window", 0)
-        if window and window < (found["max_position_embeddings"] or 0):
-            raise self._refuse("attention.sliding_window", "none", window)
-        embedding, tensors = self._tensors.get("token_embd.weight"), self._tensors
+        embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelError(self.path, "token_embd.weight: is missing")
         ends = {self.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-        return found | {
-            "architectures": [ARCHITECTURES[architecture]],
+        return config_values(self._family, self) | {
             "vocab_size": int(embedding.shape[1]) if len(embedding.shape) == 2 else 0,
-            "tie_word_embeddings": "output.weight" not in tensors,
-            "attention_bias": "blk.0.attn_output.bias" in tensors,
-            "mlp_bias": "blk.0.ffn_down.bias" in tensors,
-            "rope_parameters": self._rope(),
             "eos_token_id": sorted(ends),
             "dtype": "bfloat16",
             "quantization_config": {"quant_method": "gguf", "types": self._types()},
         }
 
-    @property
-    def _architecture(self) -> str:
-        found = self.value("general.architecture")
-        if found not in ARCHITECTURES:
-            raise self._refuse("architecture", " or ".join(map(repr, ARCHITECTURES)), found, of="general")
-        return str(found)
+    def refuse(self, key: str, expected: str, got: object, of: str | None = None) -> ModelError:
+        """The error for a value of the metadata; the caller raises it."""
+        of = of or self.value("general.architecture")
+        return ModelError(self.path, f"{of}.{key}: expected {expected}, got {got!r}")
 
     def _count(self, key: str) -> int:
-        return int(self.value(f"{self._architecture}.{key}"))
+        return int(self.own_value(key, self.own_value("attention.head_count")))
 
     def _types(self) -> dict[str, int]:
-        """{name of a tensor without ``.weight``: number of the type} of all tensors that are quantised."""
-        types = {name: self._tensors[own].tensor_type for name, own in self._by_name.items()}
-        return {
-            name.removesuffix(".weight"): int(kind)
-            for name, kind in types.items()
-            if kind.name not in _PLAIN and name.endswith(".weight")
-        }
-
-    def _rope(self) -> dict[str, Any]:
-        """The object ``rope_parameters``. A tensor has what divides each frequency, where Llama 3 scales them."""
-        at = f"{self._architecture}.rope"
-        found = {"rope_theta": self.value(f"{at}.freq_base", 10000.0)}
-        kind = self.value(f"{at}.scaling.type", "none")
-        if _ROPE_FACTORS in self._tensors:
-            found |= {"rope_type": "divided", "divisors": self._tensors[_ROPE_FACTORS].data.ravel().tolist()}
-        elif kind != "none":
-            found |= {"rope_type": kind, "factor": self.value(f"{at}.scaling.factor")}
-            if kind == "yarn":
-                found["original_max_position_embeddings"] = self.value(f"{at}.scaling.original_context_length")
+        """{name of a module: number of the type} of all weights that are quantised and stay so."""
+        found = {}
+        for name, source in self._sources.items():
+            kind = self._tensors[source.own[0]].tensor_type
+            if source.made.endswith("_blocks"):
+                found[name.removesuffix("_blocks")] = int(kind)
+            elif kind.name not in _PLAIN and name.endswith(".weight") and not source.made:
+                found[name.removesuffix(".weight")] = int(kind)
         return found
 
-    def _refuse(self, key: str, expected: str, got: object, of: str | None = None) -> ModelError:
-        return ModelError(self.path, f"{of or self._architecture}.{key}: expected {expected}, got {got!r}")
+    def _shape(self, own: str) -> tuple[int, ...]:
+        """Sizes, or those of bytes of blocks."""
+        tensor = self._tensors[own]
+        plain = tensor.tensor_type.name in _PLAIN
+        return tuple(int(size) for size in (reversed(tensor.shape) if plain else tensor.data.shape))
+
+    def _read(self, own: str) -> Tensor:
+        """The elements, or bytes of blocks, of a tensor."""
+        tensor = self._tensors[own]
+        data = torch.from_numpy(tensor.data.copy())
+        if tensor.tensor_type.name in _PLAIN:
+            data = data.view(getattr(torch, _PLAIN[tensor.tensor_type.name])).view(self._shape(own))
+        return data
+
+    def _made(self, source: Source, device: str = "cpu") -> Tensor:
+        """A tensor that is made of others; on the device "meta" without data."""
+        is_mxfp4 = source.made.endswith(_OF_MXFP4)
+        if device == "cpu":
+            parts = [self._read(own) if is_mxfp4 else self._dequantised(own) for own in source.own]
+        else:
+            shapes = [self._shape(own) if is_mxfp4 else reversed(self._tensors[own].shape) for own in source.own]
+            kind = torch.uint8 if is_mxfp4 else torch.float32
+            parts = [torch.empty([int(size) for size in shape], dtype=kind, device=device) for shape in shapes]
+        return _mxfp4(source.made, *parts) if is_mxfp4 else _MADE[source.made](*parts)
+
+    def _dequantised(self, own: str) -> Tensor:
+        """The elements of a tensor of any type."""
+        tensor = self._tensors[own]
+        if tensor.tensor_type.name in _PLAIN:
+            return self._read(own)
+        gguf = optional("gguf", "reading a GGUF file", "gguf")
+        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
 
 
 @lru_cache(maxsize=1)  # reading the vocabulary takes seconds
@@ -190,10 +205,33 @@ def _reader(path: Path, _mtime_ns: int, _size: int) -> Any:
     return reader
 
 
-def _name(own: str) -> str:
-    """The name in a Hugging Face folder of a tensor; an unknown one keeps its own."""
-    base, _, end = own.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", base)
-    if layer and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{end}"
-    return f"{_NAMES[base]}.{end}" if base in _NAMES else own
+def _kv_b(key: Tensor, value: Tensor) -> Tensor:
+    """Keys and values of each head, [.., rank], of keys [heads, rank, elements] and values [heads, elements, rank]."""
+    return torch.cat((key.mT, value), 1).flatten(0, 1)
+
+
+def _gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Gates and ups as neighbours, of [num_experts, channels, ...]."""
+    return torch.stack((gate, up), 2).flatten(1, 2)
+
+
+def _mxfp4(made: str, *weights: Tensor) -> Tensor:
+    """Blocks [.., rows, blocks, 16] or scales [.., rows, blocks] of MXFP4, as Hugging Face has them.
+
+    The first half of the codes of a block are the lower halves of its bytes here, and every second code there.
+    """
+    rows = _gate_up(*weights) if len(weights) == 2 else weights[0]
+    blocks = rows.unflatten(-1, (-1, 1 + _HALF))
+    if made.endswith("_scales"):
+        return blocks[..., 0]
+    codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1).unflatten(-1, (_HALF, 2))
+    return codes[..., 0] | codes[..., 1] << 4
+
+
+_MADE: dict[str, Callable[..., Tensor]] = {
+    KV_B: _kv_b,
+    STACKED[0]: lambda gate, up: _gate_up(gate, up).mT,
+    STACKED[1]: lambda down: down.mT,
+    f"{STACKED[0]}_bias": _gate_up,
+    f"{STACKED[1]}_bias": lambda bias: bias,
+}

@@ -13,9 +13,9 @@ from ..ops._shared.scalar_type import SCALAR_TYPES
 from ..ops.linear.marlin_repack import awq_marlin_repack, gptq_marlin_repack
 from ..ops.linear.marlin_weight import scale_order
 from ..ops.linear.repack import TILE_COLUMNS
-from .expert_weights import STACKED, expert_biases, named_biases, projections
+from .expert_weights import expert_biases, named_biases, projections
 from .linear import Place
-from .mixture import Mixture
+from .mixture import STACKED, Mixture
 from .packed_linear import PackedLinear
 from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from .config_values import first, flag, is_integer, number, refuse, size
 
+STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of what a checkpoint has of all experts in one tensor
+
 
 @dataclass(frozen=True)
 class Mixture:

@@ -11,12 +11,14 @@ from .._model_error import ModelError
 from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .config_values import first, flag, refuse
+from .mixture import STACKED
 
 _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 _AT = "quantization_config"
 MX_BLOCK = 32  # codes under a power of two
+GGUF_MXFP4 = 39  # number of the type in GGUF files
 
 
 class _Ignoring:
@@ -238,7 +240,7 @@ def _gguf(values: dict[str, Any]) -> GgufTypes:
     """``quant_method: gguf``, as `gguf_file.py` says of a file."""
     types = _object("types", values.get("types"))
     for name, kind in types.items():
-        if kind not in FORMATS:
+        if kind not in FORMATS and not (kind == GGUF_MXFP4 and name.endswith(STACKED)):
             raise _refuse(f"types.{name}", f"one of {sorted(FORMATS)}", kind)
     return GgufTypes(tuple(types.items()))
 
