@@ -22,7 +22,7 @@ from pyops._core.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, checkpoint, load
 from pyops.models.gguf_file import GgufFile
 from pyops.models.gguf_linear import BlockMatrix
-from pyops.models.gguf_tokenizer import tokenizer_of
+from pyops.models.gguf_tokenizer import _PATTERNS, tokenizer_of
 
 Type = gguf.GGMLQuantizationType
 COUNT = 64  # tokens that are generated
@@ -288,6 +288,30 @@ def test_tokenizer(name: str, tmp_path: Path) -> None:
         tokens = ours.encode(text).ids
         assert tokens == theirs.encode(text), text
         assert ours.decode(tokens, skip_special_tokens=False).removeprefix("<s>").lstrip(" ") == text.lstrip(" ")
+
+
+# How GPT-2's words are cut behind single digits, and how those of o200k are, by the packages that define them.
+CUTS = {
+    "starcoder": [("Digits", {"individual_digits": True}), ("ByteLevel", {"add_prefix_space": False})],
+    "olmo": [("ByteLevel", {"add_prefix_space": False})],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_words_are_cut_as_by_the_families_own_tokenizers(pre: str, tmp_path: Path) -> None:
+    cut = pytest.importorskip("tokenizers").pre_tokenizers
+    path = write(tmp_path / "model.gguf", "qwen2", with_tokenizer(True, pre=pre))
+    theirs = cut.Sequence([getattr(cut, name)(**options) for name, options in CUTS[pre]])
+    text = TEXT.replace("<|end|>", "")
+    assert tokenizer_of(GgufFile(path)).pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_words_of_o200k() -> None:
+    """A change from lower to upper case ends a word; marks belong to it; three digits are one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PATTERNS["gpt-4o"]), "isolated")
+    words = [word for word, _ in cut.pre_tokenize_str("HelloWorld it's 12345 (x) a/b\n\n  e\u0301a")]
+    assert words == ["Hello", "World", " it's", " ", "123", "45", " (", "x", ")", " a", "/b", "\n\n", " ", " e\u0301a"]
 
 
 def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

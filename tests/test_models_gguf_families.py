@@ -12,6 +12,9 @@ import pytest
 import torch
 import transformers
 
+import pyops
+from pyops import testing
+from pyops._core.host.toolchain import toolchains
 from pyops.models import Engine, SamplingParams, load
 from pyops.models.gguf_families import GGUF_FAMILIES
 
@@ -22,7 +25,7 @@ SIZES = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -85,7 +88,8 @@ def granite(writer: Any, config: Any) -> None:
 
 
 def experts(writer: Any, config: Any) -> None:
-    writer.add_expert_count(next(filter(None, (getattr(config, f"{n}_experts", 0) for n in ("n_routed", "num", "num_local")))))
+    counts = (getattr(config, f"{kind}_experts", 0) for kind in ("n_routed", "num", "num_local"))
+    writer.add_expert_count(next(filter(None, counts)))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -132,7 +136,7 @@ CASES = {
     "gemma2": Case(
         Arch.GEMMA2,
         "Gemma2",
-        GEMMA2 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "num_hidden_layers": 2},
+        GEMMA2 | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
         windows,
     ),
     "gemma3": Case(
@@ -178,15 +182,19 @@ CASES = {
         {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
         lambda writer, config: writer.add_rope_dimension_count(4),
     ),
-    "stablelm": Case(Arch.STABLELM, "StableLm", {}, lambda writer, config: writer.add_rope_dimension_count(4)),
     "starcoder2": Case(Arch.STARCODER2, "Starcoder2", {}),
     "gpt-neox": Case(Arch.GPTNEOX, "GPTNeoX", {}, neox, Type.Q4_0),
-    "gpt-neox one after the other": Case(Arch.GPTNEOX, "GPTNeoX", {"use_parallel_residual": False}, neox),
     "mixtral": Case(Arch.LLAMA, "Mixtral", {"num_local_experts": 4}, experts, Type.Q4_0),
     "qwen3-moe": Case(
         Arch.QWEN3MOE,
         "Qwen3Moe",
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 32},
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "head_dim": 32,
+        },
         experts,
     ),
     "deepseek-v2, keys and values together": Case(
@@ -203,7 +211,7 @@ CASES = {
     "gpt-oss": Case(
         Arch.GPT_OSS,
         "GptOss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 32}
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7, "head_dim": 32}
         | {"rope_parameters": YARN | {"truncate": False}},
         lambda writer, config: (experts(writer, config), windows(writer, config)),
     ),
@@ -268,7 +276,7 @@ def parts(case: Case, config: Any, name: str, x: torch.Tensor, own: Any) -> Iter
 
 def tensors_of(case: Case, model: Any) -> dict[str, tuple[Any, Any]]:
     """{name in the file: (data, type)}. The model gets the weights as the file has them."""
-    config, found, heads = model.config, dict[str, tuple[Any, Any]](), dict[str, list[torch.Tensor]]()
+    config, found, norms = model.config, dict[str, tuple[Any, Any]](), dict[str, list[torch.Tensor]]()
     table = gguf.get_tensor_name_map(case.arch, config.num_hidden_layers)
 
     def own(name: str) -> str:
@@ -278,36 +286,31 @@ def tensors_of(case: Case, model: Any) -> dict[str, tuple[Any, Any]]:
         assert known, name
         return str(known)
 
-    tied = config.tie_word_embeddings
     named = {name: x.data for name, x in model.named_parameters()}
     named |= {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    if config.tie_word_embeddings:
+        named.pop("lm_head.weight", None)
+    counts = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
     for name, whole in named.items():
-        if name == "lm_head.weight" and tied:
-            continue
         if ".norms." in name:  # of heads, which a file has together
-            heads.setdefault(own(name.split(".norms.")[0] + ".weight"), []).append(whole)
+            norms.setdefault(own(name.split(".norms.")[0] + ".weight"), []).append(whole)
             continue
         for key, x in parts(case, config, name, whole, own):
-            rows = x.reshape(-1, x.shape[-1]) if "attn_qkv" in key and x.ndim == 4 else x.flatten() if "attn_qkv" in key and x.ndim == 3 and key.endswith("bias") else x
-            count = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(key.split(".")[-2], 0)
-            is_turned = bool(count) and case.family in ("Granite", "SmolLM3", "Mixtral")
-            rows = turned(rows, count) if is_turned else rows
-            is_matrix = rows.ndim > 1 and not key.endswith(("norm.weight", ".bias", "ffn_gate_inp.weight"))
-            if not is_matrix:
-                shift = 1.0 if "Gemma" in case.family and key.endswith("norm.weight") else 0.0
-                found[key] = ((rows + shift).contiguous().numpy().astype("float32"), Type.F32)
-                x.copy_((torch.from_numpy(found[key][0]) - shift).view(x.shape) if shift else x)
+            heads = counts.get(key.split(".")[-2], 0) if case.family in ("Granite", "SmolLM3", "Mixtral") else 0
+            rows = turned(x, heads) if heads else x.flatten(0, 2) if "query_key_value" in name else x
+            if key.endswith(("norm.weight", ".bias", "ffn_gate_inp.weight", "sinks.weight")):
+                shift = float("Gemma" in case.family)  # all that is not quantised is a norm there
+                found[key] = ((rows + shift).contiguous().numpy(), Type.F32)
+                x.copy_(x + shift - shift)
                 continue
-            kind = case.kind
-            if kind == Type.MXFP4 and "exps" not in key:
-                kind = Type.BF16
+            kind = Type.BF16 if case.kind == Type.MXFP4 and "exps" not in key else case.kind
             data = gguf.quants.quantize(rows.contiguous().numpy(), kind)
             found[key] = (data, kind)
-            exact = torch.from_numpy(gguf.quants.dequantize(data, kind).astype("float32")).view(rows.shape)
-            if is_turned:
-                exact = exact.unflatten(0, (count, -1, 2)).transpose(1, 2).reshape(x.shape)
-            x.copy_(exact.view(x.shape))
-    return found | {key: (torch.stack(each).numpy(), Type.F32) for key, each in heads.items()}
+            exact = torch.from_numpy(gguf.quants.dequantize(data, kind)).float()
+            x.copy_(
+                exact.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(x.shape) if heads else exact.view(x.shape)
+            )
+    return found | {key: (torch.stack(each).numpy(), Type.F32) for key, each in norms.items()}
 
 
 def write(path: Path, case: Case) -> Any:
@@ -325,11 +328,11 @@ def write(path: Path, case: Case) -> Any:
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", config.num_attention_heads))
     if "head_dim" in case.options:
         writer.add_key_length(config.head_dim)
-    epsilons = {name: getattr(config, name, None) for name in ("layer_norm_eps", "norm_epsilon")}
-    if any(epsilons.values()) and "layer_norm_epsilon" in "layer_norm_epsilon":
-        writer.add_layer_norm_eps(next(filter(None, epsilons.values())))
-    else:
+    epsilon = getattr(config, "layer_norm_eps", getattr(config, "norm_epsilon", None))
+    if epsilon is None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(epsilon)
     rope = config.rope_parameters.get(FULL, config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -359,6 +362,22 @@ def test_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) ->
             choices += model(torch.tensor([part])).logits[0].argmax(-1).tolist()[len(choices) :]
     assert text == choices[len(PROMPT) - 1 :]
     assert len(set(text)) >= COUNT // 8
+
+
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+@pytest.mark.slow
+def test_the_kernels_of_experts_are_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, checked for every access: a prompt, in the order of experts, and a step launch what was compiled."""
+    path, limits = tmp_path / "model.gguf", {"block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 5}
+    model = write(path, CASES["mixtral"])
+    with testing.cpu("kernels"):
+        assert pyops.warmup(model=path, max_model_len=16, dtype="float32", **limits) == []
+        monkeypatch.setenv("PYOPS_JIT", "error")
+        (text,) = Engine(load(path, dtype="float32"), max_seq_len=16, **limits).generate(
+            [PROMPT[:5]], SamplingParams(max_tokens=2)
+        )
+    with torch.no_grad():
+        assert text == model(torch.tensor([PROMPT[:5] + text[:1]])).logits[0, -2:].argmax(-1).tolist()
 
 
 def test_every_architecture_has_a_case() -> None:

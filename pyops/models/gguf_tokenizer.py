@@ -17,7 +17,20 @@ _SPACE = "\u2581"  # SentencePiece's
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3, _QWEN2 = (f"{_LETTERS}{digits}{_OTHERS}" for digits in (r"\p{N}{1,3}", r"\p{N}"))
-_PATTERNS = {"llama-bpe": _LLAMA3, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "gpt-2": None, "default": None}
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = "|".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+)
+_O200K = rf"{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGITS = r"\p{N}"  # each of which is cut off before GPT-2's words are
+_PATTERNS = {
+    **dict.fromkeys(("llama-bpe", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "gpt-4o": _O200K,
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm"), _DIGITS),
+    **dict.fromkeys(("gpt-2", "olmo", "default"), None),
+}
 
 
 def tokenizer_of(file: GgufFile) -> Any:
@@ -71,8 +84,8 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
     if pattern is None:
         tokenizer.pre_tokenizer = cut.ByteLevel(add_prefix_space=False)
     else:
-        words = cut.Split(tokenizers.Regex(pattern), "isolated")
-        tokenizer.pre_tokenizer = cut.Sequence([words, cut.ByteLevel(add_prefix_space=False, use_regex=False)])
+        words, has_words = cut.Split(tokenizers.Regex(pattern), "isolated"), pattern != _DIGITS
+        tokenizer.pre_tokenizer = cut.Sequence([words, cut.ByteLevel(add_prefix_space=False, use_regex=not has_words)])
     if pattern == _QWEN2:
         tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
