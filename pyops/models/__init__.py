@@ -7,6 +7,8 @@ family families       how the config.json of a family is read; dense decoders by
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
 quantization          quantised weights as config.json describes them
+gguf_families         GGUF files: what the metadata of each architecture have
+gguf_names            where tensors of a Hugging Face folder are in a GGUF file
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
@@ -18,6 +20,7 @@ batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
 expert_weights        weights of experts: plain, of 8 bits, decoded at loading
 marlin_experts        packed weights of experts in Marlin's layout
+gguf_experts          weights of experts in GGUF's types
 experts               mixtures of experts
 latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots
