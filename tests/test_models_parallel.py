@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +25,18 @@ from pyops.models import (
     Decoder,
     Engine,
     Group,
+    Latent,
     Mixture,
     Multipliers,
     Names,
     Norms,
+    PackedQuantization,
     ParallelDecoder,
+    Quantization,
     SamplingParams,
     load,
 )
+from pyops.models.quantization import GgufTypes
 from pyops.models.tensor_parallel import divided
 from pyops.ops.collective.communicator import lost_record, naming_lost_ranks
 
@@ -75,6 +83,10 @@ def texts(model: Decoder) -> list[list[int]]:
     return Engine(model, max_num_seqs=2, num_blocks=16).generate(PROMPTS, SamplingParams(max_tokens=12))
 
 
+def _texts_of_configs(group: Any) -> dict[str, list[list[int]]]:
+    return {name: texts(ParallelDecoder(config, group).randomise(0, 4.0)) for name, config in CONFIGS.items()}
+
+
 def _process(rank: int, world_size: int, store: str, dies: bool, results: Any) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world_size)
@@ -94,7 +106,7 @@ def _process(rank: int, world_size: int, store: str, dies: bool, results: Any) -
         made = ParallelDecoder(CONFIGS["llama"], group).randomise(0, 4.0).tensors()
         assert loaded.keys() == made.keys()
         assert all(torch.equal(loaded[name], made[name]) for name in made)
-        found = {name: texts(ParallelDecoder(config, group).randomise(0, 4.0)) for name, config in CONFIGS.items()}
+        found = _texts_of_configs(group)
     results.put((rank, found))
     torch.distributed.barrier()
 
@@ -115,9 +127,8 @@ def run(world_size: int, store: Path, dies: bool = False) -> list[Any]:
             process.kill()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.slow
-def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -> None:
+def test_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = {name: texts(Decoder(config).randomise(0, 4.0)) for name, config in CONFIGS.items()}
         whole = Decoder(CONFIGS["llama"]).randomise(0, 4.0).tensors()
@@ -125,7 +136,8 @@ def test_processes_generate_the_tokens_of_one(world_size: int, tmp_path: Path) -
     llama = {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(SIZES | llama))
     assert all(len(set(text)) > 3 for name in expected for text in expected[name])
-    assert run(world_size, tmp_path / "store") == [(rank, expected) for rank in range(world_size)]
+    assert run(2, tmp_path / "store") == [(rank, expected) for rank in range(2)]
+    assert in_threads(4, _texts_of_configs) == [expected] * 4
 
 
 @pytest.mark.slow
@@ -160,16 +172,204 @@ def test_a_step_whose_device_fails_names_the_ranks(monkeypatch: pytest.MonkeyPat
         texts(model)
 
 
+# In threads: what one process does beside others, without the processes
+
+
+class Threads:
+    """A group whose ranks are threads, which add what all of them bring."""
+
+    custom = None
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, parts: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.world_size, self._parts, self._barrier = rank, len(parts), parts, barrier
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._parts[self.rank] = x.clone()
+        self._barrier.wait(60)
+        total = sum(part.float() for part in self._parts).to(x.dtype)
+        self._barrier.wait(60)
+        return total
+
+    def least(self, value: int) -> int:
+        return value
+
+
+def in_threads(world_size: int, run: Callable[[Any], Any]) -> list[Any]:
+    """What `run` returns for each rank's group."""
+    parts, barrier = [None] * world_size, threading.Barrier(world_size)
+    groups = [Threads(rank, parts, barrier) for rank in range(world_size)]
+
+    def run_without_gradients(group: Any) -> Any:
+        with torch.no_grad():
+            return run(group)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run_without_gradients, groups))
+
+
+LATENT = Latent(32, 16, 8, 16, q_lora_rank=24)
+IN_THREADS = {
+    "norms of all heads": Config(intermediate_size=96, **SIZES, qk_norm="row", norms=Norms("rms_once")),
+    "head by head, layer norms, without gates": Config(
+        intermediate_size=96,
+        **SIZES | {"num_key_value_heads": 8},
+        qkv_by_head=True,
+        qkv_bias=True,
+        has_gate=False,
+        hidden_act="gelu",
+        norms=Norms("layer", has_bias=True),
+        parallel_residual=True,
+        names=Names(qkv=("qkv",), gate_up=("up",)),
+    ),
+    "a norm for each head": Config(
+        intermediate_size=96,
+        **SIZES,
+        norms=Norms("layer", has_bias=True),
+        qk_norm="heads",
+        names=Names(q_norm="q_norms.{}", k_norm="k_norms.{}"),
+    ),
+    "latent attention, shared experts": Config(
+        intermediate_size=96,
+        **SIZES | {"num_key_value_heads": 8, "head_dim": 8},
+        latent=LATENT,
+        mixture=replace(EXPERTS, shared_intermediate_size=64, has_correction_bias=True, layers=(False, True)),
+    ),
+    "sinks, stacked experts with biases": Config(
+        intermediate_size=32,
+        **SIZES,
+        sinks=True,
+        qkv_bias=True,
+        o_bias=True,
+        sliding_windows=(5, 0),
+        mixture=replace(EXPERTS, is_stacked=True, has_bias=True, activation="swigluoai", router="router"),
+    ),
+}
+
+
+def checkpoint(config: Config) -> dict[str, torch.Tensor]:
+    """Random tensors of a config, norms near 1."""
+    random = torch.Generator().manual_seed(1)
+    found = {}
+    for name, tensor in Decoder(config, device="meta").tensors().items():
+        is_norm = "norm" in name and name.endswith("weight")
+        scale = 0.2 if tensor.ndim == 1 else 4.0 * tensor.shape[-1] ** -0.5
+        found[name] = float(is_norm) + scale * torch.randn(tensor.shape, generator=random)
+    return found
+
+
+def written(model: Decoder, tensors: dict[str, torch.Tensor]) -> Decoder:
+    for name, tensor in tensors.items():
+        model.write(name, tensor)
+    model.prepare()
+    return model
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_threads_generate_the_tokens_of_one(name: str) -> None:
+    config = IN_THREADS[name]
+    tensors = checkpoint(config)
+    with torch.no_grad():
+        expected = texts(written(Decoder(config), tensors))
+    assert len({token for text in expected for token in text}) > 5
+    found = in_threads(2, lambda group: texts(written(ParallelDecoder(config, group), tensors)))
+    assert found == [expected] * 2
+    with torch.no_grad():
+        made = Decoder(config).randomise(0)
+    for part in in_threads(2, lambda group: ParallelDecoder(config, group).randomise(0)):
+        assert part.tensors().keys() <= made.tensors().keys()
+    assert part.tensors()["model.norm.weight"].equal(made.tensors()["model.norm.weight"])
+
+
+PROJECTIONS = [*(f"self_attn.{one}" for one in "qkvo"), *(f"mlp.{one}" for one in ("gate", "up", "down"))]
+QUANTISED: dict[str, Any] = {
+    "fp8 in blocks": Quantization("float8_e4m3fn", "block", "group"),
+    "fp8 with one scale": Quantization("float8_e4m3fn", "tensor", "static"),
+    "int8 by channels": Quantization("int8", "channel", "token"),
+    "awq": PackedQuantization("awq", 4, 32),
+    "gptq": PackedQuantization("gptq", 4, 32, lists_groups=True, is_v2=False),
+    "gptq, one group": PackedQuantization("gptq", 8, -1, lists_groups=True),
+    "pack-quantized": PackedQuantization("pack-quantized", 4, 64, has_zeros=False),
+    "GGUF's Q8_0": GgufTypes(tuple((f"model.layers.0.{name}_proj", 8) for name in PROJECTIONS)),
+}
+
+
+def codes_of(config: Config) -> dict[str, torch.Tensor]:
+    """A checkpoint of random codes, words of zero points and scales."""
+    random, tensors = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
+    for key, tensor in Decoder(config, device="meta").tensors().items():
+        if key.endswith("g_idx"):
+            group = config.quantization.columns_of_group(len(tensor))
+            tensors[key] = torch.arange(len(tensor), dtype=torch.int32) // group
+        elif tensor.dtype == torch.int32:
+            bounds = torch.iinfo(torch.int32)
+            tensors[key] = torch.randint(bounds.min, bounds.max, tensor.shape, generator=random, dtype=torch.int32)
+        elif tensor.itemsize == 1:
+            codes = torch.randint(-100, 101, tensor.shape, generator=random)
+            tensors[key] = (codes.abs() if tensor.dtype == torch.uint8 else codes).to(tensor.dtype)  # finite scales
+        else:
+            tensors[key] = torch.rand(tensor.shape, generator=random).to(torch.bfloat16)
+    return tensors
+
+
+def weights_of(projections: Any, quantization: Any) -> tuple[torch.Tensor, ...]:
+    """The weights of projections of one input."""
+    if isinstance(quantization, GgufTypes):
+        columns = projections.matrices[0].columns
+        weights = projections(torch.eye(columns, dtype=torch.bfloat16)).T
+    else:
+        weights = projections.dequantised()
+    return weights.split(list(projections.sizes.values()))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_are_divided(name: str) -> None:
+    """Each part of a projection has the weights of the whole one, bit for bit."""
+    sizes = SIZES | {"hidden_size": 128, "num_hidden_layers": 1, "head_dim": 64}
+    config = Config(intermediate_size=512, **sizes, quantization=QUANTISED[name], dtype="bfloat16")
+    tensors = codes_of(config)
+    whole = written(Decoder(config), tensors).layers[0]
+    parts = in_threads(2, lambda group: written(ParallelDecoder(config, group), tensors).layers[0])
+    for path in ("mixer.qkv", "mixer.o", "mlp.gate_up", "mlp.down"):
+        one, *those = (attrgetter(path)(layer) for layer in (whole, *parts))
+        expected, *found = (weights_of(each, QUANTISED[name]) for each in (one, *those))
+        dim = 1 if path in ("mixer.o", "mlp.down") else 0
+        for i, weight in enumerate(expected):
+            assert torch.equal(torch.cat([part[i] for part in found], dim), weight)
+
+
+def test_packed_experts_are_divided() -> None:
+    """The sum of what the parts of a layer give is what the whole one gives but for what each has rounded."""
+    sizes = SIZES | {"hidden_size": 128, "num_hidden_layers": 1, "head_dim": 64}
+    mixture = Mixture(4, 2, 128, True, (True,), "w1", "w3", "w2")
+    config = Config(intermediate_size=128, **sizes, mixture=mixture, quantization=QUANTISED["awq"], dtype="bfloat16")
+    tensors = codes_of(config)
+    hidden = torch.randn(5, 128, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    with torch.no_grad():
+        expected = written(Decoder(config), tensors).layers[0].mlp(hidden).double()
+    parts = in_threads(2, lambda group: written(ParallelDecoder(config, group), tensors).layers[0].mlp(hidden))
+    found = sum(part.double() for part in parts)
+    # Each is a sum of two experts' results, which are rounded, too; 2^-9 is half a step of bfloat16.
+    magnitudes = expected.abs() + sum(part.double().abs() for part in parts)
+    assert ((found - expected).abs() <= 4 * 2.0**-9 * (magnitudes + magnitudes.amax(-1, keepdim=True))).all()
+    assert (found - parts[0].double()).abs().max() > 0.1 * magnitudes.max()
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ModelError, match="num_key_value_heads"):
         divided(CONFIGS["llama"], 8)
-    with pytest.raises(ModelError, match="architectures"):
-        divided(replace(CONFIGS["llama"], sinks=True), 2)
-    with pytest.raises(ModelError, match="architectures"):
-        divided(replace(CONFIGS["mixtral"], mixture=replace(EXPERTS, shared_intermediate_size=32)), 2)
-    with pytest.raises(ModelError, match="architectures: expected norms of heads in one tensor"):
-        divided(replace(CONFIGS["llama"], qk_norm="row"), 2)
-    with pytest.raises(ModelError, match="architectures: expected projections not joined head by head"):
-        divided(replace(CONFIGS["llama"], qkv_by_head=True), 2)
     with pytest.raises(ModelError, match="num_attention_heads"):
         divided(CONFIGS["qwen3"], 3)
+    with pytest.raises(
+        ModelError, match="experts' shared_intermediate_size: expected a multiple of 2 processes, got 33"
+    ):
+        divided(replace(CONFIGS["mixtral"], mixture=replace(EXPERTS, shared_intermediate_size=33)), 2)
+    packed = PackedQuantization("gptq", 4, 32, lists_groups=True, has_order=True)
+    with pytest.raises(ModelError, match="quantization_config: expected groups of neighbours with tensor parallelism"):
+        divided(replace(CONFIGS["llama"], quantization=packed), 2)
+    joined = replace(CONFIGS["llama"], names=Names(qkv=("qkv",)), quantization=QUANTISED["awq"])
+    with pytest.raises(ModelError, match="quantization_config: expected None where projections are joined"):
+        divided(joined, 2)
+    blocks = replace(CONFIGS["llama"], intermediate_size=192, quantization=QUANTISED["fp8 in blocks"], dtype="bfloat16")
+    with pytest.raises(ModelError, match=r"gate_proj.weight_scale: expected whole blocks for each of 2 processes"):
+        in_threads(2, lambda group: ParallelDecoder(blocks, group, device="meta"))

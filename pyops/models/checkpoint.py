@@ -99,7 +99,7 @@ def load(
         with _opened(shard) as file:
             for name in (name for name, header in headers.items() if header.shard == shard):
                 model.write(name, file.get_tensor(headers[name].name))
-                done += places[name].nbytes
+                done += places[name].nbytes if name in places else 0
                 if progress:
                     progress(done, total)
     model.prepare()

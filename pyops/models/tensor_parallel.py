@@ -8,6 +8,7 @@ added to the residual: `Decoder._add_norm` is the one place.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,10 +18,15 @@ from typing import TYPE_CHECKING, Any
 from .._core.errors import RankError
 from .._core.lazy import torch
 from ..ops.collective.process_group import CustomAllReduce, reach_each_other
+from ..ops.linear.gemm_problem import SCALE_BLOCK
+from .attention import Attention
 from .config import Config
 from .config_values import refuse
 from .decoder import Decoder
+from .mixture import STACKED
 from .norm import Norm
+from .packed_linear import check_written
+from .quantization import GgufTypes, PackedQuantization
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,69 +114,123 @@ def divided(config: Config, world_size: int) -> Config:
     """What one of `world_size` processes has of a model.
 
     Raises:
-        ModelError: heads or channels cannot be divided by `world_size`, weights are quantised, or there are layers of
-            state spaces, latent attention, sinks, or experts that are shared, stacked or have biases.
+        ModelError: heads or channels cannot be divided by `world_size`, groups of packed weights are in an order of
+            their own, quantised projections are joined in one tensor, or there are layers of state spaces.
     """
-    if config.quantization is not None:
-        raise refuse("quantization_config", "None with tensor parallelism", config.quantization)
+    packed, mixture = config.quantization, config.mixture
+    if isinstance(packed, PackedQuantization) and packed.has_order and world_size > 1:
+        raise refuse("quantization_config", "groups of neighbours with tensor parallelism", "an order of columns")
+    is_joined = len(config.names.qkv) == 1 or (len(config.names.gate_up) == 1 and config.has_gate)
+    if packed is not None and not isinstance(packed, GgufTypes) and is_joined and world_size > 1:
+        raise refuse("quantization_config", "None where projections are joined with tensor parallelism", packed)
     if config.state_space is not None:
         raise refuse("layer_types", "attention alone with tensor parallelism", config.layer_types)
-    mixture = config.mixture
-    if config.latent is not None or config.sinks:
-        raise refuse("architectures", "attention of a Llama, Qwen or Mixtral with tensor parallelism", "another")
-    if config.qk_norm == "row" or (config.qk_norm == "heads" and "{}" in config.names.q_norm):
-        raise refuse("architectures", "norms of heads in one tensor, not of rows, with tensor parallelism", "others")
-    if config.qkv_by_head:
-        raise refuse("architectures", "projections not joined head by head with tensor parallelism", config.names.qkv)
-    if mixture is not None and (mixture.has_bias or mixture.shared_intermediate_size or mixture.is_stacked):
-        raise refuse("architectures", "experts of Mixtral or Qwen3-MoE with tensor parallelism", "others")
     sizes = {
         name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     }
-    for name, size in (*sizes.items(), ("experts' intermediate_size", mixture.intermediate_size if mixture else 0)):
+    channels = ("intermediate_size", "shared_intermediate_size") if mixture else ()
+    of_experts = {name: getattr(mixture, name) for name in channels}
+    for name, size in (*sizes.items(), *((f"experts' {name}", size) for name, size in of_experts.items())):
         if size % world_size:
             raise refuse(name, f"a multiple of {world_size} processes", size)
     if mixture is not None:
-        mixture = replace(mixture, intermediate_size=mixture.intermediate_size // world_size)
+        mixture = replace(mixture, **{name: size // world_size for name, size in of_experts.items()})
     return replace(config, mixture=mixture, **{name: size // world_size for name, size in sizes.items()})
+
+
+class DividedNorm(Norm):
+    """An RMS norm of rows of which each process of a group has a part: their squares are summed over the group.
+
+    Args:
+        norm: of the part.
+        group: the processes.
+    """
+
+    def __init__(self, norm: Norm, group: Group) -> None:
+        vars(self).update(vars(norm))
+        self.group = group
+
+    def _write(self, out: Tensor, x: Tensor) -> None:
+        numbers = x.float()
+        squares = self.group.all_reduce(numbers.square().sum(-1, keepdim=True))
+        mean = squares / (numbers.shape[-1] * self.group.world_size)
+        out.copy_(numbers * torch.rsqrt(mean + self.epsilon) * self.weight)
 
 
 class ParallelDecoder(Decoder):
     """A `Decoder` of which each process of `group` has a part. `write` takes whole tensors and keeps the part.
 
     Every process calls `forward`, with the same batch, and gets the same hidden states.
+
+    Raises:
+        ModelError: the config cannot be divided (`divided`), or the blocks of quantised weights are not.
     """
 
     def __init__(self, config: Config, group: Group, dtype: str | None = None, device: Any = None) -> None:
         self.group, self.whole = group, config
         super().__init__(divided(config, group.world_size), dtype, group.device if device is None else device)
+        if config.qk_norm == "row" and group.world_size > 1:
+            for layer in self.layers:
+                mixer = layer.mixer
+                if isinstance(mixer, Attention) and mixer.q_norm is not None and mixer.k_norm is not None:
+                    mixer.q_norm, mixer.k_norm = DividedNorm(mixer.q_norm, group), DividedNorm(mixer.k_norm, group)
+        self._check_blocks(Decoder(config, dtype, "meta").tensors())
+
+    def _check_blocks(self, whole: dict[str, Tensor]) -> None:
+        for name, own in self._tensors.items():
+            elements = self._tensors.get(name.removesuffix("_scale"), own).shape  # under the scales of blocks
+            for size, own_size, count in zip(whole[name].shape, own.shape, elements, strict=False):
+                is_cut = size != own_size and count > own_size and count % SCALE_BLOCK
+                if size not in (own_size, own_size * self.group.world_size) or is_cut:
+                    expected = f"whole blocks for each of {self.group.world_size} processes"
+                    raise refuse(name, expected, tuple(whole[name].shape))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        names = self.config.names
-        if name.endswith((f".{names.o}.bias", f".{names.down}.bias")):  # of sums over processes: one process adds them
-            super().write(name, tensor if self.group.rank == 0 else torch.zeros_like(tensor))
+        if name not in self._tensors:  # the norm of a head that another process has
             return
-        place, parts = self._tensors[name], self.group.world_size
+        names, packed = self.config.names, self.whole.quantization
+        parts, rank = self.group.world_size, self.group.rank
+        # Of sums over processes: one process adds them.
+        if name.endswith((f".{names.o}.bias", f".{names.down}.bias", f"{STACKED[1]}_bias")) and rank:
+            tensor = torch.zeros_like(tensor)
+        if isinstance(packed, PackedQuantization):
+            check_written(packed, name, tensor)
         joined = self._joined_sizes(name)
         if joined:
-            tensor = torch.cat([part.chunk(parts)[self.group.rank] for part in tensor.split(joined)])
-        for dim, size in enumerate(place.shape):
-            if tensor.shape[dim] == size * parts and parts > 1:
-                tensor = tensor.narrow(dim, self.group.rank * size, size)
+            tensor = torch.cat([part.chunk(parts)[rank] for part in tensor.split(joined)])
+        for dim, (whole, size) in enumerate(zip(tensor.shape, self._tensors[name].shape, strict=False)):
+            if whole == size * parts and parts > 1:
+                tensor = tensor.narrow(dim, rank * size, size)
+        if name.endswith("g_idx"):
+            tensor = tensor - tensor[0]
         super().write(name, tensor)
+
+    def _named(self) -> dict[str, Tensor]:
+        return {self._name_in_checkpoint(name): tensor for name, tensor in super()._named().items()}
+
+    def _name_in_checkpoint(self, name: str) -> str:
+        """The norms of heads that have one each are numbered through all processes."""
+        config, rank = self.config, self.group.rank
+        counts = (config.names.q_norm, config.num_attention_heads), (config.names.k_norm, config.num_key_value_heads)
+        for template, count in counts:
+            before, is_by_head, after = template.partition("{}")
+            found = re.fullmatch(rf"(.*\.{re.escape(before)})(\d+)({re.escape(after)}\.\w+)", name)
+            if is_by_head and found:
+                return f"{found[1]}{int(found[2]) + rank * count}{found[3]}"
+        return name
 
     def _joined_sizes(self, name: str) -> list[int]:
         """Rows of projections that a checkpoint has joined under `name`, one behind the other; none if it has not."""
         whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
-        if (module,) == whole.names.qkv:
+        if (module,) == whole.names.qkv and not whole.qkv_by_head:
             heads = whole.num_attention_heads, whole.num_key_value_heads, whole.num_key_value_heads
             return [count * whole.head_dim for count in heads]
         return [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
-        """As of `Decoder`: the parts of the same weights. A process makes all of them for a moment, on the CPU."""
-        whole = Decoder(self.whole, str(self.dtype).removeprefix("torch.")).randomise(seed, scale)
-        for name, tensor in whole.tensors().items():
+        """As of `Decoder`: the parts of the same weights, which every process makes on the CPU, one after the other."""
+        whole = Decoder(self.whole, str(self.dtype).removeprefix("torch."), "meta")
+        for name, tensor in whole.random_tensors(seed, scale, "cpu"):
             self.write(name, tensor)
         return self
 
