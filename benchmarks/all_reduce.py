@@ -12,7 +12,6 @@ error. Without GPUs, processes of gloo measure what `pyops.models.Group` does on
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -29,7 +28,7 @@ from pyops.models import Group
 from pyops.ops.collective.communicator import VEC_BYTES, geometry, two_shot
 from pyops.ops.collective.process_group import reach_each_other
 
-from .rivals import reason
+from .rivals import libraries, load_vllm, reason
 
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
@@ -140,39 +139,69 @@ def _of_gpus(host: Any, device: torch.device) -> tuple[list[Way], Callable[[], N
         pyops.all_reduce(custom.fa, x, out, custom.buffer, custom.max_size)
         return out
 
-    def in_place(x: torch.Tensor) -> torch.Tensor:
-        if not torch.cuda.is_current_stream_capturing():
-            return copied(x)
-        out = torch.empty_like(x)
-        pyops.all_reduce(custom.fa, x, out, 0, 0)
-        return out
-
-    def register() -> None:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, pyops.get_graph_buffer_ipc_meta(custom.fa), group=host)
-        pyops.register_graph_buffers(custom.fa, [handles for handles, _ in every], [offsets for _, offsets in every])
-        dist.barrier(group=host)
-
-    ways = [Way("pyops", copied), Way("in place", in_place, register), Way("nccl", _summed)]
+    in_place = _in_place("in place", pyops, custom.fa, custom.buffer, custom.max_size, host)
+    ways, close = [Way("pyops", copied), in_place, Way("nccl", _summed)], [custom.close]
     try:
-        ways.append(_of_vllm(host, device))
+        theirs, dispose = _of_vllm(host, device, custom.max_size)
     except Exception as error:
         if dist.get_rank() == 0:
             print(f"skipped vllm: {reason(error)}", file=sys.stderr)
-    return ways, custom.close
+    else:
+        ways.append(theirs)
+        close.append(dispose)
+
+    def close_all() -> None:
+        for one in close:
+            one()
+
+    return ways, close_all
 
 
-def _of_vllm(host: Any, device: torch.device) -> Way:
-    module = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
-    theirs = module.CustomAllreduce(host, device)
-    if theirs.disabled:
-        raise RuntimeError("vLLM's custom all-reduce is disabled here")
+def _in_place(name: str, ops: Any, fa: int, buffer: int, max_size: int, host: Any) -> Way:
+    """By the ops of a library, all of which have vLLM's names: captured calls read their input where it is."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = theirs.all_reduce(x, registered=torch.cuda.is_current_stream_capturing())
-        return found
+        out = torch.empty_like(x)
+        ops.all_reduce(fa, x, out, *((0, 0) if torch.cuda.is_current_stream_capturing() else (buffer, max_size)))
+        return out
 
-    return Way("vllm", call, theirs.register_graph_buffers)
+    def register() -> None:
+        every = _gathered(ops.get_graph_buffer_ipc_meta(fa), host)
+        ops.register_graph_buffers(fa, [handles for handles, _ in every], [offsets for _, offsets in every])
+        dist.barrier(group=host)
+
+    return Way(name, call, register)
+
+
+def _of_vllm(host: Any, device: torch.device, max_size: int) -> tuple[Way, Callable[[], None]]:
+    """(vLLM's all-reduce, set up as its ``CustomAllreduce`` does, what frees its memory)."""
+    if trouble := load_vllm(libraries()):
+        raise RuntimeError(trouble)
+    ops, rank = torch.ops._C_custom_ar, dist.get_rank()
+
+    def shared(nbytes: int) -> list[int]:
+        address, handle = ops.allocate_shared_buffer_and_handle(nbytes)
+        handles = _gathered(handle, host)
+        return [address if i == rank else ops.open_mem_handle(one) for i, one in enumerate(handles)]
+
+    signals, buffers = shared(ops.meta_size() + max_size), shared(max_size)
+    rank_data = torch.empty(8 << 20, dtype=torch.uint8, device=device)
+    fa = ops.init_custom_ar(signals, rank_data, rank, True)
+    ops.register_buffer(fa, buffers)
+
+    def close() -> None:
+        ops.dispose(fa)
+        for addresses in (signals, buffers):
+            ops.free_shared_buffer(addresses[rank])
+        rank_data.zero_()  # held until here: `fa` had its address
+
+    return _in_place("vllm", ops, fa, buffers[rank], max_size, host), close
+
+
+def _gathered(mine: Any, host: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine, group=host)
+    return every
 
 
 def main(arguments: Sequence[str]) -> None:
