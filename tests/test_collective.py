@@ -12,9 +12,9 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import dtypes, offline
+from pyops._core import offline
 from pyops._core import ranks as worlds
-from pyops._core.kernel import Kernel
+from pyops._core.kernel import Kernel, Specialisation
 from pyops.ops.collective import custom_all_reduce
 from pyops.ops.collective.communicator import (
     MAX_BLOCKS,
@@ -26,10 +26,9 @@ from pyops.ops.collective.communicator import (
     spread,
     two_shot,
 )
-from pyops.ops.collective.minimax import _kernel as minimax_kernel
-from pyops.ops.collective.quick_all_reduce import _kernel as quick_kernel
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from pyops.testing import SCHEDULES, Schedule, assert_close, ranks, scheduled
+from tests.hip.specialisations import of_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZE = 1 << 15  # bytes of the largest message
@@ -444,24 +443,10 @@ def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torc
             assert torch.equal(alone, q)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [
-        (custom_all_reduce._all_reduce, {"TWO_SHOT": False, "VEC_SIZE": 8}),
-        (custom_all_reduce._all_reduce, {"TWO_SHOT": True, "VEC_SIZE": 8}),
-        (custom_all_reduce._packets, {"VEC_SIZE": 8}),
-        (custom_all_reduce._add_rms_norm, {"HIDDEN_SIZE": 8192, "VEC_SIZE": 8}),
-        (minimax_kernel, {"Q_SIZE": 768, "K_SIZE": 128, "VEC_SIZE": 8}),
-        (quick_kernel, {"BITS": 16, "compute_t": dtypes.bfloat16}),
-        (quick_kernel, {"BITS": 6, "compute_t": dtypes.float16}),
-    ],
-)
-def test_kernels_compile_without_local_memory(kernel: Kernel, constants: dict[str, Any]) -> None:
-    common = {"WORLD_SIZE": 8, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
-    if kernel not in (minimax_kernel, quick_kernel):
-        common["PACKET_BYTES"] = PACKET_BYTES
-    specialisation = kernel(**common, **constants)
-    report = offline.compile(kernel.file, str(specialisation), specialisation.text, "sm_90a")
+@pytest.mark.parametrize("specialisation", of_ranks(), ids=str)
+def test_kernels_compile_without_local_memory(specialisation: Specialisation) -> None:
+    file = specialisation.kernel.file
+    report = offline.compile(file, str(specialisation), specialisation.text, "sm_90a")
     assert (report.stack_bytes, report.spill_bytes, report.advice) == (0, 0, ())
 
 
