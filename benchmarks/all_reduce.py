@@ -32,10 +32,10 @@ from .rivals import libraries, load_vllm, reason
 
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
-NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 2e-6  # bytes a second each way; seconds
-COPY = 1.5e-6  # seconds of the copy to a registered buffer, as far as it was measured beside inputs read in place
-PACKET_LAUNCH = 2e-6  # seconds: a launch, loads of the number and of the input, the last look at packets, the sum
-FENCE = 0.5e-6  # of a flag: the fence before it, which vLLM's first and last flags do not have
+NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second each way; seconds
+# As measured on two H200s: the copy to a registered buffer; a launch of packets with its loads, its last look and its sum;
+# packets in bytes a second; the fence before a flag, which vLLM's first and last flags do not have.
+COPY, PACKET_LAUNCH, PACKETS, FENCE = 1.7e-6, 1.3e-6, 300e9, 0.65e-6
 _CALLS, _REPLAYS = 20, 20
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -48,7 +48,7 @@ def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
     """
     two, others = two_shot(world_size, nbytes, True), world_size - 1
     if not by_vllm and by_packets(world_size, nbytes):
-        return PACKET_LAUNCH + LATENCY + 2 * nbytes * others / NVLINK
+        return PACKET_LAUNCH + LATENCY + 2 * nbytes * others / PACKETS
     part = nbytes / world_size if two else nbytes
     blocks, threads = geometry(max(1, int(part) // VEC_BYTES))
     rate = min(NVLINK, blocks * threads * others * VEC_BYTES / LATENCY)  # a thread has a load for each other rank
