@@ -33,7 +33,7 @@ from .rivals import libraries, load_vllm, reason
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
 NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second each way; seconds
-# As measured on two H200s: the copy to a registered buffer; a launch of packets with its loads, its last look and its sum;
+# As measured on two H200s: the copy to a registered buffer; a launch of packets with its loads, last look and sum;
 # packets in bytes a second; the fence before a flag, which vLLM's first and last flags do not have.
 COPY, PACKET_LAUNCH, PACKETS, FENCE = 1.7e-6, 1.3e-6, 300e9, 0.65e-6
 _CALLS, _REPLAYS = 20, 20
