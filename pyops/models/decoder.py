@@ -182,30 +182,9 @@ class Decoder:
         Raises:
             ModelError: weights are packed.
         """
-        for name, tensor in self.random_tensors(seed, scale, self.device):
+        for name, tensor in random_tensors(self, seed, scale, self.device):
             self.write(name, tensor)
         return self
-
-    def random_tensors(self, seed: int, scale: float, device: Any) -> Iterator[tuple[str, Tensor]]:
-        """The checkpoint that `randomise` writes: (name, tensor on `device`), one after the other."""
-        if isinstance(self.config.quantization, PackedQuantization | Mxfp4Experts | GgufTypes):
-            raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")
-        generator = torch.Generator(device).manual_seed(seed)
-        for name, place in self._tensors.items():
-            tensor = torch.empty_like(place, device=device)
-            if "norm" in name.rpartition(".")[0].rpartition(f"{self.config.names.layers}.")[2]:
-                tensor.fill_(float(name.endswith(".weight") and self.config.norms.kind != "gemma"))
-            elif name.endswith(".input_scale"):
-                tensor.fill_(_RANDOM_INPUT / _MAX_RANDOM_CODE)
-            elif name.endswith(".weight_scale"):
-                columns = self._tensors[name.removesuffix("_scale")].shape[1]
-                tensor.fill_(scale * columns**-0.5 / _RANDOM_CODE)
-            elif tensor.itemsize == 1:
-                codes = torch.empty(tensor.shape, device=device).normal_(0.0, _RANDOM_CODE, generator=generator)
-                tensor.copy_(codes.round_().clamp_(-_MAX_RANDOM_CODE, _MAX_RANDOM_CODE))
-            else:
-                tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)
-            yield name, tensor
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> Cache:
         """What each layer keeps of texts: keys and values in blocks of tokens, or states in slots."""
@@ -266,3 +245,26 @@ class Decoder:
         residual += hidden
         hidden.copy_(residual)
         return residual
+
+
+def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint that `Decoder.randomise` writes: (name, tensor on `device`), one after the other."""
+    config, places = model.config, model.tensors()
+    if isinstance(config.quantization, PackedQuantization | Mxfp4Experts | GgufTypes):
+        raise ModelError("randomise", "expected weights that are neither packed nor of mxfp4 nor of GGUF's types")
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, place in places.items():
+        tensor = torch.empty_like(place, device=device)
+        if "norm" in name.rpartition(".")[0].rpartition(f"{config.names.layers}.")[2]:
+            tensor.fill_(float(name.endswith(".weight") and config.norms.kind != "gemma"))
+        elif name.endswith(".input_scale"):
+            tensor.fill_(_RANDOM_INPUT / _MAX_RANDOM_CODE)
+        elif name.endswith(".weight_scale"):
+            columns = places[name.removesuffix("_scale")].shape[1]
+            tensor.fill_(scale * columns**-0.5 / _RANDOM_CODE)
+        elif tensor.itemsize == 1:
+            codes = torch.empty(tensor.shape, device=device).normal_(0.0, _RANDOM_CODE, generator=generator)
+            tensor.copy_(codes.round_().clamp_(-_MAX_RANDOM_CODE, _MAX_RANDOM_CODE))
+        else:
+            tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)
+        yield name, tensor

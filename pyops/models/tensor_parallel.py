@@ -22,7 +22,7 @@ from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .attention import Attention
 from .config import Config
 from .config_values import refuse
-from .decoder import Decoder
+from .decoder import Decoder, random_tensors
 from .mixture import STACKED
 from .norm import Norm
 from .packed_linear import check_written
@@ -230,7 +230,7 @@ class ParallelDecoder(Decoder):
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """As of `Decoder`: the parts of the same weights, which every process makes on the CPU, one after the other."""
         whole = Decoder(self.whole, str(self.dtype).removeprefix("torch."), "meta")
-        for name, tensor in whole.random_tensors(seed, scale, "cpu"):
+        for name, tensor in random_tensors(whole, seed, scale, "cpu"):
             self.write(name, tensor)
         return self
 
