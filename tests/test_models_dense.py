@@ -153,6 +153,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Starcoder2",
         {"use_bias": False, "hidden_act": "gelu_new", "tie_word_embeddings": False, "rope_parameters": YARN},
     ),
+    "falcon": ("Falcon", {}),
+    "falcon, new, with norms of both, groups of queries, biases": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "ffn_hidden_size": 80},
+    ),
+    "falcon, one after the other, head by head, not tied": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "tie_word_embeddings": False, "num_hidden_layers": 3},
+    ),
     "gpt-neox": ("GPTNeoX", {}),
     "gpt-neox one after the other, without biases of attention": (
         "GPTNeoX",

@@ -41,7 +41,8 @@ class Config:
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
-        qkv_by_head: whether a checkpoint has the queries, keys and values of a head, then those of the next.
+        qkv_by_head: whether a checkpoint has the queries that share a head of keys, this, and its values, then those of
+            the next.
         hidden_act: activation of MLPs.
         has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
         norms: kind and places of norms; `rms_norm_eps` is the epsilon of all of them.

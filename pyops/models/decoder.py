@@ -149,8 +149,9 @@ class Decoder:
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         config = self.config
         if config.qkv_by_head and name.rpartition(".")[0].endswith(config.names.qkv):
-            heads = tensor.unflatten(0, (config.num_attention_heads, 3, config.head_dim))
-            tensor = heads.transpose(0, 1).flatten(0, 2)
+            kv_heads = config.num_key_value_heads
+            heads = tensor.unflatten(0, (kv_heads, config.num_attention_heads // kv_heads + 2, config.head_dim))
+            tensor = torch.cat([part.flatten(0, 2) for part in heads.split((heads.shape[1] - 2, 1, 1), 1)])
         weights.copy_(tensor)
         if name.endswith(".A_log"):  # mixers hold the decays A themselves
             weights.exp_().neg_()

@@ -160,6 +160,48 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+def _renamed_falcon(values: _Values) -> _Values:
+    """Falcon's names of sizes; keys have one head, or as many as queries, unless its new architecture says how many."""
+    heads, hidden_size = values.get("num_attention_heads"), values.get("hidden_size")
+    kv_heads = 1 if flag(values, "multi_query", True) else heads
+    if flag(values, "new_decoder_architecture"):
+        kv_heads = first(values.get("num_kv_heads"), heads)
+    channels = values.get("ffn_hidden_size")
+    if channels is None and isinstance(hidden_size, int):
+        channels = 4 * hidden_size
+    found = {"num_key_value_heads": kv_heads, "intermediate_size": channels, "hidden_act": values.get("activation")}
+    return values | found
+
+
+def _falcon(values: _Values, layers: int) -> dict[str, Any]:
+    """Falcon: attention and MLP beside each other behind one norm, or a norm each, or one after the other."""
+    is_new, is_parallel = flag(values, "new_decoder_architecture"), flag(values, "parallel_attn", True)
+    if flag(values, "alibi"):
+        raise refuse("alibi", "false", True)
+    if is_new and not is_parallel:
+        raise refuse("parallel_attn", "true with new_decoder_architecture", False)
+    count = first(values.get("num_ln_in_parallel_attn"), 2 if is_new else 1)
+    if count not in (1, 2) or (count == 2 and not is_new):
+        raise refuse("num_ln_in_parallel_attn", "1, or 2 with new_decoder_architecture", count)
+    return {
+        "names": _FALCON_NAMES._replace(input_norm="ln_attn", mlp_norm="ln_mlp") if count == 2 else _FALCON_NAMES,
+        "qkv_by_head": is_new or not flag(values, "multi_query", True),
+        "has_gate": False,
+        "parallel_residual": is_parallel,
+        "shares_norm": is_parallel and count == 1,
+    }
+
+
+_FALCON_NAMES = Names(
+    embedding="transformer.word_embeddings",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    attention="self_attention",
+    qkv=("query_key_value",),
+    o="dense",
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+)
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
 _GEMMA2 = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA2_NAMES = Names(
@@ -243,6 +285,22 @@ FAMILIES = {
         o_bias="use_bias",
         mlp_bias="use_bias",
         fields=_starcoder2,
+    ),
+    "FalconForCausalLM": Family(
+        {
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+        Norms("layer", has_bias=True),
+        _FALCON_NAMES,
+        epsilon="layer_norm_epsilon",
+        qkv_bias="bias",
+        o_bias="bias",
+        mlp_bias="bias",
+        renamed=_renamed_falcon,
+        fields=_falcon,
     ),
     "GPTNeoXForCausalLM": Family(
         {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True},

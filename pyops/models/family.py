@@ -33,6 +33,10 @@ def _none(values: dict[str, Any], layers: int) -> dict[str, Any]:
     return {}
 
 
+def _as_they_are(values: dict[str, Any]) -> dict[str, Any]:
+    return values
+
+
 class Family(NamedTuple):
     """How a family differs from a Llama.
 
@@ -46,6 +50,7 @@ class Family(NamedTuple):
         has_longrope: as `Rope.parse` takes it.
         text: ``model_type`` of the decoder that ``text_config`` in the file describes, where it is a part of a model
             that reads images, too; "" where the decoder is all of the model.
+        renamed: the values of the file, with defaults, under the names that other families have for them.
         fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
     """
 
@@ -59,13 +64,14 @@ class Family(NamedTuple):
     partial_rotary_factor: float | None = None
     has_longrope: bool = False
     text: str = ""
+    renamed: Callable[[dict[str, Any]], dict[str, Any]] = _as_they_are
     fields: Callable[[dict[str, Any], int], dict[str, Any]] = _none
 
     def parse(self, values: dict[str, Any]) -> dict[str, Any]:
         """Fields of the `Config` of a decoder with attention. ModelError for options that are not supported."""
         if self.text:
             values = _text_of(values, self.text)
-        values = {"rms_norm_eps": 1e-6, **self.defaults} | values
+        values = self.renamed({"rms_norm_eps": 1e-6, **self.defaults} | values)
         found: dict[str, Any] = _sizes(values)
         found |= {
             "rms_norm_eps": number(self.epsilon, values.get(self.epsilon)),
