@@ -338,6 +338,17 @@ def test_weights_in_8_bits_are_those_of_linear_modules(case: str) -> None:
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "falcon with alibi": ("falcon", {"alibi": True}, "alibi: expected false"),
+    "a new falcon one after the other": (
+        "falcon",
+        {"new_decoder_architecture": True, "parallel_attn": False},
+        "parallel_attn: expected true with new_decoder_architecture",
+    ),
+    "an old falcon with two norms": (
+        "falcon",
+        {"num_ln_in_parallel_attn": 2},
+        "num_ln_in_parallel_attn: expected 1, or 2 with new_decoder_architecture, got 2",
+    ),
     "an activation with a gate": ("phi3", {"hidden_act": "relu"}, "hidden_act: expected 'silu' or .*, got 'relu'"),
     "an activation without a gate": (
         "gpt-neox",
