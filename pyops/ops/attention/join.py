@@ -54,7 +54,7 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
 
 
 def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
-    """Groups for the splits of a head, heads of a block, and parts of a head where a block has no room for the groups."""
+    """Groups for the splits of a head, heads of a block, and parts of a head that has no room for groups in a block."""
     rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.multiprocessors
     fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
     if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:
@@ -85,8 +85,8 @@ def launch_join(
     has_whole_parts = config.parts == -(-head_size // (lanes * vec_size))
     if config.groups * config.heads_per_block > max_groups or num_heads % config.heads_per_block or not has_whole_parts:
         raise ValueError(
-            f"{config}: expected at most {max_groups} groups in a block, whole blocks of {num_heads} heads, and parts of "
-            "whole warps"
+            f"{config}: expected at most {max_groups} groups in a block, whole blocks of {num_heads} heads, and parts "
+            "of whole warps"
         )
     kernel = _combine(
         **constants,

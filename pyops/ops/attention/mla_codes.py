@@ -76,7 +76,7 @@ class CodesConfig:
 
 
 def shared_memory(problem: Problem) -> int:
-    """Bytes of dynamic shared memory of a block, as mla_decode_codes.cu counts them: queries, probabilities, two tiles."""
+    """Bytes of dynamic shared memory of a block, as mla_decode_codes.cu counts them."""
     pitch = 704 if problem.is_ds_mla else 576
     return _HEADS * ENTRY_SIZE * 2 + _HEADS * (_TOKENS * 2 + 16) + 2 * _TOKENS * pitch
 
