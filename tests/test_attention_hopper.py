@@ -1,5 +1,5 @@
-"""attention_varlen_hopper.cu and mla_decode_hopper.cu: right under every schedule of the model of Hopper on the host;
-what is chosen."""
+"""attention_varlen_hopper.cu, mla_decode_hopper.cu and mla_decode_codes.cu: right under every schedule of the model of
+Hopper on the host; what is chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import mla_hopper, varlen_hopper
+from pyops.ops.attention import mla_codes, mla_hopper, varlen_hopper
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.varlen_hopper import HopperConfig
 from pyops.ops.attention.varlen_plan import Config, choose, launch
@@ -378,22 +378,25 @@ def test_mla(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "page_size", "splits", "dtype", "kind"),
+    ("lengths", "num_heads", "page_size", "splits", "dtype", "kind"),
     [
-        ([65, 129, 0], 16, 1, torch.bfloat16, FP8),
-        ([450], 5, 3, torch.float16, FP8),
-        ([65, 129, 0], 64, 1, torch.bfloat16, torch.uint8),
-        ([330], 5, 2, torch.float16, torch.uint8),
+        ([65, 129, 0], 70, 16, 1, torch.bfloat16, FP8),
+        ([450], 70, 5, 3, torch.float16, FP8),
+        ([65, 129, 0], 70, 64, 1, torch.bfloat16, torch.uint8),
+        ([330], 70, 5, 2, torch.float16, torch.uint8),
+        ([65, 129, 0], 16, 16, 1, torch.bfloat16, FP8),
+        ([330], 11, 5, 2, torch.bfloat16, torch.uint8),
+        ([193, 1], 7, 64, 1, torch.float16, torch.uint8),
     ],
 )
 def test_mla_codes(
-    on: str, lengths: list[int], page_size: int, splits: int, dtype: torch.dtype, kind: torch.dtype
+    on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype, kind: torch.dtype
 ) -> None:
     """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
     parts of a query differ, and so do heads."""
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
-        call = mla_call(lengths, 70, page_size, dtype=dtype, kind=kind, num_kv_splits=splits, device=on)
+        call = mla_call(lengths, num_heads, page_size, dtype=dtype, kind=kind, num_kv_splits=splits, device=on)
         for head, (of_nope, of_pe) in enumerate([(0.0, 0.0), (2.0**-14, 2.0**-14), (2.0**-9, 4.0), (1.0, 2.0**-12)]):
             call["q_nope"][:, head] *= of_nope
             call["q_pe"][:, head] *= of_pe
@@ -404,7 +407,8 @@ def test_mla_codes(
             call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
-        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+        expected = mla_codes.CodesConfig if num_heads <= 16 else mla_hopper.HopperConfig
+        assert isinstance(tuning.last[MLA.name], expected)
     MLA.forget()
 
 
@@ -475,3 +479,20 @@ def test_mla_compiles_without_spills_and_advice(
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     assert report.shared_bytes + mla_hopper._SHARED_BYTES <= HOPPER.shared_memory
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize("is_ds_mla", few([True, False], 1))
+def test_mla_codes_compile_without_spills(is_ds_mla: bool) -> None:
+    one = mla_codes._decode(
+        query_t=dtypes.bfloat16,
+        cache_t=dtypes.float8_e4m3fn,
+        out_t=dtypes.bfloat16,
+        length_t=dtypes.int32,
+        table_t=dtypes.int32,
+        PAGE_SIZE=64,
+        HAS_LSE=True,
+        IS_DS_MLA=is_ds_mla,
+    )
+    report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)

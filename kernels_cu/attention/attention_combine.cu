@@ -6,8 +6,9 @@
 // where split s has left its largest logit m_s, the sum of exponentials z_s relative to m_s, and the mean of values
 // o_s. A sink is one more logit without a value. attention.cuh explains splits.
 //
-// Threads: a block takes HEADS query heads of one sequence. Each head has GROUPS groups of LANES threads; the groups
-// take the splits in turn, and each thread of a group takes VEC_SIZE dimensions.
+// Threads: a block takes HEADS query heads of one sequence, and of them all dimensions or, if LANES threads have fewer, one of
+// several parts. Each head has GROUPS groups of LANES threads; the groups take the splits in turn, and each thread of a
+// group takes VEC_SIZE dimensions.
 //
 // Constants
 //     out_t, partial_t, length_t    element types of out, tmp_out and seq_lens
@@ -45,10 +46,12 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
                   int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t max_splits, int64_t sliding_window,
                   int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits) {
     await_previous_kernel();
-    constexpr int BLOCKS = NUM_HEADS / HEADS;  // of a sequence
+    constexpr int BLOCKS = NUM_HEADS / HEADS,
+                  PARTS = ceil_div(HEAD_SIZE, LANES * VEC_SIZE);  // of a sequence; of a head
     const int block_head = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS;
     const int lane = threadIdx.x % LANES;
-    const int64_t seq = blockIdx.x / BLOCKS, head = blockIdx.x % BLOCKS * HEADS + block_head;
+    const int64_t seq = blockIdx.x / (BLOCKS * PARTS), head = blockIdx.x / PARTS % BLOCKS * HEADS + block_head;
+    const int part = blockIdx.x % PARTS;
     int planned_splits = int(max_splits);
     if (MAY_BALANCE && wave_splits > 0.0f) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
@@ -63,7 +66,7 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
 
     const int64_t first_part = (seq * NUM_HEADS + head) * max_splits;
     const int count = min(splits.count, int(max_splits));
-    const int column = lane * VEC_SIZE;
+    const int column = (part * LANES + lane) * VEC_SIZE;
     float max_logit = minus_infinity(), exp_sum = 0.0f, sum[VEC_SIZE] = {};
     for (int first = group; first < count; first += GROUPS * BATCH) {
         float logit[BATCH], weight[BATCH], x[BATCH][VEC_SIZE] = {};
@@ -135,7 +138,7 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
     if (column < HEAD_SIZE) {
         Vec<out_t, VEC_SIZE>::from_floats(sum).store(out + row * out_stride + head * HEAD_SIZE + column);
     }
-    if (HAS_LSE && group == 0 && lane == 0) {
+    if (HAS_LSE && part == 0 && group == 0 && lane == 0) {
         const float result = exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum);
         lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = result;
     }

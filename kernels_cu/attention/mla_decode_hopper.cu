@@ -119,13 +119,17 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 #pragma unroll
     for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
 
+    const auto await_full = [&](int stage, int panel, int pair) {
+        mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(stage, panel), pair & 1);
+        if (IS_FP8) fence_proxy_async();  // for the warps that have stored the panel, or queries
+    };
     // s = Q K^T of the warpgroup's tile, in units of log 2, -inf where there is no entry. `top`: the largest of a row.
     const auto multiply = [&](int pair, float (&top)[2]) {
 #pragma unroll
         for (int i = 0; i < PANELS; ++i) {
             const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
-            const bool waits = !HALF_BOXES || i % HALF_PANELS == 0;
-            if (waits) mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(warpgroup, panel), pair & 1);
+            const bool waits = !HALF_BARRIERS || i % HALF_PANELS == 0;
+            if (waits) await_full(warpgroup, panel, pair);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
             const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel), panel == ROPE_PANEL ? ATOM : TOKEN_STRIDE);
             if (i == 0) warpgroup_fence_operand(s);
@@ -207,8 +211,8 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     };
     const auto add_other = [&](int pair) {
         const int stage = warpgroup ^ 1;
-        for (int i = 0; i < (HALF_BOXES ? 1 : HALF_PANELS); ++i) {
-            mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(stage, warpgroup * HALF_PANELS + i), pair & 1);
+        for (int i = 0; i < (HALF_BARRIERS ? 1 : HALF_PANELS); ++i) {
+            await_full(stage, warpgroup * HALF_PANELS + i, pair);
         }
         const uint64_t probabilities = make_smem_desc(tiles.panel(stage, ROPE_PANEL));
         warpgroup_fence_operand(o);

@@ -26,6 +26,8 @@ constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0,
 constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES, ATOM = 8 * ROW_BYTES;
 // From 8 entries of a panel of latent vectors to the next, and from a panel to the next.
 constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
+// Who fills a half at once says so once, not for each of its panels.
+constexpr bool HALF_BARRIERS = HALF_BOXES || IS_FP8;
 constexpr int LOADERS_BARRIER = 7;  // a named barrier
 // Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
 constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1, SCALES = IS_DS_MLA ? PLACES : 1;
@@ -50,11 +52,14 @@ struct EntryTiles {
         return panel(stage, of_panel) + token / 8 * TOKEN_STRIDE + token % 8 * ROW_BYTES;
     }
     DEVICE uint64_t* full_of(int stage, int panel) const {
-        return full + stage * PANELS + (HALF_BOXES ? panel / HALF_PANELS * HALF_PANELS : panel);
+        return full + stage * PANELS + (HALF_BARRIERS ? panel / HALF_PANELS * HALF_PANELS : panel);
     }
     // By one thread; a barrier of the cluster follows.
     DEVICE void init() const {
-        for (int i = 0; i < STAGES * PANELS; ++i) mbarrier_init(full + i, IS_FP8 ? 4 : 1);
+        for (int i = 0; i < STAGES * PANELS; ++i) {
+            const bool is_of_copies = IS_DS_MLA && i % PANELS == ROPE_PANEL;
+            mbarrier_init(full + i, is_of_copies ? 128 : IS_FP8 ? 4 : 1);
+        }
         // The warps of one warpgroup of each block give a half back.
         for (int i = 0; i < STAGES * 2; ++i) mbarrier_init(empty + i, 4 * CLUSTER);
         fence_mbarrier_init();
@@ -108,7 +113,6 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
         Vec<product_t, 8>::from_floats(x).store_shared(reinterpret_cast<product_t*>(at(i)));
     }
     if (t == 0) units[row] = 1.0f / factor;
-    fence_proxy_async();
 }
 
 // Loads entries by TMA. Every lane of one warp calls.
@@ -184,34 +188,38 @@ struct CodeLoader {
     uint4 codes[CHUNKS];
 
     DEVICE void run() {
-        // Each thread finds the place of one token of a pair, a pair ahead.
+        // Each thread finds the place of one token of a pair, a pair ahead; its page is asked for two pairs ahead.
         const int thread = threadIdx.x % 128, warp = thread / 32;
-        const Pages<PAGE_SIZE> pages{split.num_pages, page_stride, slot_stride};
-        const auto place_at = [&](int pair) {
+        const auto page_at = [&](int pair) {
             const int token = split.begin + pair * 2 * TOKENS + thread;
-            if (token >= split.end) return NOWHERE;
-            const int64_t place = pages.at_position(token, split.pages, int64_t(1) << 32, split.table_step);
+            return token < split.end ? int64_t(split.pages[token / PAGE_SIZE * split.table_step]) : NOWHERE;
+        };
+        const auto place_on = [&](int64_t page, int pair) {
+            if (page < 0 || page >= split.num_pages) return NOWHERE;
+            const int slot = (split.begin + pair * 2 * TOKENS + thread) % PAGE_SIZE;
+            const int64_t place = page * page_stride + slot * slot_stride;
             // Brought to L2 before its codes are loaded: registers hold no more than a step of what is on its way.
-            for (int i = 0; i < ENTRY_BYTES && place != NOWHERE; i += 128) prefetch_line(cache + place + i);
+            for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
             return place;
         };
         // Keeps the place, and starts a copy of the scales.
         const auto keep = [&](int pair, int64_t place) {
             const int at = pair % KEPT_PAIRS * (2 * TOKENS) + thread;
-            places[at] = place;
+            places[at] = max(place, int64_t(0));  // what is nowhere is zeroed by who multiplies
             if constexpr (IS_DS_MLA) {
-                cp_async<16>(scales + at, cache + max(place, int64_t(0)) + SCALES_AT, place != NOWHERE);
+                cp_async<16>(scales + at, cache + places[at] + SCALES_AT);
                 cp_async_commit();
             }
         };
-        int64_t place = place_at(0);
+        int64_t place = place_on(page_at(0), 0), next_page = page_at(1);
         keep(0, place);
-        if (IS_DS_MLA) cp_async_wait<0>();
         named_barrier_sync<LOADERS_BARRIER>(128);
         load_step<0>(rows_of<0>(0));
         for (int pair = 0; pair < split.pairs(); ++pair) {
             const uint32_t found = ballot(place != NOWHERE);
-            place = place_at(pair + 1);
+            place = place_on(next_page, pair + 1);
+            next_page = page_at(pair + 2);
+            if (IS_DS_MLA) cp_async_wait<0>();
             keep(pair + 1, place);
             named_barrier_sync<LOADERS_BARRIER>(128);
             // Warps 2i and 2i + 1 have the tokens of stage i, of which the warpgroup reads that gives half i back.
@@ -219,22 +227,21 @@ struct CodeLoader {
                 if (warp / 2 != stage || thread % 32 != 0) return;
                 reinterpret_cast<uint32_t*>(tiles.exists + stage)[warp % 2] = found;
             };
-            const bool is_last = pair + 1 == split.pairs();
             tiles.await_empty(0, LEFT, pair);
             tell(0);
-            pass<0>(pair, is_last);
+            pass<0>(pair);
             tiles.await_empty(1, RIGHT, pair);
             tell(1);
-            pass<1>(pair, is_last);
+            pass<1>(pair);
             tiles.await_empty(0, RIGHT, pair);
-            pass<2>(pair, is_last);
+            pass<2>(pair);
             tiles.await_empty(1, LEFT, pair);
-            pass<3>(pair, is_last);
+            pass<3>(pair);
         }
     }
 
 private:
-    // Where the thread's codes of its rows begin; null where there is no entry.
+    // Where the thread's codes of its rows begin.
     struct Rows { const cache_t* from[2]; };
 
     static constexpr DEVICE int stage_of(int step) { return step % 2; }
@@ -251,20 +258,19 @@ private:
         Rows rows;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int64_t place = of_stage[i * (TOKENS / 2) + threadIdx.x % 128 / 4];
-            rows.from[i] = place == NOWHERE ? nullptr : cache + place + threadIdx.x % 4 * CHUNK;
+            rows.from[i] = cache + of_stage[i * (TOKENS / 2) + threadIdx.x % 128 / 4] + threadIdx.x % 4 * CHUNK;
         }
         return rows;
     }
     template <int STEP>
+    DEVICE void load(int chunk, const Rows& rows) {
+        const cache_t* const from = rows.from[row_of(chunk)] + panel_of(STEP, chunk) * PANEL_SIZE;
+        codes[chunk] = *reinterpret_cast<const uint4*>(from);
+    }
+    template <int STEP>
     DEVICE void load_step(const Rows& rows) {
 #pragma unroll
-        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) {
-            const cache_t* const row = rows.from[row_of(chunk)];
-            codes[chunk] = make_uint4(0, 0, 0, 0);
-            if (row != nullptr)
-                codes[chunk] = *reinterpret_cast<const uint4*>(row + panel_of(STEP, chunk) * PANEL_SIZE);
-        }
+        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) load<STEP>(chunk, rows);
     }
     // `at`: the place of the thread's first codes in a panel. Rows half a tile apart are swizzled alike.
     template <int STEP>
@@ -289,36 +295,37 @@ private:
         const int at = swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * CHUNK);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const bool exists = rows.from[i] != nullptr;
-            const cache_t* const from = (exists ? rows.from[i] : cache) + ROPE_AT;
+            const cache_t* const from = rows.from[i] + ROPE_AT;
             uint8_t* const to = tiles.panel(stage_of(STEP), ROPE_PANEL) + i * (TOKENS / 2 * ROW_BYTES);
-            cp_async<16>(to + at, from, exists);
-            cp_async<16>(to + (at ^ 4 * CHUNK), from + 4 * CHUNK, exists);
+            cp_async<16>(to + at, from);
+            cp_async<16>(to + (at ^ 4 * CHUNK), from + 4 * CHUNK);
         }
-        cp_async_commit();
+        cp_async_mbarrier_arrive_noinc(tiles.full_of(stage_of(STEP), ROPE_PANEL));
     }
-    // Stores what has been loaded for a step of a pair, and loads for the next step: only then, because the fence waits
-    // for loads, too.
+    // Stores what has been loaded for a step of a pair, and loads for the next step in its place. The warps that multiply
+    // fence: a fence here would wait for the loads.
     template <int STEP>
-    DEVICE void pass(int pair, bool is_last) {
+    DEVICE void pass(int pair) {
         constexpr int NEXT = (STEP + 1) % HALVES;
         // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
         const int at = made_anew(swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 32));
         if (IS_DS_MLA && has_rope(STEP)) copy_rope<STEP>(pair);
         const float4* const of_stage = scales + pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(STEP) * TOKENS;
         const float* const row_scales = reinterpret_cast<const float*>(of_stage + threadIdx.x % 128 / 4);
+        const Rows next = rows_of<NEXT>(pair + (NEXT == 0));
+        constexpr int BOTH = chunks_of(NEXT) < chunks_of(STEP) ? chunks_of(NEXT) : chunks_of(STEP);
 #pragma unroll
-        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) store<STEP>(chunk, at, row_scales);
-        if (IS_DS_MLA && has_rope(STEP)) cp_async_wait<0>();
-        fence_proxy_async();
+        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) {
+            store<STEP>(chunk, at, row_scales);
+            if (chunk < BOTH) load<NEXT>(chunk, next);
+            if (IS_DS_MLA || chunk % 2 == 1) keep_loads_of_warp();
+        }
         sync_warp();
         if (threadIdx.x % 32 == 0) {
-            uint64_t* const full = tiles.full + stage_of(STEP) * PANELS;
-            for (int i = 0; i < HALF_PANELS; ++i) mbarrier_arrive(full + half_of(STEP) * HALF_PANELS + i);
-            if (has_rope(STEP)) mbarrier_arrive(full + ROPE_PANEL);
+            mbarrier_arrive(tiles.full_of(stage_of(STEP), half_of(STEP) * HALF_PANELS));
+            if (!IS_DS_MLA && has_rope(STEP)) mbarrier_arrive(tiles.full_of(stage_of(STEP), ROPE_PANEL));
         }
-        keep_loads_of_warp();
-        if (NEXT == 0 && is_last) return;
-        load_step<NEXT>(rows_of<NEXT>(pair + (NEXT == 0)));
+#pragma unroll
+        for (int chunk = BOTH; chunk < chunks_of(NEXT); ++chunk) load<NEXT>(chunk, next);
     }
 };

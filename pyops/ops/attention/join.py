@@ -34,10 +34,12 @@ class JoinConfig:
     Attributes:
         groups: groups of threads that share a head; each takes every `groups`-th split.
         heads_per_block: query heads of a block.
+        parts: blocks that share the elements of a head.
     """
 
     groups: int
     heads_per_block: int
+    parts: int = 1
 
 
 def lanes_of(head_size: int, vec_size: int, device: Device) -> int:
@@ -52,14 +54,19 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
 
 
 def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
-    """Groups for the splits of a head, and heads of a block."""
-    many = num_seqs * num_heads > _MANY_HEADS * device.multiprocessors
-    if many and num_heads % _HEADS_OF_MANY == 0 and _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS:
+    """Groups for the splits of a head, heads of a block, and parts of a head that has no room for groups in a block."""
+    rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.multiprocessors
+    fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
+    if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:
         return JoinConfig(_GROUPS_OF_MANY, _HEADS_OF_MANY)
-    groups = 1
-    while groups < _MAX_GROUPS and _SPLITS_IN_FLIGHT * groups < max_splits and 2 * groups * lanes <= _MAX_HEAD_THREADS:
+    groups = parts = 1
+    while groups < _MAX_GROUPS and _SPLITS_IN_FLIGHT * groups < max_splits:
+        if 2 * groups * lanes > _MAX_HEAD_THREADS:
+            if lanes % (2 * device.warp_size) or 2 * parts * rows > most_blocks:
+                break
+            lanes, parts = lanes // 2, parts * 2
         groups *= 2
-    return JoinConfig(groups, 1)
+    return JoinConfig(groups, 1, parts)
 
 
 def launch_join(
@@ -73,11 +80,13 @@ def launch_join(
 ) -> Launch:
     """The launch that joins up to ``arguments["max_splits"]`` splits of each sequence into `out` [.., heads, size]."""
     num_heads, head_size = out.shape[-2:]
-    lanes = lanes_of(head_size, vec_size, out.device)
+    lanes = lanes_of(-(-head_size // config.parts), vec_size, out.device)
     max_groups = min(_MAX_GROUPS, 1024 // lanes)
-    if config.groups * config.heads_per_block > max_groups or num_heads % config.heads_per_block:
+    has_whole_parts = config.parts == -(-head_size // (lanes * vec_size))
+    if config.groups * config.heads_per_block > max_groups or num_heads % config.heads_per_block or not has_whole_parts:
         raise ValueError(
-            f"{config}: expected at most {max_groups} groups in a block, and whole blocks of {num_heads} heads"
+            f"{config}: expected at most {max_groups} groups in a block, whole blocks of {num_heads} heads, and parts "
+            "of whole warps"
         )
     kernel = _combine(
         **constants,
@@ -91,5 +100,5 @@ def launch_join(
         HAS_LSE=options.lse is not None,
     )
     num_threads = lanes * config.groups * config.heads_per_block
-    grid = num_seqs * num_heads // config.heads_per_block
+    grid = num_seqs * num_heads // config.heads_per_block * config.parts
     return kernel.launch(grid, num_threads, **arguments)

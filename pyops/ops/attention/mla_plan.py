@@ -9,11 +9,12 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import mla_hopper
+from . import mla_codes, mla_hopper
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
 from .join import TILE_TOKENS, JoinConfig, choose_join, lanes_of, launch_join
 from .layout import absent, heads_stride
+from .mla_codes import CodesConfig
 from .mla_hopper import HopperConfig
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, Problem
 
@@ -75,8 +76,13 @@ class Config:
         return found
 
 
-def choose(problem: Problem, device: Device) -> Config | HopperConfig:
+AnyConfig = Config | HopperConfig | CodesConfig
+
+
+def choose(problem: Problem, device: Device) -> AnyConfig:
     """The Config for this problem."""
+    if problem.uses_codes:
+        return mla_codes.choose(problem, device)
     if problem.uses_wgmma:
         return mla_hopper.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
@@ -126,7 +132,7 @@ def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
     return heads * row + tiles + heads * padded_tokens * (4 * 4 + 2)
 
 
-def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
+def launch(problem: Problem, config: AnyConfig) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
     is_joined = config.max_splits > 1
     rows = problem.num_seqs * problem.num_heads * config.max_splits if is_joined else 0
@@ -139,10 +145,10 @@ def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
         "out_stride": heads_stride(problem.out),
         "length_step": problem.seq_lens.strides[0],
     }
-    if isinstance(config, HopperConfig):
-        launches = [config.launch(problem, arguments)]
-    else:
+    if isinstance(config, Config):
         launches = [_launch_splits(problem, config, arguments)]
+    else:
+        launches = [config.launch(problem, arguments)]
     if is_joined:
         constants = {
             "out_t": problem.out.dtype,

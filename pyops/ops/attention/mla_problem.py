@@ -17,6 +17,8 @@ LATENT_SIZE, ROPE_SIZE = 512, 64
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
 DS_MLA_BYTES = 656  # of an entry of "fp8_ds_mla": codes, four scales, and a rotated key of 16-bit elements
 _MIN_HEADS_FOR_WGMMA = 8
+_MAX_HEADS_OF_CODES = 16
+_CODES_SHARED = 112 * 1024  # bytes of a block of mla_decode_codes.cu, at most
 _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264  # bytes: queries and two tiles; barriers, places, scales, maxima, sums
 
 
@@ -90,13 +92,30 @@ class Problem:
         )
 
     @property
+    def uses_codes(self) -> bool:
+        """Whether mla_decode_codes.cu serves the call: fp8 entries, few heads, rows of whole chunks of 16 bytes."""
+        device, args = self.cache.device, (self.q_nope, self.q_pe)
+        return (
+            device.supports("wgmma")
+            and device.shared_memory >= _CODES_SHARED
+            and self.num_heads <= _MAX_HEADS_OF_CODES
+            and self.cache_dtype is float8_e4m3fn
+            and all(arg.dtype in (float16, bfloat16) and arg.alignment == 16 for arg in args)
+            and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
+            and self.cache.alignment == 16
+            and self.out.alignment == 16
+            and self.out.strides[0] % 8 == 0
+            and self.q_nope.numel * self.cache.numel > 0
+        )
+
+    @property
     def join_width(self) -> int:
         """Elements that a thread of the join loads and stores at once."""
         return vector_width(self.out, None, float32, self.out.dtype)
 
     def bucket(self) -> str:
         words = [
-            "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
+            "codes" if self.uses_codes else "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
             self.q_nope.dtype.name,
             f"cache={'fp8_ds_mla' if self.is_ds_mla else self.cache_dtype.name}",
             f"heads={self.num_heads}",
