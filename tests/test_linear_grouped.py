@@ -24,7 +24,6 @@ from pyops.ops.linear.grouped_plan import (
     GroupedConfig,
     GroupedMmaConfig,
     GroupedSimtConfig,
-    GroupedSwapConfig,
     block_size_for,
     choose,
     serves,
@@ -142,15 +141,12 @@ HOPPER_CASES = [
     (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # parts of 80 columns, some under two scales
     (GroupedConfig(64, 64), (20, 40, 136, "swigluoai", BF16)),
     (GroupedConfig(64, 128), (20, 72, 272, "gelu", INT8, "row")),
-    (GroupedSwapConfig(48, 3), (40, 192, 400, "silu", FP8, "block", 48)),
-    (GroupedSwapConfig(144, 2), (120, 200, 272, "none", FP8, "block", 144)),
-    (GroupedSwapConfig(32, 4), (20, 72, 144, "swigluoai", FP8, "block", 32)),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("one", "case"), HOPPER_CASES, ids=str)
-def test_hopper(one: GroupedConfig | GroupedSwapConfig, case: tuple[Any, ...]) -> None:
+def test_hopper(one: GroupedConfig, case: tuple[Any, ...]) -> None:
     """The same bits under every schedule, and rounded once."""
     made, found = Case(*case, with_bias=True), []
     with forced(one):

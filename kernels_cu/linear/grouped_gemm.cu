@@ -103,7 +103,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     Ring<STAGES> ring(stores + 4 * CONSUMERS * STORE_BYTES);
     if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
-    // Rows that do not exist are never loaded.
+    // Rows that do not exist are never loaded. Those that a tile lacks, and the tile before had, become zeros again:
+    // products of what that tile has left would cost energy, which sets the clock of a busy device.
     for (int i = threadIdx.x; i < STAGES * A_BYTES / 16; i += NUM_THREADS) {
         uint8_t* stage = shared + i / (A_BYTES / 16) * STAGE_BYTES;
         reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
@@ -145,9 +146,9 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 const bool exists = step * TILE_K + chunk * CHUNK < k;
 #pragma unroll
                 for (int i = 0; i < OWN_ROWS; ++i) {
-                    if (from[i] == nullptr) continue;
+                    if (from[i] == nullptr && step >= STAGES) continue;
                     cp_async<16>(to + swizzle_128b(own_row + i * PASS_ROWS, chunk * 16), from[i] + step * TILE_K,
-                                 exists);
+                                 exists && from[i] != nullptr);
                 }
                 cp_async_mbarrier_arrive_noinc(ring.full());
             }

@@ -13,7 +13,6 @@ from .gemm_problem import HELD_STAGES, SCALE_BLOCK, multiplies
 from .grouped_problem import GroupedProblem
 
 _hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
-_swap = Kernel("linear/grouped_gemm_swap.cu")
 _simt = Kernel("linear/grouped_gemm_simt.cu")
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
@@ -31,8 +30,6 @@ _TILE_COST = 24  # rows of weights that a block could load while it begins and e
 # Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs, by
 # arithmetic.
 _STRADDLING_COST = 8
-_SWAP_ROWS = 128  # rows of weights of a tile of grouped_gemm_swap.cu
-_SWAP_STORES = 2 * 16  # tokens on their way to out, of a warpgroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,65 +99,6 @@ class GroupedConfig:
             _STORE_BYTES + stages * stage,
             b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, _STEP_BYTES),
             **problem.arguments(kernel, self.tile_m),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedSwapConfig:
-    """The geometry of grouped_gemm_swap.cu; the attributes are constants of the kernel.
-
-    Attributes:
-        tokens: rows of a tile, which 128 rows of weights are multiplied by.
-        stages: steps of K in shared memory.
-        group: row tiles of one expert that are counted down together.
-    """
-
-    tokens: int
-    stages: int = 6
-    group: int = _GROUP
-
-    def __post_init__(self) -> None:
-        if self.tokens % 16 or not 32 <= self.tokens <= 256 or self.stages < 2:
-            raise ValueError(f"no geometry of grouped_gemm_swap.cu: {self}")
-
-    def shared_memory(self, problem: GroupedProblem) -> int:
-        """Bytes of stages with their factors, of what two warpgroups keep of a tile, and of barriers."""
-        halves = 2 if problem.gated else 1
-        stage = (_SWAP_ROWS + self.tokens) * _STEP_BYTES + self.tokens * halves * 4 + _BARRIER_BYTES
-        kept = self.tokens * (4 + 8) + _SWAP_STORES * 2 * (_SWAP_ROWS // 2 // halves + 8)
-        return self.stages * stage + 2 * (-(-kept // 16) * 16)
-
-    def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedSwapConfig]:
-        """Other numbers of stages, and orders of tiles."""
-        found = tuning.varied(
-            self, stages=(self.stages - 1, self.stages + 1), group=tuning.beside(self.group, 4, 32)
-        )
-        return [one for one in found if one.shared_memory(problem) <= device.shared_memory]
-
-    def launch(self, problem: GroupedProblem) -> Launch:
-        """As many blocks as the device holds, or as there may be tiles."""
-        device, kernel = problem.device, problem.kernel(_swap.for_arch(problem.device.arch_feature))
-        k, n, stride = problem.k, problem.n, problem.b.stride
-        if problem.gated:
-            # Eight gates, eight ups: neighbours of either are one row apart, or two where gates and ups take turns.
-            apart, up = (stride, n * stride) if problem.gated == 1 else (2 * stride, stride)
-            sizes = k, 8, 2, n // 8, problem.num_experts
-            strides, box = (apart, up, 8 * apart, 2 * n * stride), (_STEP_BYTES, 8, 2, _SWAP_ROWS // 16, 1)
-        else:
-            sizes, strides, box = (k, n, problem.num_experts), (stride, n * stride), (_STEP_BYTES, _SWAP_ROWS, 1)
-        columns = -(-problem.b_rows // _SWAP_ROWS)
-        return kernel(
-            **problem.constants(),
-            TOKENS=self.tokens,
-            STAGES=self.stages,
-            GROUP=self.group,
-            ALIGNED_OUT=problem.out_is_aligned,
-        ).launch(
-            min(problem.max_tiles(self.tokens) * columns, device.multiprocessors),
-            384,
-            self.shared_memory(problem),
-            b_map=TensorMap(problem.b.source, problem.dtype, sizes, strides, box, _STEP_BYTES),
-            **problem.arguments(kernel, self.tokens),
         )
 
 
@@ -249,7 +187,7 @@ class GroupedSimtConfig:
         )
 
 
-Config = GroupedConfig | GroupedSwapConfig | GroupedMmaConfig | GroupedSimtConfig
+Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 
 
 def serves(problem: GroupedProblem, device: Device) -> bool:
