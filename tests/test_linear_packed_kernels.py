@@ -75,6 +75,8 @@ FEW = [
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
     (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
     (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
+    (exllama, 3, PackedMmaConfig(2, 64, 3, 1, 2), 3, 128, 416, 1),  # the last step has 32 rows
+    (exllama, 3, PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 1024, 4),  # groups of two steps
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
     (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),

@@ -13,8 +13,9 @@
 
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
-constexpr int UNITS = 4, WORDS = 8;     // of a step, and of a lane's unit
-constexpr int TILES = TILE_N / 16;      // of 16 columns
+constexpr bool IS_THREE = BITS == 3;  // whether 32 codes of a column have three words together
+constexpr int UNITS = IS_THREE ? 1 : 4, WORDS = IS_THREE ? 24 : 8;  // of a step, and of a lane's unit
+constexpr int TILES = TILE_N / 16;                                  // of 16 columns
 constexpr int AWQ_WORDS = TILE_N / 64;  // of a row of AWQ, one after another, that a lane loads at once
 constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N, STEP_K = UNITS * UNIT_K;         // rows
 constexpr int PRODUCTS = UNIT_K / 16;                                                    // of 16 rows, for a unit
@@ -25,7 +26,8 @@ constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
 constexpr int UNIT_BYTES = WORDS * 4 * 32;  // of a warp
 // Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these.
-constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
+constexpr int CODES_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
+constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // of one copy of scales and zero points
 constexpr int STAGE_BYTES = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES);
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
@@ -33,7 +35,7 @@ constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 // Whether codes lie in tiles, so that columns of a fragment are neighbours.
 constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
 static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
-static_assert(CODES_AT % 16 == 0);
+static_assert(!IS_THREE || (LAYOUT == layout_exllama && GROUPS == 1), "the pairs of other layouts straddle words");
 static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
 static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
@@ -55,7 +57,10 @@ struct Unit {
     // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
     // another from the first row to the last, rows.
     static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
-    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : LAYOUT == layout_marlin ? PRODUCTS : 1;
+    static constexpr int LINES = LAYOUT == layout_awq      ? UNIT_K
+                                 : IS_GPTQ                 ? WORDS / 2
+                                 : LAYOUT == layout_marlin ? PRODUCTS
+                                                           : 1;
     static constexpr int COPIES = UNIT_BYTES / 512, LINE_PIECES = UNIT_BYTES / 16 / LINES;
     static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
     static DEVICE int64_t unit_words(int64_t pitch) {
@@ -85,7 +90,7 @@ struct Unit {
     static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
     static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
     static DEVICE int piece_at(int piece) {
-        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) << 1 : piece) * 16;
+        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) % 4 << 1 : piece) * 16;
     }
 
     // Copies a unit to shared memory, copy number i to `places[i]`. `from` is where the lane's first copy is from. All but
@@ -113,7 +118,7 @@ struct Unit {
     static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
     static DEVICE int piece(int i) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (IS_GPTQ) return 16 * t + 8 * i + g;
+        if constexpr (IS_GPTQ) return 16 * (LINES / 4) * t + 8 * i + g;
         else if constexpr (LAYOUT == layout_awq) return 16 * t + LINE_PIECES * i + g / (4 / READ);
         else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
     }
@@ -152,6 +157,12 @@ struct Unit {
             return decode.raw(word, product + 2 * q, term);
         } else if constexpr (LAYOUT == layout_n32k16) {
             return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours
+        } else if constexpr (IS_THREE) {
+            // A word has five pairs, and in the highest bits of its halves one bit each of the last pair.
+            const int i = 2 * product + q, at = 4 * h + tile;
+            if (i < 15) return decode.raw(words[i / 5 * 8 + at], i % 5, term);
+            const uint32_t last = (words[at] >> 15 & 0x10001) | (words[8 + at] >> 14 & 0x20002);
+            return decode.raw(last | (words[16 + at] >> 13 & 0x40004), 0, term);
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
@@ -291,7 +302,11 @@ struct Terms {
             // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
             constexpr uint32_t RAISE = 0x4b000000;
             uint32_t point = RAISE;
-            if constexpr (ZERO_CODES && IS_GPTQ) {
+            if constexpr (ZERO_CODES && IS_THREE) {
+                const int bit = 12 * g, word = 3 * h + bit / 32;  // of the lane's four columns, in three words
+                const uint64_t two = uint64_t(words[min(word + 1, 5)]) << 32 | words[word];
+                point |= uint32_t(two >> bit % 32) >> 3 * tile & 7;
+            } else if constexpr (ZERO_CODES && IS_GPTQ) {
                 constexpr int FIELDS = 32 / BITS;
                 const int first = 32 * h + 4 * g;
                 point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);

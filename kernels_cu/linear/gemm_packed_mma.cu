@@ -15,7 +15,8 @@
 // moe_align_block_size has written (grouped.cuh): row t of out is the product of row t / top_k of a and the weight of its
 // block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are.
 //
-// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns.
+// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns;
+// of 3 bits a step is one unit of 24 words: 128 rows.
 // Rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous copies, STAGES - 1 steps
 // ahead. So do codes, which the lane that multiplies them reads from there; with HELD a lane loads its codes to registers
 // instead, a unit of the next step as soon as that unit of this step is multiplied. Warps never wait for each other before
@@ -57,7 +58,7 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 // Steps that share a group, with sums of their own until it ends.
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ) || IS_THREE);
 static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
@@ -153,11 +154,11 @@ gemm_packed_mma(out_t* out,                       // [M, N]
 #pragma unroll
     for (int i = 0; i < Unit::READS; ++i) words_at[i] = place(Unit::read_at(i));
     // The lane's piece of scales, or of zero points behind them, in the first group.
-    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / 16;
+    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / TERM_BYTES;
     const int group_bytes = has_zeros ? ZERO_BYTES : SCALE_BYTES;
     const uint8_t* const of_groups = static_cast<const uint8_t*>(has_zeros ? zeros : scales) +
                                      first_column / TILE_N * group_bytes +
-                                     (lane - (has_zeros ? SCALE_BYTES / 16 : 0)) * 16;
+                                     (lane - (has_zeros ? SCALE_BYTES / TERM_BYTES : 0)) * TERM_BYTES;
     const int64_t group_pitch = n / TILE_N * group_bytes;
     uint8_t* filled = own;
     const auto copy = [&](int step) {
@@ -189,8 +190,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         const int64_t first_group = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
         if constexpr (GROUPS == 1) {
             const int64_t group = WHOLE_STEPS ? first_group : min(first_group, groups - 1);
-            if (lane < (SCALE_BYTES + ZERO_BYTES) / 16) {
-                cp_async<16>(stage + A_BYTES + lane * 16, of_groups + group * group_pitch);
+            if (lane < (SCALE_BYTES + ZERO_BYTES) / TERM_BYTES) {
+                cp_async<TERM_BYTES>(stage + A_BYTES + lane * TERM_BYTES, of_groups + group * group_pitch);
             }
         } else {
             const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
