@@ -14,7 +14,8 @@ from .timing import Call
 
 # By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, cutlass_w4a8_mm,
 # allspark_w8a16_gemm, which vLLM does not compile for Hopper, and marlin_gemm of 4-bit codes and e4m3 activations; then
-# gptq_gemm of 2 and of 3 bits, and of groups in any order (g_idx), gptq_marlin_24_gemm, marlin_gemm with zero points that are floats, in float16 (HQQ), cutlass_w4a8_mm to float16.
+# gptq_gemm of 2 and of 3 bits, and with groups in any order, gptq_marlin_24_gemm, marlin_gemm with zero points that are
+# floats, in float16 (HQQ), cutlass_w4a8_mm to float16.
 KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8", "gptq2", "gptq3", "gidx", "sparse", "hqq", "w4a8half"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
