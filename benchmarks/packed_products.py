@@ -14,8 +14,9 @@ from .timing import Call
 
 # By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, cutlass_w4a8_mm,
 # allspark_w8a16_gemm, which vLLM does not compile for Hopper, and marlin_gemm of 4-bit codes and e4m3 activations; then
-# gptq_gemm of 2 bits, marlin_gemm with zero points that are floats, in float16 (HQQ), cutlass_w4a8_mm to float16.
-KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8", "gptq2", "hqq", "w4a8half"
+# gptq_gemm of 2 and of 3 bits, and with groups in any order, gptq_marlin_24_gemm, marlin_gemm with zero points that are
+# floats, in float16 (HQQ), cutlass_w4a8_mm to float16.
+KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8", "gptq2", "gptq3", "gidx", "sparse", "hqq", "w4a8half"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
     *("w4:1x4096x4096", "w4:16x4096x4096"),
@@ -27,12 +28,13 @@ _GROUP_SIZE = 128
 _KIND, _E4M3, _HQQ = (pyops.SCALAR_TYPES[name].id for name in ("uint4b8", "float8_e4m3fn", "uint4"))
 _MARLIN = {"w4": _KIND, "w8": _E4M3, "w4fp8": _KIND, "hqq": _HQQ}  # the types of the codes
 _W4A8 = "w4a8", "w4a8half"
+_RAW = {"awq": 4, "gptq": 4, "gptq2": 2, "gptq3": 3, "gidx": 4}  # the bits of codes of AWQ and GPTQ
 _Build = Callable[..., Call]
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
     """(out, a [m, k], codes, scales [groups, n], zero points); of w8 and allspark one group, of w4a8 e4m3 scales."""
-    dtype = torch.float16 if kind in ("awq", "gptq", "gptq2", "hqq", "w4a8half") else torch.bfloat16
+    dtype = torch.float16 if kind in (*_RAW, "sparse", "hqq", "w4a8half") else torch.bfloat16
     groups = 1 if kind in ("w8", "allspark") else k // _GROUP_SIZE
     tiles = k // 16, 2 * n
     shapes = {
@@ -43,10 +45,13 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
         "awq": (k, n // 8),
         "gptq": (k // 8, n),
         "gptq2": (k // 16, n),
+        "gptq3": (k // 32 * 3, n),
+        "gidx": (k // 8, n),
+        "sparse": (k // 32, 2 * n),
         "w4a8": (n, k // 8),
         "w4a8half": (n, k // 8),
     }
-    shape, words = shapes.get(kind, (n, k // 4)), n // 16 if kind == "gptq2" else n // 8
+    shape, words = shapes.get(kind, (n, k // 4)), n * _RAW.get(kind, 4) // 32
     codes, zeros = (
         torch.randint(-(2**31), 2**31 - 1, s, dtype=torch.int32, device="cuda") for s in (shape, (groups, words))
     )
@@ -55,6 +60,10 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
         codes &= 0x77777777  # no NaN
     if kind == "w4fp8":
         a = a.to(torch.float8_e4m3fn)
+    if kind == "sparse":  # the places of the rows that have codes, two of four in order
+        places = torch.tensor([0x4, 0x8, 0xC, 0x9, 0xD, 0xE], device="cuda")
+        quads = places[torch.randint(0, 6, (k // 32, 2 * n, 4), device="cuda")] << torch.arange(0, 16, 4, device="cuda")
+        zeros = quads.sum(2).to(torch.int16)
     if kind == "hqq":
         zeros = (torch.rand(groups, n, device="cuda") * 15).to(dtype)
     if kind in _W4A8:
@@ -70,6 +79,11 @@ def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
         if hasattr(theirs, "cutlass_w4a8_mm"):
             found["vLLM"] = lambda out, a, codes, scales, _: _w4a8(theirs, a, codes, scales, out.dtype)
         return found
+    if kind == "sparse":
+        found["pyops"] = lambda out, *given: partial(_sparse(pyops, *given), out=out)
+        if hasattr(theirs, "gptq_marlin_24_gemm"):
+            found["vLLM"] = lambda out, *given: _sparse(theirs, *given)
+        return found
     if kind == "allspark":
         found["pyops"] = lambda out, a, codes, scales, _: _allspark(out, a, codes, scales)
         return found
@@ -84,7 +98,7 @@ def contenders(kind: str, theirs: Any) -> dict[str, _Build]:
         if kind == "w4" and hasattr(theirs, "machete_mm"):
             found["Machete"] = lambda out, a, codes, scales, _: _machete(theirs, a, codes, scales)
         return found
-    name = f"{kind.removesuffix('2')}_gemm"
+    name = "awq_gemm" if kind == "awq" else "gptq_gemm"
     found["pyops"] = lambda out, *given: partial(getattr(pyops, name), *_raw(kind, *given), out=out)
     if hasattr(theirs, name):
         found["vLLM"] = lambda out, *given: partial(getattr(theirs, name), *_raw(kind, *given))
@@ -115,9 +129,17 @@ def _w4a8(ops: Any, a: Any, codes: Any, scales: Any, dtype: torch.dtype) -> Call
     return partial(ops.cutlass_w4a8_mm, a, weight, packed, _GROUP_SIZE, of_columns, of_rows, dtype, None)
 
 
+def _sparse(ops: Any, a: Any, codes: Any, scales: Any, places: Any) -> Any:
+    """A call of `gptq_marlin_24_gemm`."""
+    workspace, sizes = torch.zeros(4096, dtype=torch.int32, device="cuda"), (a.shape[0], scales.shape[1], a.shape[1])
+    return partial(ops.gptq_marlin_24_gemm, a, codes, places, scales, workspace, _KIND, *sizes)
+
+
 def _raw(kind: str, a: Any, codes: Any, scales: Any, zeros: Any) -> tuple[Any, ...]:
     """The arguments of `awq_gemm` or `gptq_gemm`."""
     if kind == "awq":
         return a, codes, scales, zeros, 8
     order = torch.empty(0, dtype=torch.int32, device="cuda")
-    return a, codes, zeros, scales, order, True, True, 2 if kind == "gptq2" else 4
+    if kind == "gidx":
+        order = (torch.randperm(a.shape[1], device="cuda") // _GROUP_SIZE).to(torch.int32)
+    return a, codes, zeros, scales, order, kind != "gidx", True, _RAW[kind]

@@ -6,8 +6,9 @@ python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
 A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, fp8 to float16 (half) and fp8 under
 scales of blocks (blocks), by `cutlass_scaled_mm`; weights of 4 bits in groups of 128 rows: w4 by `marlin_gemm`, awq and
 gptq by their ops, w4a8 by `cutlass_w4a8_mm`; w8, e4m3 weights of 16-bit activations, by `marlin_gemm`;
-allspark, weights of 8 bits, by `allspark_w8a16_gemm`; w4fp8, by `marlin_gemm` with e4m3 activations; gptq2, of 2 bits;
-hqq, by `marlin_gemm` with zero points that are floats; w4a8half, w4a8 to float16.
+allspark, weights of 8 bits, by `allspark_w8a16_gemm`; w4fp8, by `marlin_gemm` with e4m3 activations; gptq2 and gptq3,
+of 2 and 3 bits; gidx, whose rows have groups in any order; sparse, two of four rows, by `gptq_marlin_24_gemm`; hqq, by
+`marlin_gemm` with zero points that are floats; w4a8half, w4a8 to float16.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pyops._core import device, dtypes
 from pyops._core.device import Device
 from pyops._core.example import ArgMaker
 from pyops._core.host.toolchain import toolchains
+from pyops.ops._shared.scalar_type import ScalarType
 from pyops.ops.linear import packed_hopper
 from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
@@ -75,6 +76,8 @@ FEW = [
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
     (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
     (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
+    (exllama, 3, PackedMmaConfig(2, 64, 3, 1, 2), 3, 128, 416, 1),  # the last step has 32 rows
+    (exllama, 3, PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 1024, 4),  # groups of two steps
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
     (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
@@ -118,6 +121,37 @@ def test_product(
             first = out if first is None else first
             assert torch.equal(out, first)
     check_scaled(out, a, codes - each(zeros, k), scales)
+
+
+SPARSE = [
+    ("uint4b8", PackedMmaConfig(2, 64, 3, 1, 1), 3, 128, 416, 1, torch.bfloat16),  # the last step has 32 rows
+    ("uint4b8", PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 512, 8, torch.float16),  # groups of half a step
+    ("uint8b128", PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 384, 3, torch.bfloat16),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "one", "m", "n", "k", "groups", "dtype"), SPARSE)
+def test_two_of_four_rows(
+    kind: str, one: PackedMmaConfig, m: int, n: int, k: int, groups: int, dtype: torch.dtype
+) -> None:
+    """Codes of two rows of four, whichever these are: where one place is named twice, the second code is there."""
+    type = SCALAR_TYPES[kind]
+    kept, places = packed.draw(0, 1 << type.size_bits, k // 4, 2, n), packed.draw(0, 4, k // 4, 2, n, seed=1)
+    quads = torch.full((k // 4, 4, n), type.bias)
+    for i in range(2):
+        quads.scatter_(1, places[:, i : i + 1], kept[:, i : i + 1])
+    codes, stored = kept.view(k // 2, n), packed.places_24(places[:, 0] | places[:, 1] << 2)
+    a, scales, first = activations(m, k, dtype, "cpu"), scales_of(groups, n, dtype), None
+    ordered = scales if groups == 1 else packed.blocks(scales, packed.ORDER_24)
+    weight = packed.marlin(codes, type.size_bits, sparse=True)
+    with forced("gptq_marlin_24_gemm", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = pyops.gptq_marlin_24_gemm(a, weight, stored, ordered, None, type.id, m, n, k)
+            first = out if first is None else first
+            assert torch.equal(out, first)
+    check_scaled(out, a, quads.view(k, n) - type.bias, scales)
 
 
 TILE = [
@@ -463,7 +497,7 @@ def test_what_is_written_in_full() -> None:
         {"type": SCALAR_TYPES["int4"]},
         {"recoding": "marlin_fp8"},
         {"zero_kind": "codes", "zero_layout": "marlin_8"},
-        {"layout": "marlin_24"},
+        {"layout": "gptq", "type": ScalarType(0, 3, False)},  # pairs of raw codes straddle words
         {"group_size": 48},
     ):
         assert not serves(problem(4, 128, 256, HOPPER, **given), HOPPER)

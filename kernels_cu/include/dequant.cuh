@@ -4,7 +4,7 @@
 // and one mask leave in the low bits of both halves. Formats interleave their codes so that the numbers of a pair are
 // neighbours along K, as a fragment of a product has them (mma.cuh, wgmma.cuh).
 //
-//     integers, EXPONENT 0, of 2, 4 or 8 bits              pair = code - zero point
+//     integers, EXPONENT 0, of 2, 3, 4 or 8 bits            pair = code - zero point
 //     e4m3, EXPONENT 4; e2m1, EXPONENT 2                   pair * FACTOR = number; e4m3's NaN counts as 480
 //
 // `raw` leaves the difference, and the factor, to who sums products: the number is the sum of TERMS such pairs, times
@@ -31,7 +31,7 @@ struct Codes {
     static constexpr int PAIRS = 16 / BITS;  // of a word
     static constexpr bool IS_FLOAT = EXPONENT > 0, IS_HALF = is_same<T, half_t>;
     static_assert(IS_HALF || is_same<T, bf16_t>);
-    static_assert(IS_FLOAT ? BITS == 2 * EXPONENT : BITS == 2 || BITS == 4 || BITS == 8);
+    static_assert(IS_FLOAT ? BITS == 2 * EXPONENT : BITS == 2 || BITS == 3 || BITS == 4 || BITS == 8);
     // 2 to the power of the difference of the exponents' biases.
     static constexpr float FACTOR = !IS_FLOAT   ? 1.0f
                                     : BITS == 8 ? (IS_HALF ? 0x1p8f : 0x1p120f)

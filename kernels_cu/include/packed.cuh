@@ -12,6 +12,7 @@ enum PackedLayout {
     layout_n32k16,
     layout_marlin_8,
     layout_w4a8,
+    layout_marlin_24,
     layout_rows  // along K, as checkpoints of experts have them
 };
 

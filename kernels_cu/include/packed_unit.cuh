@@ -13,27 +13,35 @@
 
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
-constexpr int UNITS = 4, WORDS = 8;     // of a step, and of a lane's unit
+constexpr bool IS_THREE = BITS == 3;  // whether 32 codes of a column have three words together
+constexpr bool IS_SPARSE = LAYOUT == layout_marlin_24;
+// Units of a step, and words of a lane in a unit.
+constexpr int UNITS = IS_THREE ? 1 : IS_SPARSE && BITS == 4 ? 2 : 4, WORDS = IS_THREE ? 24 : 8;
 constexpr int TILES = TILE_N / 16;      // of 16 columns
 constexpr int AWQ_WORDS = TILE_N / 64;  // of a row of AWQ, one after another, that a lane loads at once
-constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N, STEP_K = UNITS * UNIT_K;         // rows
-constexpr int PRODUCTS = UNIT_K / 16;                                                    // of 16 rows, for a unit
-constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                           // of 8 rows of a
-constexpr int A_CHUNKS = STEP_K / 8;                                                     // of 16 bytes, of a row of a
-constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;  // of a step
+// Rows of the weight for each that has codes, of which places say what rows these are (packed_places.cuh).
+constexpr int SPREAD = IS_SPARSE ? 2 : 1;
+constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * SPREAD, STEP_K = UNITS * UNIT_K;  // rows
+constexpr int PRODUCTS = UNIT_K / 16;                                                      // of 16 rows, for a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                                                       // of 16 bytes, of a row of a
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // of a step
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
-constexpr int UNIT_BYTES = WORDS * 4 * 32;  // of a warp
-// Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these.
-constexpr int CODES_AT = A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES);
-constexpr int STAGE_BYTES = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES);
+constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // of a warp
+constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // of a step
+// Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these, then places.
+constexpr int CODES_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
+constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // of one copy of scales and zero points
+constexpr int PLACES_AT = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYTES = PLACES_AT + PLACE_BYTES;
 // Whether a sum of a row of a is needed.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
+constexpr bool IS_MARLIN = LAYOUT == layout_marlin || IS_SPARSE;
 // Whether codes lie in tiles, so that columns of a fragment are neighbours.
 constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
 static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
-static_assert(CODES_AT % 16 == 0);
+static_assert(!IS_THREE || (LAYOUT == layout_exllama && GROUPS == 1), "the pairs of other layouts straddle words");
 static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
 static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
@@ -46,7 +54,8 @@ struct Unit {
 
     // Column number (tile, h) of lane 4g + t, of the tile's.
     static DEVICE int column(int g, int tile, int h) {
-        if constexpr (IS_TILED) return 16 * tile + 8 * h + g;
+        if constexpr (IS_SPARSE) return 8 * g + 4 * h + tile;
+        else if constexpr (IS_TILED) return 16 * tile + 8 * h + g;
         else if constexpr (IS_GPTQ) return 32 * h + 4 * g + tile;
         else return TILE_N / 8 * g + 2 * tile + h;
     }
@@ -55,11 +64,14 @@ struct Unit {
     // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
     // another from the first row to the last, rows.
     static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
-    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K : IS_GPTQ ? 4 : LAYOUT == layout_marlin ? PRODUCTS : 1;
+    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K
+                                 : IS_GPTQ            ? WORDS / 2
+                                 : IS_MARLIN          ? PRODUCTS / SPREAD
+                                                      : 1;
     static constexpr int COPIES = UNIT_BYTES / 512, LINE_PIECES = UNIT_BYTES / 16 / LINES;
     static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
     static DEVICE int64_t unit_words(int64_t pitch) {
-        return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K * BITS / 32);
+        return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K / SPREAD * BITS / 32);
     }
     // The line of the lane's first copy, in a unit, and where in the line it is. A copy of all lanes brings pieces 0 ... 31
     // of the unit, the next one 32 ... 63, whoever multiplies them: eight lanes, whose addresses are looked up together,
@@ -70,7 +82,7 @@ struct Unit {
         if constexpr (LAYOUT == layout_awq) return first_column / 8 + words;
         else if constexpr (IS_GPTQ) return first_column + words;
         else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
-        else return first_column * (LAYOUT == layout_marlin_8 ? BITS : BITS / 2) + words;
+        else return first_column * (IS_MARLIN ? BITS / 2 : BITS) + words;
     }
     static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
     // Where the lane's copy number i is from the first one on.
@@ -82,10 +94,10 @@ struct Unit {
     }
     // Where, in a unit in shared memory, a piece is, so that pieces that lanes read together lie on different banks: two
     // neighbours for each lane, or two of each sixteen.
-    static constexpr bool NEIGHBOURS = LAYOUT == layout_marlin && BITS == 8;
+    static constexpr bool NEIGHBOURS = IS_MARLIN && BITS == 8;
     static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
     static DEVICE int piece_at(int piece) {
-        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) << 1 : piece) * 16;
+        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) % 4 << 1 : piece) * 16;
     }
 
     // Copies a unit to shared memory, copy number i to `places[i]`. `from` is where the lane's first copy is from. All but
@@ -113,7 +125,7 @@ struct Unit {
     static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
     static DEVICE int piece(int i) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (IS_GPTQ) return 16 * t + 8 * i + g;
+        if constexpr (IS_GPTQ) return 16 * (LINES / 4) * t + 8 * i + g;
         else if constexpr (LAYOUT == layout_awq) return 16 * t + LINE_PIECES * i + g / (4 / READ);
         else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
     }
@@ -138,11 +150,15 @@ struct Unit {
         }
     }
 
-    // Pair q of rows of column (tile, h), in product number `product`: as codes_t::raw, times `factor` of the tile.
+    // Pair q of rows of column (tile, h), in product number `product`: as codes_t::raw, times `factor` of the tile. IS_SPARSE:
+    // the pair of rows that have codes, whatever q is.
     static constexpr bool IN_PLACE = LAYOUT == layout_awq && codes_t::IS_HALF;
     static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
     DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
-        if constexpr (LAYOUT == layout_marlin) {
+        if constexpr (IS_SPARSE) {
+            if constexpr (BITS == 4) return decode.raw(words[product / 2 * 4 + tile], 2 * h + product % 2, term);
+            else return decode.raw(words[2 * tile + h], product % 2, term);
+        } else if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
             else return decode.raw(words[2 * tile + h], q, term);
         } else if constexpr (LAYOUT == layout_marlin_8) {
@@ -152,6 +168,12 @@ struct Unit {
             return decode.raw(word, product + 2 * q, term);
         } else if constexpr (LAYOUT == layout_n32k16) {
             return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours
+        } else if constexpr (IS_THREE) {
+            // A word has five pairs, and in the highest bits of its halves one bit each of the last pair.
+            const int i = 2 * product + q, at = 4 * h + tile;
+            if (i < 15) return decode.raw(words[i / 5 * 8 + at], i % 5, term);
+            const uint32_t last = (words[at] >> 15 & 0x10001) | (words[8 + at] >> 14 & 0x20002);
+            return decode.raw(last | (words[16 + at] >> 13 & 0x40004), 0, term);
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
@@ -175,20 +197,21 @@ struct Rows {
     }
 
     // Whether what meets the pairs of one product is loaded apart from the others.
-    static constexpr bool BY_PRODUCT = LAYOUT == layout_marlin_8 || (IS_TILED && (TILE_M > 8 || PRODUCTS == 1));
+    static constexpr bool BY_PRODUCT =
+        LAYOUT == layout_marlin_8 || IS_SPARSE || (IS_TILED && (TILE_M > 8 || PRODUCTS == 1));
 
     // What meets the unit's pairs: words by product and by 8 rows of a; BY_PRODUCT, those of `product`.
     DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (LAYOUT == layout_marlin_8) {
+        if constexpr (LAYOUT == layout_marlin_8 || IS_SPARSE) {  // four neighbouring rows
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g),
                           chunk = (unit * PRODUCTS + product) * 2 + t / 2;
                 const auto four =
                     Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(data + place(row, chunk) + t % 2 * 8));
-                b[product][tile][0] = pack_halves<false>(four.data[0], four.data[1]);
-                b[product][tile][1] = pack_halves<true>(four.data[0], four.data[1]);
+                b[product][tile][0] = IS_SPARSE ? four.data[0] : pack_halves<false>(four.data[0], four.data[1]);
+                b[product][tile][1] = IS_SPARSE ? four.data[1] : pack_halves<true>(four.data[0], four.data[1]);
             }
         } else if constexpr (BY_PRODUCT) {
             constexpr int TILES = ROW_TILES == 1 ? 1 : 2;
@@ -250,7 +273,8 @@ struct Terms {
         // Whether the columns of a lane lie one after another, or by fours.
         constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
         constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
-        if constexpr (MARLIN || FP4 || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
+        constexpr bool SPARSE = IS_SPARSE && SCALE_ORDER(1) == 2;
+        if constexpr (MARLIN || FP4 || SPARSE || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i += 8) {
                 const auto eight = Vec<T, 8>::load(entries + 2 * TILES * g + i);
@@ -291,7 +315,11 @@ struct Terms {
             // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
             constexpr uint32_t RAISE = 0x4b000000;
             uint32_t point = RAISE;
-            if constexpr (ZERO_CODES && IS_GPTQ) {
+            if constexpr (ZERO_CODES && IS_THREE) {
+                const int bit = 12 * g, word = 3 * h + bit / 32;  // of the lane's four columns, in three words
+                const uint64_t two = uint64_t(words[min(word + 1, 5)]) << 32 | words[word];
+                point |= uint32_t(two >> bit % 32) >> 3 * tile & 7;
+            } else if constexpr (ZERO_CODES && IS_GPTQ) {
                 constexpr int FIELDS = 32 / BITS;
                 const int first = 32 * h + 4 * g;
                 point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);

@@ -15,21 +15,20 @@
 // moe_align_block_size has written (grouped.cuh): row t of out is the product of row t / top_k of a and the weight of its
 // block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are.
 //
-// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns.
+// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns;
+// of 3 bits a step is one unit of 24 words, and where half of the rows have codes of 4 bits, two units: 128 rows.
 // Rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous copies, STAGES - 1 steps
 // ahead. So do codes, which the lane that multiplies them reads from there; with HELD a lane loads its codes to registers
-// instead, a unit of the next step as soon as that unit of this step is multiplied. Warps never wait for each other before
-// the end.
-//
-// packed_unit.cuh says what a lane has of a unit.
+// instead, a unit of the next step as soon as that unit of this step is multiplied. Warps do not wait for each other
+// between their first copy and the end. packed_unit.cuh says what a lane has of a unit.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
 //     BITS, EXPONENT    of a code: dequant.cuh
-//     LAYOUT        of the codes: layout_marlin, layout_gptq, layout_exllama, layout_awq, layout_n32k16 or layout_marlin_8
-//                   (packed_layouts.py)
+//     LAYOUT        of the codes, packed_layouts.py: layout_marlin, layout_marlin_24, layout_gptq, layout_exllama, layout_awq,
+//                   layout_n32k16 or layout_marlin_8
 //     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
@@ -50,6 +49,7 @@
 //     GROUPED, ROUTED    whether rows belong to experts, and have weights
 
 #include "cluster.cuh"
+#include "packed_places.cuh"
 #include "packed_row_sums.cuh"
 
 constexpr int NUM_THREADS = WARPS * 32;
@@ -57,12 +57,11 @@ constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  /
 // Steps that share a group, with sums of their own until it ends.
 constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
 constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
-static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ));
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ) || IS_THREE);
 static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
-static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
-static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8));
-static_assert(STAGES >= 2 && (GROUPED || !ROUTED));
-static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && !GATED && BIAS <= 1 && AZP == 0);
+static_assert((HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0)) && (GROUPED || !ROUTED));
+static_assert((!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8)) && !(IS_SPARSE && (GROUPED || ZERO_CODES)));
+static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && !GATED && BIAS <= 1 && AZP == 0 && STAGES >= 2);
 
 // The warp's part of K: its first step, and the first that is not its own.
 struct Part { int first, last; };
@@ -92,6 +91,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                 const scalar_t* a,                // [M, K]
                 const uint32_t* codes,            // [K, N] by LAYOUT
                 const scale_t* scales,            // [groups, N] by SCALE_ORDER
+                const uint16_t* places,           // [K / 32, 2 N], of layout_marlin_24: packed_places.cuh
                 const void* zeros,                // [groups, N BITS / 32] words; or [groups, N] scalar_t by SCALE_ORDER
                 const a_scale_t* a_scales,        // [M] or [1]
                 const b_scale_t* b_scales,        // [N] or [1]
@@ -113,6 +113,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
     const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
     const int split = SPLITS > 1 ? blockIdx.y : 0;
     const auto [first_step, last_step] = part_of(k);
+    __shared__ uint32_t selectors[IS_SPARSE ? 16 : 1];
+    if constexpr (IS_SPARSE) fill_selectors(selectors);
     __shared__ int row_ids[GROUPED ? TILE_M : 1];  // of out; -1 for none
     if constexpr (GROUPED) {
         if (first_row >= *num_tokens_post_pad) return;
@@ -153,11 +155,11 @@ gemm_packed_mma(out_t* out,                       // [M, N]
 #pragma unroll
     for (int i = 0; i < Unit::READS; ++i) words_at[i] = place(Unit::read_at(i));
     // The lane's piece of scales, or of zero points behind them, in the first group.
-    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / 16;
+    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / TERM_BYTES;
     const int group_bytes = has_zeros ? ZERO_BYTES : SCALE_BYTES;
     const uint8_t* const of_groups = static_cast<const uint8_t*>(has_zeros ? zeros : scales) +
                                      first_column / TILE_N * group_bytes +
-                                     (lane - (has_zeros ? SCALE_BYTES / 16 : 0)) * 16;
+                                     (lane - (has_zeros ? SCALE_BYTES / TERM_BYTES : 0)) * TERM_BYTES;
     const int64_t group_pitch = n / TILE_N * group_bytes;
     uint8_t* filled = own;
     const auto copy = [&](int step) {
@@ -173,6 +175,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                 Unit::copy(stage + i * UNIT_BYTES, codes_to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
             }
         }
+        if constexpr (IS_SPARSE) Places::copy(stage + PLACES_AT, places, int64_t(step) * STEP_K, first_column, n, k);
         const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
         const scalar_t* from = own_a;
 #pragma unroll 2  // unrolled further, conditions of all rows are kept in registers over the steps
@@ -189,8 +192,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         const int64_t first_group = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
         if constexpr (GROUPS == 1) {
             const int64_t group = WHOLE_STEPS ? first_group : min(first_group, groups - 1);
-            if (lane < (SCALE_BYTES + ZERO_BYTES) / 16) {
-                cp_async<16>(stage + A_BYTES + lane * 16, of_groups + group * group_pitch);
+            if (lane < (SCALE_BYTES + ZERO_BYTES) / TERM_BYTES) {
+                cp_async<TERM_BYTES>(stage + A_BYTES + lane * TERM_BYTES, of_groups + group * group_pitch);
             }
         } else {
             const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
@@ -242,12 +245,14 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             Unit unit;
             if constexpr (HELD) unit = held[i];
             else unit.read(stage + i * UNIT_BYTES, words_at);
+            Places of_quads;
             uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
 #pragma unroll
             for (int product = 0; product < PRODUCTS; ++product) {
                 const int row = i * UNIT_K + product * 16;
                 if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
                 const bool ends = (row + 16) % (STEP_K / GROUPS) == 0;
+                if (IS_SPARSE && product % 2 == 0) of_quads.read(stage + PLACES_AT, i, product);
                 if constexpr (HAS_SHIFTS) of_rows.add(a_pairs, product);
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
@@ -256,6 +261,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                         uint32_t pairs[4];
 #pragma unroll
                         for (int j = 0; j < 4; ++j) pairs[j] = unit.pair(decode, product, tile, j % 2, j / 2, term);
+                        if constexpr (IS_SPARSE) of_quads.spread(pairs, decode, selectors, product, tile, term);
 #pragma unroll
                         for (int j = 0; j < ROW_TILES; ++j) {
                             mma_m16n8k16<scalar_t>(of_group[tile][j], pairs, a_pairs[product][j]);

@@ -15,7 +15,7 @@ from .._shared.scalar_type import SCALAR_TYPES, ScalarType, uint4b8, uint8b128
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
-from .packed_reference import multiply
+from .packed_reference import multiply, rounding_of_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,13 @@ __all__ = ["gptq_marlin_24_gemm"]
 _TYPES = (uint4b8, uint8b128)
 
 
-@op(returns="out", atol=2.0**-18)
+@op(
+    returns="out",
+    ulps=2,
+    atol=lambda a, b_q_weight, b_meta, b_scales, b_q_type, size_n, size_k: rounding_of_weights(
+        a, _weight(b_q_weight, b_meta, b_scales, b_q_type, size_n, size_k), a.dtype
+    ),
+)
 def gptq_marlin_24_gemm(
     a: Tensor,
     b_q_weight: Tensor,
@@ -41,7 +47,7 @@ def gptq_marlin_24_gemm(
 ) -> None:
     """A product with a weight of which two in four rows are kept: ``out = a @ (code * scale)``.
 
-    Weights are rounded to the dtype of a, unless a column has one scale, by which its sum is multiplied. Sums are in
+    Weights may be rounded to the dtype of a, unless a column has one scale, by which its sum is multiplied. Sums are in
     float32, and rounded once. `_shared/packed_layouts.py` says where the codes of kept rows lie (marlin_24). Where
     b_meta names one place for both rows of a quad, the second is there.
 
@@ -57,7 +63,7 @@ def gptq_marlin_24_gemm(
         out: [M, N] of the dtype of a, returned; elements of a row lie one after another; new unless given.
     """
     weight = _weight(b_q_weight, b_meta, b_scales, b_q_type, size_n, size_k)
-    multiply(out, a, weight, b_scales=b_scales if weight.scales is None else None, rounds=True)
+    multiply(out, a, weight, b_scales=b_scales if weight.scales is None else None)
 
 
 def _weight(b_q_weight: Any, b_meta: Any, b_scales: Any, b_q_type: int, n: int, k: int) -> PackedWeight:

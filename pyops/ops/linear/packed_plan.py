@@ -12,6 +12,7 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
+from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper, packed_tile
 from .gemm_hopper import CLUSTERS
@@ -24,7 +25,17 @@ _gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
 _TILE_N = 64  # columns that every tile divides, or has
 _MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
 _WORDS = 512  # bits of the words of a lane in a step: eight words, four times
-_BITS = {"marlin": (4, 8), "awq": (4,), "gptq": (2, 4, 8), "exllama": (2, 4, 8), "n32k16": (8,), "marlin_8": (4,)}
+_SHORT_STEP = 128  # rows of a step of 3-bit codes, and of codes of two in four rows
+_BITS = {
+    "marlin": (4, 8),
+    "marlin_24": (4, 8),
+    "awq": (4,),
+    "gptq": (2, 4, 8),
+    "exllama": (2, 3, 4, 8),
+    "n32k16": (8,),
+    "marlin_8": (4,),
+}
+_TILE_ROWS = {"marlin": 16, "n32k16": 16, "marlin_24": 32}  # of the layouts' tiles
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
 # Measured on an H200: docs/performance.md, "Products with packed weights".
 _MAX_WARPS = 8  # of a block
@@ -83,8 +94,12 @@ class PackedMmaConfig:
         """Bytes of a step of a warp: codes, rows of a, scales and zero points."""
         step, size = rows_of_step(problem.weight, self.tile_n), problem.constants()["GROUP_SIZE"]
         groups = step // size if 0 < size < step else 1
+        terms = -(-groups * problem.group_bits() * self.tile_n // 128) * 16
         codes = 0 if self.held else step * self.tile_n * problem.weight.bits // 8
-        return codes + self.tile_m * step * 2 + groups * problem.group_bits() * self.tile_n // 8
+        places = 0
+        if problem.weight.places is not None:  # half of the rows have codes
+            codes, places = codes // 2, step // 32 * self.tile_n * 4
+        return codes + self.tile_m * step * 2 + terms + places
 
     def fits(self, problem: PackedProblem, device: Device) -> bool:
         """Whether a block has shared memory for the fewest stages."""
@@ -160,7 +175,17 @@ def fitting(config: PackedMmaConfig, problem: PackedProblem, device: Device) -> 
 
 def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
     """Rows of the weight of a step of gemm_packed_mma.cu, whose tiles have `tile_n` columns."""
-    return _WORDS // weight.bits * 64 // tile_n
+    return _SHORT_STEP if _is_for_few(weight) else _WORDS // weight.bits * 64 // tile_n
+
+
+def _is_for_few(weight: PackedWeight) -> bool:
+    """Whether no kernel but gemm_packed_mma.cu reads these codes."""
+    return weight.bits == 3 or weight.layout == "marlin_24"
+
+
+def _rows_of_words(weight: PackedWeight) -> int:
+    """Rows of the fewest words that hold whole codes: those of a tile, or of a column."""
+    return _TILE_ROWS.get(weight.layout) or unit(weight.bits)[1]
 
 
 def _is_wide(weight: PackedWeight) -> bool:
@@ -181,7 +206,8 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed_tile.cu serves this problem: on AMD, where no other kernel reads codes."""
-    return device.supports("matrix_cores") and reads_codes(problem) and packed_tile.takes(problem.weight)
+    w = problem.weight
+    return device.supports("matrix_cores") and reads_codes(problem) and not _is_for_few(w) and packed_tile.takes(w)
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
@@ -191,7 +217,13 @@ def _serves_many(problem: PackedProblem, device: Device) -> bool:
         w.scale_kind == "float" or (w.scale_kind == "e8m0" and problem.compute_dtype is bfloat16)
     )
     served = _reads_tables(problem) or (reads_codes(problem) and not rounds and rounds_once(w))
-    return served and device.supports("wgmma") and fits(w, step_rows(w.layout)) and _is_mapped(problem)
+    return (
+        served
+        and not _is_for_few(w)
+        and device.supports("wgmma")
+        and fits(w, step_rows(w.layout))
+        and _is_mapped(problem)
+    )
 
 
 def choose_mma(
@@ -238,11 +270,11 @@ def reads_codes(problem: PackedProblem) -> bool:
     )
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
-    rows = w.g_idx is None and w.k % (16 if w.layout in ("marlin", "n32k16") else 32 // w.bits) == 0
+    rows = w.g_idx is None and w.k % _rows_of_words(w) == 0
     # Activations of 8 bits are widened first, but those of experts.
     dtype = a.dtype if problem.experts is not None else problem.compute_dtype
     aligned = (a.dtype.itemsize == 1 or a.vec_size(w.k) == 8) and all(
-        one.alignment == 16 for one in (w.codes, w.scales, w.zeros) if one is not None
+        one.alignment == 16 for one in (w.codes, w.scales, w.zeros, w.places) if one is not None
     )
     dtypes = dtype in (float16, bfloat16) and dtype is e.out.dtype
     sizes = problem.m > 0 and w.n > 0 and w.n % _TILE_N == 0 and w.k > 0
@@ -268,7 +300,9 @@ def _is_plain(problem: PackedProblem) -> bool:
 def fits(weight: PackedWeight, step: int) -> bool:
     """Whether a step of so many rows is of whole groups, or within one."""
     size = weight.group_size
-    smallest = 16 if weight.layout == "marlin" else 128 // weight.bits  # of 4 bits 32, as products of W4A8 have
+    # Of 4 bits 32, as products of W4A8 have.
+    smallest = 16 if weight.layout == "marlin" else step if weight.bits == 3 else 128 // weight.bits
+    smallest = smallest if weight.places is None else 2 * smallest
     return weight.groups == 1 or size % step == 0 or (step % size == 0 and size % smallest == 0)
 
 

@@ -237,6 +237,7 @@ class PackedProblem:
             "codes": w.codes,
             "scales": w.scales,
             "zeros": w.zeros,
+            "places": w.places,
             "a_scales": e.a_scales,
             "b_scales": e.b_scales,
             "bias": e.bias,
