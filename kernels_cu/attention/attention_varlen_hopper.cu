@@ -40,6 +40,11 @@ constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS ||
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 // Whether a tile with no limit but the causal one has masks of its own. Heads of 256 lack the registers.
 constexpr bool MASKS_BY_LIMIT = HEAD_SIZE <= 192;
+// Under a soft cap small products have logits of limited size; the largest magnitude of a row takes the place of its
+// largest logit, and is the test for small products as well. The room that probabilities have for that is in units of
+// log 2; float16 has none.
+constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0;
+constexpr float MAX_MAGNITUDE = 20.0f;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -103,8 +108,13 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const int g = lane / 4, t = lane % 4;
     const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
     const float product_unit = scale * (IS_FP8 ? *k_scale : 1.0f);
-    const float unit = HAS_SOFTCAP ? CapSeries::unit(product_unit, logits_soft_cap) : product_unit * LOG2_E;
-    const CapSeries series(logits_soft_cap);
+    const float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
+    const CapSeries<3> series(product_unit, logits_soft_cap);
+    const CapSeries<5> long_series(product_unit, logits_soft_cap);
+    // Logits of a row's products are between -`largest` and `largest`. So far apart, probabilities have room.
+    const float series_limit = BY_MAGNITUDE  ? fminf(series.limit, MAX_MAGNITUDE / fabsf(product_unit * LOG2_E))
+                               : unit > 0.0f ? series.limit
+                                             : 0.0f;
     const auto release = [&](const auto& ring) {
         sync_warp();
         ring.release(ring.stage);
@@ -160,26 +170,25 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         const auto softmax = [&](int tile, uint32_t missing) {
             const int start = tile * TOKENS;
             const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
-            // A soft cap rises with its products: the largest product has the largest logit. Where all products of a warp
-            // are small, a series takes the place of tanh.
-            bool by_series = true;
+            // Where all products of a warp are small, a series takes the place of tanh.
+            float magnitude[2] = {0.0f, 0.0f};
+            bool by_series = false;
             if (HAS_SOFTCAP) {
-                uint32_t bits = 0;
 #pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    s[i] *= unit;
-                    bits |= CapSeries::bits(s[i]);
-                }
-                by_series = !any_lane(!CapSeries::serves(bits)) && logits_soft_cap < 0x1p23f;
+                for (int i = 0; i < TOKENS / 2; ++i) magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
+                by_series = !HAS_ALIBI && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit));
             }
             // In the plain case products take the place of logits, up to the factor `unit` or the series.
-            const bool plain = !HAS_ALIBI && (whole || !HAS_SOFTCAP) && unit > 0.0f && by_series;
+            const bool plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
             if (!plain) {
+                const bool by_long_series =
+                    HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
                     if (!HAS_SOFTCAP) s[i] *= unit;
                     else if (by_series) s[i] = series.logit(s[i]);
-                    else s[i] = logit_of<true>(s[i], CapSeries::LIMIT / 2, logits_soft_cap);
+                    else if (by_long_series) s[i] = long_series.logit(s[i]);
+                    else s[i] = logit_of<true>(s[i], unit, logits_soft_cap);
                 }
             }
             if (HAS_ALIBI) {
@@ -210,14 +219,17 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             float base[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float larger = fmaxf(s[2 * half], s[2 * half + 1]);
+                float larger = magnitude[half];
+                if (!(BY_MAGNITUDE && plain)) {
+                    larger = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
-                for (int i = 4; i < TOKENS / 2; i += 4) {
-                    larger = fmaxf(larger, fmaxf(s[i + 2 * half], s[i + 2 * half + 1]));
+                    for (int i = 4; i < TOKENS / 2; i += 4) {
+                        larger = fmaxf(larger, fmaxf(s[i + 2 * half], s[i + 2 * half + 1]));
+                    }
                 }
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
-                if (HAS_SOFTCAP && plain) larger = series.logit(larger);
+                if (HAS_SOFTCAP && plain) larger = BY_MAGNITUDE ? fabsf(series.logit(larger)) : series.logit(larger);
                 larger = fmaxf(max_logit[half], larger * factor);
                 base[half] = probability_base<scalar_t>(larger);
                 shrink[half] = relative_exp2(max_logit[half], larger);

@@ -49,13 +49,14 @@ struct Sequences {
     // the warp calls.
     DEVICE bool find(int number, const Window& window, Work& work, int& seq, int& length) const {
         const int item = HAS_SPLITS ? number / int(max_splits) : number;
-        const int section_items = int((num_tokens / ITEM_TOKENS + num_seqs) * section_heads);
-        const int section = item / section_items, in_section = item % section_items;
-        const int first_head = section * int(section_heads),
-                  heads = min(int(section_heads), int(num_kv_heads) - first_head);
+        const int section_tiles = int(num_tokens / ITEM_TOKENS + num_seqs), heads = int(section_heads);
+        const int first_head = item / (section_tiles * heads) * heads;
+        const int in_section = item - first_head * section_tiles,
+                  own_heads = min(heads, int(num_kv_heads) - first_head);
         // A search for the sequence, the last one that begins at this tile or before it, with a probe of each lane: one
         // load for 32 sequences. `low` to `high` of them begin so.
-        const int64_t tile = in_section / heads;
+        const int tile = in_section / own_heads;
+        work.kv_head = first_head + in_section % own_heads;
         int low = 0, high = int(num_seqs);
         while (low < high) {
             const int step = ceil_div(high - low, WARP_SIZE);
@@ -74,7 +75,6 @@ struct Sequences {
         work.token = int(token);
         work.tokens = int(end - token);
         work.limit = CAUSAL ? length - work.tokens : length - 1;
-        work.kv_head = first_head + in_section % heads;
         work.first_tile = window.first_seen(work.limit) / TOKENS;
         work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
         work.split = 0;
