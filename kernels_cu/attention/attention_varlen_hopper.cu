@@ -45,6 +45,8 @@ constexpr bool MASKS_BY_LIMIT = HEAD_SIZE <= 192;
 // log 2; float16 has none.
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0;
 constexpr float MAX_MAGNITUDE = 20.0f;
+// Whether the first logits of the next item are computed while results are stored. Heads of 256 lack the registers.
+constexpr bool LOGITS_BEFORE_STORES = HEAD_SIZE <= 192;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -93,8 +95,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         if (warp <= HAS_FINDER) {
             const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,
                                       num_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
-            Finder finder{sequences,  window,      block_tables,   table_stride, table_step,
-                          num_blocks, items_taken, int(num_items), lane % BOXES};
+            Finder finder{sequences,  window,     block_tables, table_stride,
+                          table_step, num_blocks, items_taken,  int(num_items)};
             if (warp == 1) return finder.run(tiles);
             Producer producer{tiles, finder, window, &query_map, &key_map, &value_map, lane, lane % BOXES};
             producer.run();
@@ -147,6 +149,12 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE), accumulate || i > 0);
         }
         warpgroup_commit_batch();
+    };
+
+    const auto start_next_logits = [&] {
+        tiles.query.advance();
+        tiles.query.wait();
+        start_logits();
     };
 
     tiles.query.wait();
@@ -306,7 +314,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
-        warpgroup_wait<0>();
+        if (LOGITS_BEFORE_STORES) start_next_logits();
+        warpgroup_wait<LOGITS_BEFORE_STORES>();
         warpgroup_fence_operand(o);
         release(tiles.value);
         tiles.value.advance();
@@ -365,10 +374,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 }
             }
         }
-        // Results are stored first: the next item's queries come later than this one's last product ends.
-        tiles.query.advance();
-        tiles.query.wait();
-        start_logits();
+        if (!LOGITS_BEFORE_STORES) start_next_logits();
     }
     warpgroup_wait<0>();
 }

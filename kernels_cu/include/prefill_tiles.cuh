@@ -98,6 +98,10 @@ struct Tiles {
     }
 };
 
+// The lane, and the box of a tile that is the lane's: made anew, as registers are few.
+DEVICE int own_lane() { return made_anew(threadIdx.x) % WARP_SIZE; }
+DEVICE int own_box() { return own_lane() % BOXES; }
+
 // Finds the items of work of a block.
 struct Finder {
     const Sequences& sequences;
@@ -106,7 +110,6 @@ struct Finder {
     int64_t table_stride, table_step, num_blocks;
     uint32_t* items_taken;
     int num_items;
-    int box;  // of a tile, the lane's
     int number = blockIdx.x;
 
     // Finds the work of `number`, or of the next number that has work; false if there is none, and `work` then is the end:
@@ -122,7 +125,7 @@ struct Finder {
     DEVICE void take() { number = next_item(items_taken, num_items); }
     // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
     DEVICE int block_of(const Work& work, int seq, int tile) const {
-        const int token = tile * TOKENS + made_anew(box) * BOX_TOKENS;  // the product would keep a register
+        const int token = tile * TOKENS + own_box() * BOX_TOKENS;
         if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
         const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
         return block < 0 || block >= num_blocks ? -1 : int(block);
@@ -134,7 +137,7 @@ struct Finder {
             Work work;
             int seq, length;
             const bool more = find(work, seq, length);
-            tiles.found->blocks[lane] = block_of(work, seq, work.last_tile);
+            tiles.found->blocks[own_lane()] = block_of(work, seq, work.last_tile);
             if (lane == 0) {
                 tiles.found->work = work;
                 tiles.found->seq = seq;
@@ -169,7 +172,7 @@ struct Producer {
                 work = tiles.found->work;
                 seq = tiles.found->seq;
                 length = tiles.found->length;
-                block = tiles.found->blocks[lane];
+                block = tiles.found->blocks[own_lane()];
                 more = work.tokens > 0;
                 sync_warp();
                 tiles.next.release(0);
