@@ -38,8 +38,6 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
-// Whether a tile with no limit but the causal one has masks of its own. Heads of 256 lack the registers.
-constexpr bool MASKS_BY_LIMIT = HEAD_SIZE <= 192;
 // Under a soft cap small products have logits of limited size; the largest magnitude of a row takes the place of its
 // largest logit, and is the test for small products as well. The room that probabilities have for that is in units of
 // log 2; float16 has none.
@@ -207,22 +205,18 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     s[i] = fmaf(slopes[half], distance + float(column), s[i]);
                 }
             }
-            if (MASKS_BY_LIMIT && !whole && start >= whole_begin && !missing) {
-                // The causal limit alone: one comparison of an element.
-                const int last[2] = {limits[0] - start - 2 * t, limits[1] - start - 2 * t};
+            // Masks of the limits, of the window and of blocks that do not exist, each where there are such keys.
+            const auto mask = [&](bool any, auto is_masked) {
+                if (!any) return;
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
-                    if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) s[i] = minus_infinity();
+                    if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
                 }
-            } else if (!whole) {
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2, before = start + 2 * t;
-                    const bool seen = (column <= limits[half] - before) & (column >= firsts[half] - before) &
-                                      !(missing >> column / BOX_TOKENS & 1);
-                    if (!seen) s[i] = minus_infinity();
-                }
-            }
+            };
+            const int before = start + 2 * t;  // columns before the lane's first
+            mask(start + TOKENS - 1 > whole_end, [&](int column, int half) { return column > limits[half] - before; });
+            mask(start < whole_begin, [&](int column, int half) { return column < firsts[half] - before; });
+            mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
             const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
             float base[2];
 #pragma unroll
