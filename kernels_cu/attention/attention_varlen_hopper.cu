@@ -38,11 +38,12 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
-// Under a soft cap small products have logits of limited size; the largest magnitude of a row takes the place of its
-// largest logit, and is the test for small products as well. The room that probabilities have for that is in units of
-// log 2; float16 has none.
-constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0;
-constexpr float MAX_MAGNITUDE = 20.0f;
+// Under a soft cap small products have small logits: the largest magnitude of a row takes the place of its largest logit,
+// and tests whether products are small as well. Logits are up to MAX_MAGNITUDE, in units of log 2, on either side of 0, so
+// that probabilities and their sum may be smaller by its square, for which float16 has no room; EPSILON, which is relative
+// to the largest probability, and is the formula's in the join of splits, is smaller, too.
+constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
+constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 // Whether the first logits of the next item are computed while results are stored. Heads of 256 lack the registers.
 constexpr bool LOGITS_BEFORE_STORES = HEAD_SIZE <= 192;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
@@ -111,7 +112,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
     const CapSeries<3> series(product_unit, logits_soft_cap);
     const CapSeries<5> long_series(product_unit, logits_soft_cap);
-    // Logits of a row's products are between -`largest` and `largest`. So far apart, probabilities have room.
     const float series_limit = BY_MAGNITUDE  ? fminf(series.limit, MAX_MAGNITUDE / fabsf(product_unit * LOG2_E))
                                : unit > 0.0f ? series.limit
                                              : 0.0f;
@@ -352,7 +352,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             if (HAS_LSE && exists && t == 0) {
                 lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
             }
-            const float share = sink_shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
+            const float share = sink_shrink / (row_sum + EPSILON) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
             scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
 #pragma unroll
             for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
