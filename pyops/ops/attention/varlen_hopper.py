@@ -203,8 +203,8 @@ def _choose_tile(problem: Problem) -> HopperConfig:
 
 
 def _section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
-    """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as block
-    tables are, but items for two rounds of multiprocessors, of which the long ones come before the short ones."""
+    """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
+    block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
     layout, head_size = problem.layout, problem.query.shape[2]
     head_bytes = 2 * max_tokens_of(problem.kv) * head_size * layout.dtype.itemsize
     heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // num_tiles))
