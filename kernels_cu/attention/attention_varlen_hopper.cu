@@ -112,9 +112,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
     const CapSeries<3> series(product_unit, logits_soft_cap);
     const CapSeries<5> long_series(product_unit, logits_soft_cap);
-    const float series_limit = BY_MAGNITUDE  ? fminf(series.limit, MAX_MAGNITUDE / fabsf(product_unit * LOG2_E))
-                               : unit > 0.0f ? series.limit
-                                             : 0.0f;
+    const float series_limit =
+        BY_MAGNITUDE || unit > 0.0f ? fminf(series.limit, MAX_MAGNITUDE / fabsf(product_unit * LOG2_E)) : 0.0f;
     const auto release = [&](const auto& ring) {
         sync_warp();
         ring.release(ring.stage);

@@ -171,7 +171,7 @@ struct CapSeries {
     static_assert(TERMS == 3 || TERMS == 5);
     static constexpr float LIMIT = TERMS == 3 ? 0.32f : 0.8f;  // of |product * scale / softcap|
     float terms[TERMS];  // the logit of x is x * (terms[0] + terms[1] * x^2 + terms[2] * x^4 + ...)
-    float limit;         // 0 where terms are no normal numbers, or where logits are further apart than halves
+    float limit;         // 0 where terms are no normal numbers
 
     DEVICE CapSeries(float scale, float softcap) {
         // tanh(z) / z by powers of z^2: of all polynomials of this degree, that of the least relative error up to LIMIT.
@@ -185,7 +185,7 @@ struct CapSeries {
             power *= ratio * ratio;
         }
         const float last = fabsf(terms[TERMS - 1]);
-        limit = softcap < 0x1p23f && last > 0x1p-100f && last < 0x1p100f ? LIMIT / fabsf(ratio) : 0.0f;
+        limit = last > 0x1p-100f && last < 0x1p100f ? LIMIT / fabsf(ratio) : 0.0f;
         // The assembler keeps terms in uniform registers, of which an instruction takes one; the first instruction of
         // logit() takes two terms. Nothing, but a nothing of each thread, brings one of them to a register.
         terms[TERMS - 1] = fmaf(float(threadIdx.x), 0.0f, terms[TERMS - 1]);
