@@ -12,7 +12,6 @@ error. Without GPUs, processes of gloo measure what `pyops.models.Group` does on
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -26,32 +25,36 @@ import torch.distributed as dist
 
 import pyops
 from pyops.models import Group
-from pyops.ops.collective.communicator import VEC_BYTES, geometry, two_shot
+from pyops.ops.collective.communicator import VEC_BYTES, by_packets, geometry, two_shot
 from pyops.ops.collective.process_group import reach_each_other
 
-from .rivals import reason
+from .rivals import libraries, load_vllm, reason
 
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
-NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 2.5e-6  # bytes a second each way; seconds
-ADDRESSES = (
-    0.5e-6  # of a launch: the load of the addresses of signals, which vLLM's kernels have among their parameters
-)
-FENCE = 0.5e-6  # of a flag: the fence before it, which vLLM's first and last flags do not have
+NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second each way; seconds
+# As measured on two H200s: the copy to a registered buffer; a launch of packets with its loads, last look and sum;
+# packets in bytes a second; the fence before a flag, which vLLM's first and last flags do not have.
+COPY, PACKET_LAUNCH, PACKETS, FENCE = 1.7e-6, 1.3e-6, 300e9, 0.65e-6
 _CALLS, _REPLAYS = 20, 20
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
-    """Seconds: a launch, two meetings of ranks, a load's latency for each shot, and the bytes over a GPU's links."""
+    """Seconds: packets over a GPU's links; or two meetings of ranks, a load's latency for each shot, and the bytes.
+
+    Of inputs that vLLM's kernels read where they are, and these copy to a registered buffer.
+    """
     two, others = two_shot(world_size, nbytes, True), world_size - 1
+    if not by_vllm and by_packets(world_size, nbytes):
+        return PACKET_LAUNCH + LATENCY + 2 * nbytes * others / PACKETS
     part = nbytes / world_size if two else nbytes
     blocks, threads = geometry(max(1, int(part) // VEC_BYTES))
     rate = min(NVLINK, blocks * threads * others * VEC_BYTES / LATENCY)  # a thread has a load for each other rank
     shots = 2 if two else 1
-    saved = ADDRESSES + (1 if two else 2) * FENCE if by_vllm else 0.0
-    return LAUNCH + 2 * FLAG - saved + shots * (LATENCY + part * others / rate)
+    extra = -(1 if two else 2) * FENCE if by_vllm else COPY
+    return LAUNCH + 2 * FLAG + extra + shots * (LATENCY + part * others / rate)
 
 
 def table() -> str:
@@ -63,10 +66,8 @@ def table() -> str:
         size = f"{nbytes // 1024} KiB" if nbytes < 1 << 20 else f"{nbytes >> 20} MiB"
         line = [size]
         for world in worlds:
-            shots = ", two shots" if two_shot(world, nbytes, True) else ""
-            line += [
-                f"{1e6 * predicted(world, nbytes, by_vllm):.1f}{'' if by_vllm else shots}" for by_vllm in (False, True)
-            ]
+            way = ", packets" if by_packets(world, nbytes) else ", two shots" if two_shot(world, nbytes, True) else ""
+            line += [f"{1e6 * predicted(world, nbytes):.1f}{way}", f"{1e6 * predicted(world, nbytes, True):.1f}"]
         lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -140,39 +141,69 @@ def _of_gpus(host: Any, device: torch.device) -> tuple[list[Way], Callable[[], N
         pyops.all_reduce(custom.fa, x, out, custom.buffer, custom.max_size)
         return out
 
-    def in_place(x: torch.Tensor) -> torch.Tensor:
-        if not torch.cuda.is_current_stream_capturing():
-            return copied(x)
-        out = torch.empty_like(x)
-        pyops.all_reduce(custom.fa, x, out, 0, 0)
-        return out
-
-    def register() -> None:
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, pyops.get_graph_buffer_ipc_meta(custom.fa), group=host)
-        pyops.register_graph_buffers(custom.fa, [handles for handles, _ in every], [offsets for _, offsets in every])
-        dist.barrier(group=host)
-
-    ways = [Way("pyops", copied), Way("in place", in_place, register), Way("nccl", _summed)]
+    in_place = _in_place("in place", pyops, custom.fa, custom.buffer, custom.max_size, host)
+    ways, close = [Way("pyops", copied), in_place, Way("nccl", _summed)], [custom.close]
     try:
-        ways.append(_of_vllm(host, device))
+        theirs, dispose = _of_vllm(host, device, custom.max_size)
     except Exception as error:
         if dist.get_rank() == 0:
             print(f"skipped vllm: {reason(error)}", file=sys.stderr)
-    return ways, custom.close
+    else:
+        ways.append(theirs)
+        close.append(dispose)
+
+    def close_all() -> None:
+        for one in close:
+            one()
+
+    return ways, close_all
 
 
-def _of_vllm(host: Any, device: torch.device) -> Way:
-    module = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
-    theirs = module.CustomAllreduce(host, device)
-    if theirs.disabled:
-        raise RuntimeError("vLLM's custom all-reduce is disabled here")
+def _in_place(name: str, ops: Any, fa: int, buffer: int, max_size: int, host: Any) -> Way:
+    """By the ops of a library, all of which have vLLM's names: captured calls read their input where it is."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = theirs.all_reduce(x, registered=torch.cuda.is_current_stream_capturing())
-        return found
+        out = torch.empty_like(x)
+        ops.all_reduce(fa, x, out, *((0, 0) if torch.cuda.is_current_stream_capturing() else (buffer, max_size)))
+        return out
 
-    return Way("vllm", call, theirs.register_graph_buffers)
+    def register() -> None:
+        every = _gathered(ops.get_graph_buffer_ipc_meta(fa), host)
+        ops.register_graph_buffers(fa, [handles for handles, _ in every], [offsets for _, offsets in every])
+        dist.barrier(group=host)
+
+    return Way(name, call, register)
+
+
+def _of_vllm(host: Any, device: torch.device, max_size: int) -> tuple[Way, Callable[[], None]]:
+    """(vLLM's all-reduce, set up as its ``CustomAllreduce`` does, what frees its memory)."""
+    if trouble := load_vllm(libraries()):
+        raise RuntimeError(trouble)
+    ops, rank = torch.ops._C_custom_ar, dist.get_rank()
+
+    def shared(nbytes: int) -> list[int]:
+        address, handle = ops.allocate_shared_buffer_and_handle(nbytes)
+        handles = _gathered(handle, host)
+        return [address if i == rank else ops.open_mem_handle(one) for i, one in enumerate(handles)]
+
+    signals, buffers = shared(ops.meta_size() + max_size), shared(max_size)
+    rank_data = torch.empty(8 << 20, dtype=torch.uint8, device=device)
+    fa = ops.init_custom_ar(signals, rank_data, rank, True)
+    ops.register_buffer(fa, buffers)
+
+    def close() -> None:
+        ops.dispose(fa)
+        for addresses in (signals, buffers):
+            ops.free_shared_buffer(addresses[rank])
+        rank_data.zero_()  # held until here: `fa` had its address
+
+    return _in_place("vllm", ops, fa, buffers[rank], max_size, host), close
+
+
+def _gathered(mine: Any, host: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine, group=host)
+    return every
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -206,7 +206,7 @@ def libraries() -> str:
 
 
 @cache
-def _load_vllm(paths: str) -> str:
+def load_vllm(paths: str) -> str:
     """Register vLLM's ops by its package, or else by its shared objects. Returns why neither worked, "" on success."""
     imported = _import("vllm._C")
     if not isinstance(imported, Exception):
@@ -227,7 +227,7 @@ def _vllm(op: Op) -> Builder:
 
     Older schemas lack the last arguments; newer ones have more of them, which are optional.
     """
-    if trouble := _load_vllm(libraries()):
+    if trouble := load_vllm(libraries()):
         raise Unavailable(trouble)
     found = (getattr(getattr(torch.ops, name), op.name, None) for name in ("_C", "_C_cache_ops", "_moe_C"))
     packet = next((one for one in found if one is not None), None)

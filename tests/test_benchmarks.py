@@ -170,7 +170,7 @@ def test_host_time_counts_calls_and_not_the_wait() -> None:
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A `torch.ops._C` with an rms_norm whose schema is older than ours: no epsilon."""
-    monkeypatch.setattr(rivals, "_load_vllm", lambda paths: "")
+    monkeypatch.setattr(rivals, "load_vllm", lambda paths: "")
     seen = []
 
     def rms_norm(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> None:
@@ -193,7 +193,7 @@ def test_vllm_is_given_the_arguments_its_schema_has(fake_vllm: list[Any]) -> Non
 
 
 def test_vllm_is_given_none_for_arguments_that_only_its_schema_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rivals, "_load_vllm", lambda paths: "")
+    monkeypatch.setattr(rivals, "load_vllm", lambda paths: "")
     seen: list[Any] = []
     with torch.library._scoped_library("_C", "FRAGMENT") as library:
         rest = "Tensor input, Tensor? weight, float epsilon, Tensor? more, int last=3"
@@ -214,13 +214,13 @@ def test_a_rival_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatc
     for name in ("vllm", "vllm._C", "flashinfer", "flashinfer.norm"):
         monkeypatch.setitem(sys.modules, name, None)
     rivals._import.cache_clear()
-    rivals._load_vllm.cache_clear()
+    rivals.load_vllm.cache_clear()
     monkeypatch.setenv("PYOPS_VLLM_LIBRARIES", "/nowhere/_C.abi3.so")
     try:
         found, skips = rivals.builders(RMS_NORM, ["torch", "vllm", "flashinfer"])
     finally:
         rivals._import.cache_clear()
-        rivals._load_vllm.cache_clear()
+        rivals.load_vllm.cache_clear()
     assert list(found) == ["torch"]
     assert [one["rival"] for one in skips] == ["vllm", "flashinfer"]
     assert "import vllm._C: ModuleNotFoundError" in skips[0]["reason"]

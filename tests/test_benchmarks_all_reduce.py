@@ -22,12 +22,12 @@ def test_the_page_has_the_predictions() -> None:
 
 
 def test_predictions_of_all_reduce_by_hand() -> None:
-    """One shot of 8 KiB: a launch, two flags, a latency. Two shots of 8 MiB: twice 7 MiB over the links."""
-    assert all_reduce.predicted(2, 8192) == pytest.approx(2.5e-6 + 2 * 1.5e-6 + 2e-6)
+    """Packets of 8 KiB: a launch, a latency, 16 KiB of a link. Two shots of 8 MiB: flags, a copy, twice 7 MiB."""
+    assert all_reduce.predicted(2, 8192) == pytest.approx(1.3e-6 + 1e-6 + 16384 / 300e9)
     assert all_reduce.predicted(8, 8 << 20) == pytest.approx(
-        2.5e-6 + 3e-6 + 2 * (1e-6 + 7 * (1 << 20) / 450e9), rel=0.01
+        1.5e-6 + 1.7e-6 + 3e-6 + 2 * (1e-6 + 7 * (1 << 20) / 450e9), rel=0.01
     )
-    assert all_reduce.predicted(8, 8 << 20) - all_reduce.predicted(8, 8 << 20, by_vllm=True) == pytest.approx(1e-6)
+    assert all_reduce.predicted(8, 8 << 20) - all_reduce.predicted(8, 8 << 20, by_vllm=True) == pytest.approx(2.35e-6)
 
 
 def test_a_process_of_gloo_measures_sums_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -12,14 +12,23 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import dtypes, offline
+from pyops._core import offline
 from pyops._core import ranks as worlds
-from pyops._core.kernel import Kernel
+from pyops._core.kernel import Kernel, Specialisation
 from pyops.ops.collective import custom_all_reduce
-from pyops.ops.collective.communicator import MAX_RANKS, geometry, lost_record, naming_lost_ranks, two_shot
-from pyops.ops.collective.minimax import _kernel as minimax_kernel
-from pyops.ops.collective.quick_all_reduce import _kernel as quick_kernel
+from pyops.ops.collective.communicator import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    by_packets,
+    geometry,
+    lost_record,
+    naming_lost_ranks,
+    spread,
+    two_shot,
+)
+from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from pyops.testing import SCHEDULES, Schedule, assert_close, ranks, scheduled
+from tests.hip.specialisations import of_ranks
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZE = 1 << 15  # bytes of the largest message
@@ -69,7 +78,7 @@ def reduced(values: list[torch.Tensor], calls: int = 1) -> list[torch.Tensor]:
     return communicate(len(values), body)
 
 
-@pytest.mark.parametrize("algorithm", ["oneshot", "twoshot"])
+@pytest.mark.parametrize("algorithm", ["", "oneshot", "twoshot"], ids=["packets", "oneshot", "twoshot"])
 @pytest.mark.parametrize(("world_size", "dtype"), zip(range(1, 9), (*DTYPES, *DTYPES, *DTYPES), strict=False))
 def test_all_reduce_is_exact_in_the_order_of_ranks(
     world_size: int, dtype: torch.dtype, algorithm: str, monkeypatch: pytest.MonkeyPatch
@@ -89,8 +98,8 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype) -> None:
     residual, weight = inputs(2, 480, dtype)[1].view(shape), inputs(1, 96, dtype)[0]
 
     def body(rank: int, fa: int, buffer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        out, own = torch.full(shape, torch.nan, dtype=dtype), residual.clone()
-        pyops.all_reduce_add_rms_norm(fa, values[rank], out, own, weight, 1e-6, buffer, SIZE)
+        out, own = values[rank].clone(), residual.clone()
+        pyops.all_reduce_add_rms_norm(fa, out, out, own, weight, 1e-6)
         return out, own
 
     expected, sums = in_order(values), residual.clone()
@@ -100,11 +109,59 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype) -> None:
         assert_close(expected, out, 1)
 
 
+def test_packets_of_two_meetings_in_a_row_have_memory_of_their_own() -> None:
+    """The input is the output. Every packet of both halves bears the number of its meeting."""
+    values = inputs(3, 320, torch.bfloat16)
+    num_packets = 3 * 320 // 2
+
+    def body(rank: int, fa: int, buffer: int) -> Any:
+        out, outs, memory = values[rank].clone(), [], custom_all_reduce.communicator("test", fa).signals[rank]
+        for _ in range(2):
+            pyops.all_reduce(fa, out, out, 0, 0)
+            outs.append(out.clone())
+        halves = (ctypes.c_uint32 * (PACKET_BYTES // 4)).from_address(memory + SIGNAL_BYTES)
+        words = torch.frombuffer(halves, dtype=torch.int32).view(2, -1, 2).clone()
+        return outs, [half[:num_packets, 1].unique().tolist() for half in words], words[:, num_packets:].any()
+
+    once = in_order(values)
+    for outs, numbers, others in communicate(3, body):
+        assert torch.equal(outs[0], once)
+        assert torch.equal(outs[1], in_order([once] * 3))
+        assert (numbers, bool(others)) == ([[2], [1]], False)
+
+
+def test_every_block_has_the_number_of_the_last_meeting() -> None:
+    """Launches of one block and of many take turns, so that packets of all blocks of a launch bear one number."""
+    few, many = (inputs(2, numel, torch.float32) for numel in (8, 4096))
+
+    def body(rank: int, fa: int, buffer: int) -> None:
+        for values in (few, many, few, many):
+            out = torch.empty_like(values[rank])
+            pyops.all_reduce(fa, values[rank], out, buffer, SIZE)
+            assert torch.equal(out, in_order(values))
+        signals = custom_all_reduce.communicator("test", fa).signals[rank]
+        flags = 4 * MAX_BLOCKS * MAX_RANKS
+        assert list((ctypes.c_uint32 * MAX_BLOCKS).from_address(signals + flags)) == [4] * MAX_BLOCKS
+
+    communicate(2, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 6, 8])
+def test_packets_of_a_message_have_room(world_size: int) -> None:
+    most = max(nbytes for nbytes in range(16, 2 << 20, 16) if by_packets(world_size, nbytes))
+    assert 2 * world_size * most <= PACKET_BYTES // 2 < 2 * world_size * (most + 16)
+    num_vecs = most // 16
+    grid, num_threads = spread(num_vecs)
+    assert grid <= MAX_BLOCKS
+    assert grid * num_threads >= min(num_vecs, MAX_BLOCKS * 512)
+    assert (spread(1), spread(512)) == ((1, 64), (8, 64))
+
+
 MISTAKES = {
     "no meeting before others' inputs are read": ("world.meet();\n    for", "for"),
     "no meeting behind them": ("world.meet();\n    if constexpr (TWO_SHOT)", "if constexpr (TWO_SHOT)"),
     "no barrier before the flag is stored": ("++meeting;\n        __syncthreads();", "++meeting;"),
-    "no barrier behind the flag": ("threadIdx.x);\n        }\n        __syncthreads();", "threadIdx.x);\n        }"),
+    "no barrier behind the flag": ("lost);\n        }\n        __syncthreads();", "lost);\n        }"),
     "another rank's slice is summed": ("begin = TWO_SHOT ? rank * slice", "begin = TWO_SHOT ? (rank ^ 1) * slice"),
 }
 
@@ -129,6 +186,7 @@ def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: py
 
 
 def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
     file, header = "collective/all_reduce.cu", kernels_cu.read("include/signals.cuh")
     text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
     stored = "store_signal(&others->flags[blockIdx.x][rank], meeting);"
@@ -143,6 +201,7 @@ def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_ranks_that_a_kernel_gives_up_are_told(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of ranks 1 and 3 end at once, as those of processes that die."""
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
     file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
     first, second = "    world.meet();\n    for", "    world.meet();\n    if constexpr"
     assert text.count(first) == text.count(second) == 1
@@ -202,12 +261,12 @@ def test_an_error_of_the_device_names_the_ranks_that_were_given_up() -> None:
 
 def test_a_kernel_tells_before_it_ends_with_a_trap() -> None:
     """On CUDA, in the order of the source: to memory of the host, through a fence of the whole system."""
-    wait = kernels_cu.read("include/signals.cuh").partition("DEVICE void tell_lost")[2].partition("#elif PYOPS_HIP")[0]
+    wait = kernels_cu.read("include/signals.cuh").partition("DEVICE void tell_lost")[2]
     steps = (
         "lost->meeting = meeting",
         "lost->block = blockIdx.x + 1",
         "fence.sc.sys",
-        "tell_lost(lost, value)",
+        "tell_all(missing, meeting, lost)",
         "trap;",
     )
     places = [wait.index(step) for step in steps]
@@ -247,18 +306,21 @@ def test_a_rank_that_does_not_come_is_named(how: str) -> None:
 
 def test_calls_are_refused() -> None:
     def body(rank: int, fa: int, buffer: int) -> None:
-        x = torch.zeros(64)
+        x, long = torch.zeros(64), torch.zeros(1 << 18)
         for inp, out, reg_buffer, size, name in (
             (x.double(), x.double(), buffer, SIZE, "inp"),
             (x, x[:32], buffer, SIZE, "out"),
-            (x, x, 0, 0, "out"),
+            (x[:48], x[16:], buffer, SIZE, "out"),
+            (long, long, 0, 0, "out"),
             (x[:62], torch.zeros(62), buffer, SIZE, "inp"),
-            (x, torch.zeros(64), buffer, 128, "reg_buffer_sz_bytes"),
-            (x, torch.zeros(64), 0, 0, "inp"),
+            (long, torch.zeros_like(long), buffer, 128, "reg_buffer_sz_bytes"),
+            (long, torch.zeros_like(long), 0, 0, "inp"),
             (torch.zeros(64, 2)[:, 0], torch.zeros(64), buffer, SIZE, "inp"),
         ):
             with pytest.raises(pyops.OpError, match=name):
                 pyops.all_reduce(fa, inp, out, reg_buffer, size)
+        with pytest.raises(pyops.OpError, match="inp: expected 1048576 bytes of all ranks, got 2097152"):
+            pyops.all_reduce_add_rms_norm(fa, long, torch.zeros_like(long), torch.zeros_like(long), x, 1e-6)
         with pytest.raises(pyops.OpError, match="fa"):
             pyops.all_reduce(-1, x, torch.zeros(64), buffer, SIZE)
         with pytest.raises(pyops.OpError, match="ipc_tensors"):
@@ -267,7 +329,8 @@ def test_calls_are_refused() -> None:
     communicate(2, body)
 
 
-def test_private_memory_of_another_rank_is_out_of_bounds() -> None:
+def test_private_memory_of_another_rank_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
     values = inputs(2, 64, torch.float32)
 
     def body(rank: int, fa: int, buffer: int) -> None:
@@ -380,21 +443,10 @@ def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torc
             assert torch.equal(alone, q)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "constants"),
-    [
-        (custom_all_reduce._all_reduce, {"TWO_SHOT": False, "VEC_SIZE": 8}),
-        (custom_all_reduce._all_reduce, {"TWO_SHOT": True, "VEC_SIZE": 8}),
-        (custom_all_reduce._add_rms_norm, {"HIDDEN_SIZE": 8192, "VEC_SIZE": 8}),
-        (minimax_kernel, {"Q_SIZE": 768, "K_SIZE": 128, "VEC_SIZE": 8}),
-        (quick_kernel, {"BITS": 16, "compute_t": dtypes.bfloat16}),
-        (quick_kernel, {"BITS": 6, "compute_t": dtypes.float16}),
-    ],
-)
-def test_kernels_compile_without_local_memory(kernel: Kernel, constants: dict[str, Any]) -> None:
-    common = {"WORLD_SIZE": 8, "SIGNAL_BYTES": 1536, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
-    specialisation = kernel(**common, **constants)
-    report = offline.compile(kernel.file, str(specialisation), specialisation.text, "sm_90a")
+@pytest.mark.parametrize("specialisation", of_ranks(), ids=str)
+def test_kernels_compile_without_local_memory(specialisation: Specialisation) -> None:
+    file = specialisation.kernel.file
+    report = offline.compile(file, str(specialisation), specialisation.text, "sm_90a")
     assert (report.stack_bytes, report.spill_bytes, report.advice) == (0, 0, ())
 
 

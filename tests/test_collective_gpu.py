@@ -57,13 +57,40 @@ def test_ranks_as_streams(world_size: int, dtype: torch.dtype, monkeypatch: pyte
     """Kernels of all ranks run at the same time, on one GPU, whose streams eight kernels that wait might share."""
     world = Streams(world_size)
     try:
-        for algorithm in ("oneshot", "twoshot"):
+        for algorithm in ("", "oneshot", "twoshot"):  # packets unless told otherwise, as far as they have room
             monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
-            for num_vecs in (67, 40000):
+            for num_vecs in (67, 10000, 40000):
                 values = inputs(world_size, num_vecs * 16 // dtype.itemsize, dtype)
                 for _ in range(3):
                     for out in world.all_reduce([value.cuda() for value in values]):
                         assert torch.equal(out.cpu(), in_order(values))
+    finally:
+        world.close()
+
+
+@pytest.mark.gpu
+def test_packets_of_many_calls_in_a_row() -> None:
+    """No rank waits for the host between calls. Now and then one of them is late, and the others are a call ahead."""
+    world_size, calls = 2, 200
+    values = [inputs(world_size, numel, torch.bfloat16) for numel in (2048, 40960, 8)]
+    world = Streams(world_size)
+    try:
+        own = [[value.cuda() for value in one] for one in values]
+        outs: list[list[torch.Tensor]] = [[], []]
+        for one in own:
+            world.all_reduce(one)  # compiled
+        for call in range(calls):
+            for rank, stream in enumerate(world.streams):
+                with torch.cuda.stream(stream):
+                    if call * 7 % 11 == rank:
+                        torch.cuda._sleep(20000)
+                    x = own[call % 3][rank]
+                    outs[rank].append(torch.full_like(x, torch.nan))
+                    pyops.all_reduce(world.handles[rank], x, outs[rank][-1], 0, 0)
+        torch.cuda.synchronize()
+        for rank in range(world_size):
+            for call, out in enumerate(outs[rank]):
+                assert torch.equal(out.cpu(), in_order(values[call % 3])), (rank, call)
     finally:
         world.close()
 
@@ -114,18 +141,23 @@ def _process(rank: int, world_size: int, file: str, results: Any) -> None:
     x, expected = values[rank].cuda(), in_order(values)
     eager = [torch.equal(custom.all_reduce(x).cpu(), expected) for _ in range(3)]
 
-    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
-    with torch.cuda.graph(graph):
-        pyops.all_reduce(custom.fa, x, out, 0, 0)
-    every: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(every, pyops.get_graph_buffer_ipc_meta(custom.fa))
-    pyops.register_graph_buffers(custom.fa, [handles for handles, _ in every], [offsets for _, offsets in every])
-    torch.distributed.barrier()
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-    torch.cuda.synchronize()
-    replayed = torch.equal(out.cpu(), expected)
+    replayed = True
+    for algorithm in ("", "oneshot"):  # sent as packets; read where it is
+        os.environ["VLLM_CUSTOM_ALLREDUCE_ALGO"] = algorithm
+        custom.all_reduce(x)
+        graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
+        with torch.cuda.graph(graph):
+            pyops.all_reduce(custom.fa, x, out, 0, 0)
+        every: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(every, pyops.get_graph_buffer_ipc_meta(custom.fa))
+        pyops.register_graph_buffers(custom.fa, [handles for handles, _ in every], [offsets for _, offsets in every])
+        torch.distributed.barrier()
+        for _ in range(3):
+            out.zero_()
+            graph.replay()
+        torch.cuda.synchronize()
+        replayed = replayed and torch.equal(out.cpu(), expected)
+    del os.environ["VLLM_CUSTOM_ALLREDUCE_ALGO"]
 
     hidden, sums = x.view(4, 1024).clone(), torch.ones(4, 1024, dtype=torch.bfloat16, device="cuda")
     weight = torch.full((1024,), 0.5, dtype=torch.bfloat16, device="cuda")
@@ -194,7 +226,7 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
     processes = [context.Process(target=_dying, args=(rank, 2, file, results), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
-    assert results.get(timeout=90) == (0, (1,), {1: (0, 3)}, True)
+    assert results.get(timeout=90) == (0, (1,), {1: (0, 2)}, True)
     for process in processes:
         process.join(30)
 

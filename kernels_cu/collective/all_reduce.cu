@@ -10,7 +10,8 @@
 // Constants
 //     WORLD_SIZE     ranks
 //     TWO_SHOT       sum slices, then fetch them
-//     SIGNAL_BYTES   from a rank's signals to its scratch memory
+//     SIGNAL_BYTES   from a rank's signals to its packets
+//     PACKET_BYTES   from its packets to its scratch memory
 //     NUM_THREADS    threads in the block
 //     VEC_SIZE       elements in 16 bytes
 
@@ -32,10 +33,13 @@ all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
     const int64_t first = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x, step = int64_t(gridDim.x) * NUM_THREADS;
     const int64_t slice = num_vecs / WORLD_SIZE, begin = TWO_SHOT ? rank * slice : 0;
     const int64_t end = !TWO_SHOT || rank == WORLD_SIZE - 1 ? num_vecs : begin + slice;
+    const auto slice_of = [&](int other) {
+        return reinterpret_cast<scalar_t*>(world.template scratch<char>(other) + PACKET_BYTES);
+    };
     const scalar_t* slices[WORLD_SIZE];
 #pragma unroll
-    for (int i = 0; TWO_SHOT && i < WORLD_SIZE; ++i) slices[i] = world.template scratch<scalar_t>(i);
-    scalar_t* sums = TWO_SHOT ? world.template scratch<scalar_t>(rank) : out;
+    for (int i = 0; TWO_SHOT && i < WORLD_SIZE; ++i) slices[i] = slice_of(i);
+    scalar_t* sums = TWO_SHOT ? slice_of(rank) : out;
 
     world.meet();
     for (int64_t i = first; i < end - begin; i += step) {

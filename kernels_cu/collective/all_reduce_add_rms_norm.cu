@@ -3,14 +3,16 @@
 //     x = T(sum_p float(input_p[r, i]));  z = T(x + residual[r, i]);  residual[r, i] = z
 //     out[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of all tensors
 //
-// A block takes row blockIdx.x and every gridDim.x-th after it, and holds a row in registers. Every rank sums all rows.
+// A block takes row blockIdx.x and every gridDim.x-th after it: it sends all of them to every rank, and then sums a row,
+// which it holds in registers, as the packets come. Every rank sums all rows. The input may be the output.
 //
 // Constants
 //     WORLD_SIZE     ranks
-//     SIGNAL_BYTES   from a rank's signals to its scratch memory
+//     SIGNAL_BYTES   from a rank's signals to its packets
+//     PACKET_BYTES   of a rank's packets
 
 #include "norm.cuh"
-#include "signals.cuh"
+#include "packets.cuh"
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, NUM_THREADS>;
 using vec_t = row_t::vec_t;
@@ -19,25 +21,28 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
                         scalar_t* residual,       // [num_rows, HIDDEN_SIZE]
                         const scalar_t* weight,   // [HIDDEN_SIZE]
-                        const uint64_t* peers,    // [8]: address of the input of each rank
+                        const scalar_t* input,    // [num_rows, HIDDEN_SIZE]
                         const uint64_t* signals,  // [8]: address of the signals of each rank
                         LostRank* lost,           // [8]: each rank, if the kernel gives it up
                         Signals* own_signals, int64_t num_rows, int rank, float epsilon) {
     await_previous_kernel();
+    constexpr int ROW_VECS = HIDDEN_SIZE / VEC_SIZE;
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     World<WORLD_SIZE> world(signals, own_signals, lost, rank);
-    const scalar_t* inputs[WORLD_SIZE];
-#pragma unroll
-    for (int i = 0; i < WORLD_SIZE; ++i) inputs[i] = reinterpret_cast<const scalar_t*>(peers[i]);
-
-    world.meet();
+    const Packets<WORLD_SIZE, scalar_t, VEC_SIZE> packets(world, num_rows * ROW_VECS);
+    ++world.meeting;
+    for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
+        for (int i = threadIdx.x; i < ROW_VECS; i += NUM_THREADS) {
+            packets.send(r * ROW_VECS + i, vec_t::load(input + (r * ROW_VECS + i) * VEC_SIZE));
+        }
+    }
     for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
         scalar_t* const row = residual + r * HIDDEN_SIZE;
         row_t z(row);
         const auto add_residual = [&](int i, int column, float (&v)[VEC_SIZE]) {
-            sum_of_ranks<WORLD_SIZE, scalar_t, VEC_SIZE>(v, inputs, r * HIDDEN_SIZE + column);
-            const vec_t x = vec_t::from_floats(v);
-            add_to(v, x, vec_t::load(row + column));
+            const vec_t added = vec_t::load(row + column);
+            packets.sum(v, (r * HIDDEN_SIZE + column) / VEC_SIZE);
+            add_to(v, vec_t::from_floats(v), added);
             const vec_t sum = vec_t::from_floats(v);
             sum.store(row + column);
             z.set(i, sum);
@@ -51,6 +56,5 @@ all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
         });
         __syncthreads();  // `partial` is free again
     }
-    world.meet();
     world.leave();
 }

@@ -44,6 +44,8 @@ HOST_API void* dynamic_shared();
 // Flags of include/signals.cuh, by which ranks tell each other what they have done (ranks.h).
 HOST_API void store_flag(uint32_t* flag, uint32_t value);
 HOST_API bool await_flag(const uint32_t* flag, uint32_t value, unsigned from);
+HOST_API void store_packet(void* address, unsigned long long packet);
+HOST_API unsigned long long await_packet(const void* address, uint32_t meeting, unsigned from);
 HOST_API void give_up();
 
 // Check and record an access that the compiler does not instrument.

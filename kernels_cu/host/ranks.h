@@ -145,17 +145,24 @@ __attribute__((noinline)) void store_flag(uint32_t* flag, uint32_t value) {
     *flag = value;
 }
 
-// Whether the flag has come; if not, no rank can run.
-__attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, unsigned from) {
-    const void* pc = __builtin_return_address(0);
-    check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::READ, pc, true);
+// Whether the number at `address` has come to `value`; if not, no rank can run.
+inline bool await_number(const uint32_t* address, uint32_t value, unsigned from, const void* pc) {
     const unsigned number = state.current->number;
-    awaited[state.rank][number] = {flag, value, from, false};
+    awaited[state.rank][number] = {address, value, from, false};
     while (!has_come(awaited[state.rank][number])) {
         if (*ranks_that_wait) return false;
         begin_wait(Wait::FLAG, "a flag", 0, "", 0, pc);
         yield();
     }
+    return true;
+}
+
+// Whether the flag has come; if not, no rank can run.
+__attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, unsigned from) {
+    const void* pc = __builtin_return_address(0);
+    check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::READ, pc, true);
+    if (!await_number(flag, value, from, pc)) return false;
+    const unsigned number = state.current->number;
     if (const Flag* record = flag_at(flag, false)) {
         uint32_t (&acquired)[MAX_CLUSTER] = rank_clocks[state.rank].acquired[number];
         for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
@@ -163,6 +170,23 @@ __attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, 
         }
     }
     return true;
+}
+
+// A packet tells of nothing but itself: it orders no accesses of the rank that stores it before others of who takes it.
+__attribute__((noinline)) void store_packet(void* address, unsigned long long packet) {
+    const char* bytes = static_cast<const char*>(address);
+    check_bounds(bytes, sizeof packet, Access::WRITE, __builtin_return_address(0), true);
+    memcpy(address, &packet, sizeof packet);
+}
+
+// The packet, once its upper half is `meeting` or more, or when no rank can run.
+__attribute__((noinline)) unsigned long long await_packet(const void* address, uint32_t meeting, unsigned from) {
+    const void* pc = __builtin_return_address(0);
+    unsigned long long packet;
+    check_bounds(static_cast<const char*>(address), sizeof packet, Access::READ, pc, true);
+    await_number(static_cast<const uint32_t*>(address) + 1, meeting, from, pc);
+    memcpy(&packet, address, sizeof packet);
+    return packet;
 }
 
 // Of a thread whose flag will not come: the launch ends when all such threads have come here.

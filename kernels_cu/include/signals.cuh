@@ -3,7 +3,7 @@
 // Every rank has a `Signals` that all ranks can access. Block b of rank r tells rank p that it has come by storing the
 // number of the meeting to flags[b][r] of p. Numbers only grow, so a flag need not be reset. A flag is stored with release
 // and read with acquire, in the scope of the system; the barriers of the block carry both from and to its other threads.
-// All ranks launch the same grid, and each kernel counts its meetings in `meetings` before it ends.
+// All ranks launch the same grid, and each kernel counts its meetings in `meetings`, for every block, before it ends.
 
 #pragma once
 #include "vec.cuh"
@@ -39,39 +39,63 @@ DEVICE void tell_lost(LostRank* lost, uint32_t meeting) {
 #endif
 }
 
-// Waits until `flag`, which rank `from` stores, is `value` or more. A rank that has not come after SIGNAL_SECONDS will not
-// come: the thread says so in `lost`, and after TELLING_SECONDS, in which other threads may say so of other ranks, the
-// kernel ends with a trap, which the next call of the device's runtime reports. A rank that comes meanwhile is not lost.
+// How long a thread has waited for ranks. One that has not come after SIGNAL_SECONDS will not come: the thread says so in
+// `lost`, and after TELLING_SECONDS, in which other threads may say so of other ranks, the kernel ends with a trap, which
+// the next call of the device's runtime reports. A rank that comes meanwhile is not lost.
 constexpr uint64_t SIGNAL_SECONDS = 30, TELLING_SECONDS = 1;
-DEVICE void await_signal(const uint32_t* flag, uint32_t value, int from, LostRank* lost) {
+struct Patience {
 #if PYOPS_CUDA
     uint64_t start = 0;
-    bool is_lost = false;
-    for (uint32_t tries = 1;; ++tries) {
-        uint32_t seen;
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-        if (int32_t(seen - value) >= 0) break;
-        if (tries % 1024) continue;
+    uint32_t tries = 0, told = 0;  // a bit for each rank
+#endif
+    // After each look: `missing` has a bit for each rank that has not come to the meeting.
+    DEVICE void spend(uint32_t missing, uint32_t meeting, LostRank* lost) {
+#if PYOPS_CUDA
+        if (++tries % 1024) return;
         uint64_t now;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         if (start == 0) start = now;
         const uint64_t seconds = (now - start) / 1000000000;
-        if (seconds >= SIGNAL_SECONDS && !is_lost) {
-            tell_lost(lost, value);
-            is_lost = true;
+        if (seconds >= SIGNAL_SECONDS && !told) {
+            told = missing;
+            tell_all(missing, meeting, lost);
         }
         if (seconds >= SIGNAL_SECONDS + TELLING_SECONDS) asm volatile("trap;");
-    }
-    if (is_lost) lost->block = 0;
-#elif PYOPS_HIP
-    while (int32_t(__scoped_atomic_load_n(flag, __ATOMIC_ACQUIRE, __MEMORY_SCOPE_SYSTEM) - value) < 0) {
-    }
-#else
-    if (!host::await_flag(flag, value, from)) {
-        tell_lost(lost, value);
+#elif PYOPS_HOST
+        tell_all(missing, meeting, lost);
         host::give_up();
-    }
 #endif
+    }
+    // When every rank has come.
+    DEVICE void end(LostRank* lost) {
+#if PYOPS_CUDA
+        for (; told; told &= told - 1) lost[__ffs(told) - 1].block = 0;
+#endif
+    }
+
+    DEVICE static void tell_all(uint32_t missing, uint32_t meeting, LostRank* lost) {
+        for (int rank = 0; rank < MAX_RANKS; ++rank) {
+            if (missing >> rank & 1) tell_lost(lost + rank, meeting);
+        }
+    }
+};
+
+// Waits until `flag`, which rank `from` stores, is `meeting` or more.
+DEVICE void await_signal(const uint32_t* flag, uint32_t meeting, int from, LostRank* lost) {
+    Patience patience;
+    for (;;) {
+        uint32_t seen = meeting;
+#if PYOPS_CUDA
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+#elif PYOPS_HIP
+        seen = __scoped_atomic_load_n(flag, __ATOMIC_ACQUIRE, __MEMORY_SCOPE_SYSTEM);
+#else
+        if (!host::await_flag(flag, meeting, from)) seen = meeting - 1;
+#endif
+        if (int32_t(seen - meeting) >= 0) break;
+        patience.spend(1u << from, meeting, lost);
+    }
+    patience.end(lost);
 }
 
 // The ranks, as the block of one of them sees them.
@@ -81,7 +105,7 @@ struct World {
     Signals *own, *others;      // `others`: thread t < WORLD_SIZE has those of rank t
     LostRank* lost;             // [MAX_RANKS], of each rank
     int rank;
-    uint32_t meeting;  // number of the last meeting of this block
+    uint32_t meeting;  // number of the last meeting
 
     DEVICE World(const uint64_t* addresses, Signals* own, LostRank* lost, int rank)
         : addresses(addresses), own(own), lost(lost), rank(rank) {
@@ -95,13 +119,15 @@ struct World {
         __syncthreads();
         if (threadIdx.x < WORLD_SIZE) {
             store_signal(&others->flags[blockIdx.x][rank], meeting);
-            await_signal(&own->flags[blockIdx.x][threadIdx.x], meeting, threadIdx.x, lost + threadIdx.x);
+            await_signal(&own->flags[blockIdx.x][threadIdx.x], meeting, threadIdx.x, lost);
         }
         __syncthreads();
     }
-    // Before the kernel ends. Every thread calls, behind the last meeting.
+    // Before the kernel ends. Every thread calls, behind the last meeting. Blocks that a launch lacks are counted, too, so
+    // that the next kernel has the same number in all of its blocks.
     DEVICE void leave() const {
-        if (threadIdx.x == 0) own->meetings[blockIdx.x] = meeting;
+        const uint32_t block = blockIdx.x + threadIdx.x * gridDim.x;
+        if (block < MAX_RANK_BLOCKS) own->meetings[block] = meeting;
     }
     // Memory behind the signals of a rank, for results that other ranks fetch.
     template <typename T>

@@ -9,11 +9,13 @@ from functools import cache
 from typing import Any
 
 import pyops
-from pyops._core import device
+from pyops._core import device, dtypes
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
+from pyops.ops.collective import custom_all_reduce, minimax, quick_all_reduce
+from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from tests import axes
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
@@ -37,6 +39,21 @@ def _unaligned(arg: Any) -> Any:
     return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) else arg
 
 
+def of_ranks() -> list[Specialisation]:
+    """Of the kernels of several ranks, which no op of the registry launches."""
+    shared = {"WORLD_SIZE": 8, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
+    packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
+    return [
+        custom_all_reduce._packets(**packets),
+        custom_all_reduce._all_reduce(**packets, TWO_SHOT=False),
+        custom_all_reduce._all_reduce(**packets, TWO_SHOT=True),
+        custom_all_reduce._add_rms_norm(**packets, HIDDEN_SIZE=8192),
+        minimax._kernel(**shared, Q_SIZE=768, K_SIZE=128, VEC_SIZE=8),
+        quick_all_reduce._kernel(**shared, BITS=16, compute_t=dtypes.bfloat16),
+        quick_all_reduce._kernel(**shared, BITS=6, compute_t=dtypes.float16),
+    ]
+
+
 @cache
 def of_arch(arch: str) -> dict[str, list[Specialisation]]:
     """{kernel file: its specialisations}, each text once."""
@@ -44,6 +61,8 @@ def of_arch(arch: str) -> dict[str, list[Specialisation]]:
     for op in pyops.registry.values():
         for one in of_op(op, arch):
             found.setdefault(one.kernel.file, {})[one.key] = one
+    for one in of_ranks():
+        found.setdefault(one.kernel.file, {})[one.key] = one
     return {file: list(by_key.values()) for file, by_key in sorted(found.items())}
 
 

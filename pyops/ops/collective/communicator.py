@@ -14,7 +14,7 @@ from ..._core.host.run import Range
 from ..._core.kernel import Kernel, Specialisation
 from ..._core.launch import Bound, bind
 from ..._core.lazy import torch
-from .shared_memory import HANDLE_BYTES, SIGNAL_BYTES, allocation, close_mem_handle, open_mem_handle
+from .shared_memory import HANDLE_BYTES, PACKET_BYTES, SIGNAL_BYTES, allocation, close_mem_handle, open_mem_handle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,14 @@ _NUM_THREADS, _WARPS = 512, 64
 _TWO_SHOT_BYTES = {4: 512 * 1024, 6: 256 * 1024, 8: 256 * 1024}
 _SWITCH = "VLLM_CUSTOM_ALLREDUCE_ALGO"
 _SHOTS = {"1stage": False, "oneshot": False, "2stage": True, "twoshot": True}
+
+
+def by_packets(world_size: int, nbytes: int) -> bool:
+    """Whether ranks send a message as packets, unless the switch names another algorithm.
+
+    Packets are twice its bytes: 1 to 4 us of a link for a mebibyte of all ranks, where meetings take 3 us more.
+    """
+    return world_size * nbytes <= PACKET_BYTES // 4 and not os.environ.get(_SWITCH)
 
 
 def two_shot(world_size: int, nbytes: int, fully_connected: bool) -> bool:
@@ -45,6 +53,12 @@ def geometry(num_vecs: int) -> tuple[int, int]:
     """(blocks, threads of a block) for so many vectors."""
     num_threads = min(_NUM_THREADS, -(-num_vecs // _WARPS) * _WARPS)
     return max(1, min(MAX_BLOCKS, -(-num_vecs // num_threads))), num_threads
+
+
+def spread(num_vecs: int) -> tuple[int, int]:
+    """As `geometry`, on as many multiprocessors as possible: each of them stores a vector to every rank."""
+    num_threads = min(_NUM_THREADS, -(-num_vecs // (MAX_BLOCKS * _WARPS)) * _WARPS)
+    return min(MAX_BLOCKS, -(-num_vecs // num_threads)), num_threads
 
 
 @dataclass(eq=False)

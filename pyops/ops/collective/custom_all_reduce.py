@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..._core import dtypes, ranks
 from ..._core.errors import OpError
@@ -16,11 +16,14 @@ from .communicator import (
     MAX_RANKS,
     VEC_BYTES,
     Communicator,
+    by_packets,
     geometry,
     naming_lost_ranks,
     read_lost,
+    spread,
     two_shot,
 )
+from .shared_memory import PACKET_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +40,11 @@ __all__ = [
 ]
 
 _all_reduce = Kernel("collective/all_reduce.cu")
+_packets = Kernel("collective/all_reduce_packets.cu")
 _add_rms_norm = Kernel("collective/all_reduce_add_rms_norm.cu")
 _communicators: dict[int, Communicator] = {}
 _handles = count(1)
-_ROW_THREADS = 1024  # most threads that share a row of the fused norm
+_ROW_THREADS = 512  # most threads that share a row of the fused norm: packets of eight ranks are 64 registers
 
 
 def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, fully_connected: bool) -> int:
@@ -114,64 +118,73 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     Args:
         fa: handle of `init_custom_ar`. Every rank calls, with tensors of one dtype and size.
         inp: float32, float16 or bfloat16; contiguous, or all that is left of its storage; a multiple of 16 bytes.
-        out: as `inp`, written; may be `inp` where that is copied.
+        out: as `inp`, written; may be `inp` where that is copied or sent.
         reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, where `inp` is registered or
-            its stream is being captured.
+            its stream is being captured. A short `inp`, a mebibyte or less of all ranks, is sent instead.
         reg_buffer_sz_bytes: its size.
     """
     found = communicator("all_reduce", fa)
-    nbytes = _check("all_reduce", inp, out, may_overlap=reg_buffer != 0)
+    nbytes = _check("all_reduce", inp, out)
+    num_vecs, constants = nbytes // VEC_BYTES, _constants(inp)
+    if by_packets(found.world_size, nbytes):
+        _check_overlap("all_reduce", inp, out, may_be_one=True)
+        if num_vecs:
+            tensors = {"input": inp, "out": out}
+            found.launch("all_reduce", _packets, constants, *spread(num_vecs), {"num_vecs": num_vecs}, None, **tensors)
+        return
+    if not reg_buffer:
+        _check_overlap("all_reduce", inp, out, may_be_one=False)
     two = two_shot(found.world_size, nbytes, found.fully_connected)
-    peers = staged(found, "all_reduce", inp, nbytes, reg_buffer, reg_buffer_sz_bytes)
-    num_vecs = nbytes // VEC_BYTES
+    peers = _staged(found, "all_reduce", inp, nbytes, reg_buffer, reg_buffer_sz_bytes)
     if not num_vecs:
         return
     part = num_vecs - (found.world_size - 1) * (num_vecs // found.world_size) if two else num_vecs
-    grid, num_threads = geometry(part)
-    constants = {"scalar_t": dtypes.of(inp.dtype), "VEC_SIZE": VEC_BYTES // inp.itemsize, "TWO_SHOT": two}
-    found.launch("all_reduce", _all_reduce, constants, grid, num_threads, {"num_vecs": num_vecs}, peers, out=out)
+    constants["TWO_SHOT"] = two
+    found.launch("all_reduce", _all_reduce, constants, *geometry(part), {"num_vecs": num_vecs}, peers, out=out)
 
 
 def all_reduce_add_rms_norm(
-    fa: int,
-    inp: Tensor,
-    out: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    reg_buffer: int,
-    reg_buffer_sz_bytes: int,
+    fa: int, inp: Tensor, out: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 ) -> None:
-    """`all_reduce` into `out`, then `fused_add_rms_norm` of `out` and `residual`, as one kernel in one shot.
+    """`all_reduce` into `out`, then `fused_add_rms_norm` of `out` and `residual`, as one kernel, for short tensors.
 
     Args:
-        fa, inp, out, reg_buffer, reg_buffer_sz_bytes: as of `all_reduce`; inp and out are [..., hidden_size].
+        fa: as of `all_reduce`.
+        inp: [..., hidden_size], as of `all_reduce`; a mebibyte or less of all ranks.
+        out: as `inp`, written; may be `inp`.
         residual: as `out`; the sum of both is written here.
         weight: [hidden_size].
         epsilon: added to the mean of squares.
     """
     op = "all_reduce_add_rms_norm"
     found = communicator(op, fa)
-    nbytes, hidden_size = _check(op, inp, out, may_overlap=reg_buffer != 0), inp.shape[-1]
-    _check(op, inp, residual, "residual")
-    _check(op, out, residual, "residual")
+    nbytes, hidden_size = _check(op, inp, out), inp.shape[-1]
+    if found.world_size * nbytes > PACKET_BYTES // 4:
+        raise OpError(op, "inp", f"expected {PACKET_BYTES // 4} bytes of all ranks, got {found.world_size * nbytes}")
+    _check_overlap(op, inp, out, may_be_one=True)
+    for tensor in (inp, out):
+        _check(op, tensor, residual, "residual")
+        _check_overlap(op, tensor, residual, "residual")
     if weight.shape != (hidden_size,) or weight.dtype != inp.dtype or weight.data_ptr() % VEC_BYTES:
         raise OpError(op, "weight", f"expected aligned {inp.dtype} [{hidden_size}], got {list(weight.shape)}")
     vec_size = VEC_BYTES // inp.itemsize
     if hidden_size % vec_size:
         raise OpError(op, "inp", f"expected a multiple of {vec_size} columns, got {hidden_size}")
     num_rows = inp.numel() // hidden_size
-    peers = staged(found, op, inp, nbytes, reg_buffer, reg_buffer_sz_bytes)
     if not num_rows:
         return
     num_threads = min(_ROW_THREADS, -(-hidden_size // vec_size // 64) * 64)
-    constants = {"scalar_t": dtypes.of(inp.dtype), "HIDDEN_SIZE": hidden_size, "VEC_SIZE": vec_size}
     fixed = {"num_rows": num_rows, "epsilon": float(epsilon)}
-    tensors = {"out": out, "residual": residual, "weight": weight}
-    found.launch(op, _add_rms_norm, constants, min(MAX_BLOCKS, num_rows), num_threads, fixed, peers, **tensors)
+    tensors = {"input": inp, "out": out, "residual": residual, "weight": weight}
+    constants = _constants(inp) | {"HIDDEN_SIZE": hidden_size}
+    found.launch(op, _add_rms_norm, constants, min(MAX_BLOCKS, num_rows), num_threads, fixed, None, **tensors)
 
 
-def staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: int, reg_buffer_sz_bytes: int) -> int:
+def _constants(inp: Tensor) -> dict[str, Any]:
+    return {"scalar_t": dtypes.of(inp.dtype), "VEC_SIZE": VEC_BYTES // inp.itemsize, "PACKET_BYTES": PACKET_BYTES}
+
+
+def _staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: int, reg_buffer_sz_bytes: int) -> int:
     """The row of addresses of what is reduced: `inp`, or the registered buffer that it is copied to."""
     if not reg_buffer:
         with naming_lost_ranks(op, found.lost):
@@ -189,7 +202,7 @@ def staged(found: Communicator, op: str, inp: Tensor, nbytes: int, reg_buffer: i
     return row
 
 
-def _check(op: str, inp: Tensor, out: Tensor, name: str = "out", may_overlap: bool = False) -> int:
+def _check(op: str, inp: Tensor, out: Tensor, name: str = "out") -> int:
     """The bytes of `inp`, checked with `out`."""
     if inp.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise OpError(op, "inp", f"expected float32, float16 or bfloat16, got {inp.dtype}")
@@ -204,9 +217,13 @@ def _check(op: str, inp: Tensor, out: Tensor, name: str = "out", may_overlap: bo
             raise OpError(op, which, f"expected an address that {VEC_BYTES} divides, got {tensor.data_ptr():#x}")
     if nbytes % VEC_BYTES:
         raise OpError(op, "inp", f"expected a multiple of {VEC_BYTES} bytes, got {nbytes}")
-    if not may_overlap and nbytes and abs(inp.data_ptr() - out.data_ptr()) < nbytes:
-        raise OpError(op, name, "overlaps another tensor of the call")
     return nbytes
+
+
+def _check_overlap(op: str, inp: Tensor, out: Tensor, name: str = "out", may_be_one: bool = False) -> None:
+    distance = abs(inp.data_ptr() - out.data_ptr())
+    if distance < inp.nbytes and not (may_be_one and distance == 0):
+        raise OpError(op, name, "overlaps another tensor of the call")
 
 
 def _is_dense(tensor: Tensor, nbytes: int) -> bool:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import torch
 from . import custom_all_reduce as custom
-from .communicator import VEC_BYTES, naming_lost_ranks, two_shot
+from .communicator import VEC_BYTES, by_packets, naming_lost_ranks
 from .shared_memory import (
-    SIGNAL_BYTES,
     allocate_shared_buffer_and_handle,
     close_mem_handle,
     free_shared_buffer,
+    meta_size,
     open_mem_handle,
 )
 
@@ -40,7 +40,7 @@ class CustomAllReduce:
         self.group, self.device, self.max_size = group, torch.device(device), max_size
         rank = torch.distributed.get_rank(group)
         with torch.cuda.device(self.device):
-            self._own = [allocate_shared_buffer_and_handle(size) for size in (SIGNAL_BYTES + max_size, max_size)]
+            self._own = [allocate_shared_buffer_and_handle(size) for size in (meta_size() + max_size, max_size)]
             self._opened: list[int] = []
             signals, buffers = (self._addresses(own, handle, rank) for own, handle in self._own)
             table = torch.zeros(_TABLE_BYTES, dtype=torch.uint8, device=self.device)
@@ -70,17 +70,15 @@ class CustomAllReduce:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> bool:
-        """`all_reduce_add_rms_norm` into `x`, where one shot is what to use; whether it was."""
+        """`all_reduce_add_rms_norm` into `x`, where packets are what to use; whether it was."""
         if (
-            two_shot(self.world_size, x.nbytes, True)
+            not by_packets(self.world_size, x.nbytes)
             or x.shape[-1] * x.itemsize % VEC_BYTES
             or not residual.is_contiguous()
         ):
             return False
-        sizes = self.buffer, self.max_size
-        # The kernel reads the copy of `x` in the registered buffer, so `x` itself may be written.
         with self.naming("all_reduce_add_rms_norm"):
-            custom.all_reduce_add_rms_norm(self.fa, x, x, residual, weight, epsilon, *sizes)
+            custom.all_reduce_add_rms_norm(self.fa, x, x, residual, weight, epsilon)
         return True
 
     def naming(self, what: str) -> AbstractContextManager[None]:

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["allocate_shared_buffer_and_handle", "free_shared_buffer", "meta_size", "open_mem_handle"]
 
 HANDLE_BYTES = 64
-SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up to lines; scratch memory follows
+SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up to lines
+PACKET_BYTES = 4 << 20  # of `init_custom_ar`, behind the signals: packets of two messages; scratch memory follows
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 def meta_size() -> int:
-    """Bytes of the signals of a rank, which lie before its scratch memory."""
-    return SIGNAL_BYTES
+    """Bytes of the signals and packets of a rank, which lie before its scratch memory."""
+    return SIGNAL_BYTES + PACKET_BYTES
 
 
 def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
