@@ -9,7 +9,7 @@
 // and each has items one after another, from a counter. Items are taken from the last to the first: under CAUSAL the
 // later ones of a sequence take longer, and should not be the tail.
 //
-// Warpgroups: one warp of the last produces: it finds work, and loads queries, keys and values (prefill_tiles.cuh). The
+// Warpgroups: one warp of the last produces: it loads queries, keys and values; another finds work (prefill_tiles.cuh). The
 // others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
 // limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the
 // probabilities P of the new tile while the product with V goes on. Consumers take turns at starting products, so that
@@ -44,8 +44,6 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 
 // to the largest probability, and is the formula's in the join of splits, is smaller, too.
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
-// Whether the first logits of the next item are computed while results are stored. Heads of 256 lack the registers.
-constexpr bool LOGITS_BEFORE_STORES = HEAD_SIZE <= 192;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -146,12 +144,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE), accumulate || i > 0);
         }
         warpgroup_commit_batch();
-    };
-
-    const auto start_next_logits = [&] {
-        tiles.query.advance();
-        tiles.query.wait();
-        start_logits();
     };
 
     tiles.query.wait();
@@ -307,8 +299,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
-        if (LOGITS_BEFORE_STORES) start_next_logits();
-        warpgroup_wait<LOGITS_BEFORE_STORES>();
+        warpgroup_wait<0>();
         warpgroup_fence_operand(o);
         release(tiles.value);
         tiles.value.advance();
@@ -367,7 +358,10 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 }
             }
         }
-        if (!LOGITS_BEFORE_STORES) start_next_logits();
+        // Results are stored first: the next item's queries come later than this one's last product ends.
+        tiles.query.advance();
+        tiles.query.wait();
+        start_logits();
     }
     warpgroup_wait<0>();
 }
