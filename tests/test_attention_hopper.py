@@ -93,6 +93,13 @@ def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_siz
     _varlen(one, **call)
 
 
+@pytest.mark.parametrize("section", [1, 2])
+def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of one key-value head after another; of two, and then of the one that is left."""
+    monkeypatch.setattr(varlen_hopper, "_section_heads", lambda *_: section)
+    _varlen(HopperConfig(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
+
+
 # Sequences of one tile in each split and of one too few for two, next to one with as many splits as there may be.
 SPLITS = [
     ([129, 65], [1185, 511], HopperConfig(64, 2, max_splits=3)),
@@ -176,7 +183,7 @@ def test_options(on: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "head_size", "dtype"),
-    few([(HopperConfig(96, 3), 64, torch.float16), (HopperConfig(128, 2), 128, torch.bfloat16)], 1),
+    few([(HopperConfig(96, 3), 64, torch.bfloat16), (HopperConfig(128, 2), 128, torch.float16)], 1),
     ids=str,
 )
 def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtype) -> None:
@@ -190,6 +197,15 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
         _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
+    # All logits of a row are large and negative, down to -9 and -90.
+    call["query"] = -call["plain"][0][0][:1, :1].to(dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
+    keys = call["plain"][0][0][:1, :1]
+    for s, blocks in enumerate(call["block_tables"]):
+        call["key_cache"][blocks.long()] = keys[0, 0].to(dtype)
+        call["plain"][s][0] = keys.expand_as(call["plain"][s][0])
+    call["query"] = call["query"].to(dtype)
+    for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
+        _varlen(one, **call | {"logits_soft_cap": cap, "scale": factor * scale})
 
 
 @pytest.mark.parametrize("block_size", few([16, 64], 1))
@@ -300,6 +316,10 @@ def test_choice() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), Config)
+    # Sections of heads that have room in the L2 cache, but of two rounds of items at least.
+    for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
+        problem = _problem(tokens, 128, block_size=slots * 8)
+        assert launch(problem, choose(problem, HOPPER))[0].fixed["section_heads"] == expected
     for wrong in (lambda: HopperConfig(100, 2), lambda: HopperConfig(272, 2), lambda: HopperConfig(128, 4)):
         with pytest.raises(ValueError, match="no geometry"):
             wrong()

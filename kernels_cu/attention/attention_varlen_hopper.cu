@@ -9,7 +9,7 @@
 // and each has items one after another, from a counter. Items are taken from the last to the first: under CAUSAL the
 // later ones of a sequence take longer, and should not be the tail.
 //
-// Warpgroups: one warp of the last produces: it finds work, and loads queries, keys and values (prefill_tiles.cuh). The
+// Warpgroups: one warp of the last produces: it loads queries, keys and values; another finds work (prefill_tiles.cuh). The
 // others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
 // limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the
 // probabilities P of the new tile while the product with V goes on. Consumers take turns at starting products, so that
@@ -38,8 +38,12 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
-// Whether a tile with no limit but the causal one has masks of its own. Heads of 256 lack the registers.
-constexpr bool MASKS_BY_LIMIT = HEAD_SIZE <= 192;
+// Under a soft cap small products have small logits: the largest magnitude of a row takes the place of its largest logit,
+// and tests whether products are small as well. Logits are up to MAX_MAGNITUDE, in units of log 2, on either side of 0, so
+// that probabilities and their sum may be smaller by its square, for which float16 has no room; EPSILON, which is relative
+// to the largest probability, and is the formula's in the join of splits, is smaller, too.
+constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
+constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -67,15 +71,16 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         float* exp_sums,                              // [num_tokens, num_heads, max_splits]
                         uint32_t* items_taken,                        // [1], zero before and after
                         int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
-                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t max_splits,
-                        int64_t out_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
-                        int64_t starts_step, float scale, float logits_soft_cap) {
+                        int64_t section_heads, int64_t num_items, int64_t max_tokens, int64_t sliding_window,
+                        int64_t max_splits, int64_t out_stride, int64_t table_stride, int64_t table_step,
+                        int64_t length_step, int64_t starts_step, float scale, float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
     __shared__ Codes kinds[CODE_STAGES];
     __shared__ uint32_t holes[STAGES];
-    Tiles tiles(shared, works, holes, kinds);
+    __shared__ Found found;
+    Tiles tiles(shared, works, holes, kinds, &found);
     tiles.init<NUM_THREADS>();
     __syncthreads();
     const Window window(sliding_window);
@@ -84,12 +89,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (warp == 0) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step, num_seqs,
-                                      num_tokens,   max_tokens, num_kv_heads, max_splits};
-            Producer producer{tiles,        sequences,    window,     &query_map, &key_map, &value_map,
-                              block_tables, table_stride, table_step, num_blocks, lane,     lane % BOXES};
-            producer.run(items_taken, num_items);
+        if (warp <= HAS_FINDER) {
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,
+                                      num_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
+            Finder finder{sequences,  window,     block_tables, table_stride,
+                          table_step, num_blocks, items_taken,  int(num_items)};
+            if (warp == 1) return finder.run(tiles);
+            Producer producer{tiles, finder, window, &query_map, &key_map, &value_map, lane, lane % BOXES};
+            producer.run();
         } else if constexpr (IS_FP8) {
             widen_tiles(tiles);
         }
@@ -100,8 +107,11 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const int g = lane / 4, t = lane % 4;
     const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
     const float product_unit = scale * (IS_FP8 ? *k_scale : 1.0f);
-    const float unit = HAS_SOFTCAP ? CapSeries::unit(product_unit, logits_soft_cap) : product_unit * LOG2_E;
-    const CapSeries series(logits_soft_cap);
+    const float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
+    const CapSeries<3> series(product_unit, logits_soft_cap);
+    const CapSeries<5> long_series(product_unit, logits_soft_cap);
+    const float series_limit =
+        BY_MAGNITUDE || unit > 0.0f ? fminf(series.limit, MAX_MAGNITUDE / fabsf(product_unit * LOG2_E)) : 0.0f;
     const auto release = [&](const auto& ring) {
         sync_warp();
         ring.release(ring.stage);
@@ -157,26 +167,25 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         const auto softmax = [&](int tile, uint32_t missing) {
             const int start = tile * TOKENS;
             const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
-            // A soft cap rises with its products: the largest product has the largest logit. Where all products of a warp
-            // are small, a series takes the place of tanh.
-            bool by_series = true;
+            // Where all products of a warp are small, a series takes the place of tanh.
+            float magnitude[2] = {0.0f, 0.0f};
+            bool by_series = false;
             if (HAS_SOFTCAP) {
-                uint32_t bits = 0;
 #pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    s[i] *= unit;
-                    bits |= CapSeries::bits(s[i]);
-                }
-                by_series = !any_lane(!CapSeries::serves(bits)) && logits_soft_cap < 0x1p23f;
+                for (int i = 0; i < TOKENS / 2; ++i) magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
+                by_series = !HAS_ALIBI && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit));
             }
             // In the plain case products take the place of logits, up to the factor `unit` or the series.
-            const bool plain = !HAS_ALIBI && (whole || !HAS_SOFTCAP) && unit > 0.0f && by_series;
+            const bool plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
             if (!plain) {
+                const bool by_long_series =
+                    HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
                     if (!HAS_SOFTCAP) s[i] *= unit;
                     else if (by_series) s[i] = series.logit(s[i]);
-                    else s[i] = logit_of<true>(s[i], CapSeries::LIMIT / 2, logits_soft_cap);
+                    else if (by_long_series) s[i] = long_series.logit(s[i]);
+                    else s[i] = logit_of<true>(s[i], unit, logits_soft_cap);
                 }
             }
             if (HAS_ALIBI) {
@@ -187,34 +196,33 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     s[i] = fmaf(slopes[half], distance + float(column), s[i]);
                 }
             }
-            if (MASKS_BY_LIMIT && !whole && start >= whole_begin && !missing) {
-                // The causal limit alone: one comparison of an element.
-                const int last[2] = {limits[0] - start - 2 * t, limits[1] - start - 2 * t};
+            // Masks of the limits, of the window and of blocks that do not exist, each where there are such keys.
+            const auto mask = [&](bool any, auto is_masked) {
+                if (!any) return;
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) {
-                    if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) s[i] = minus_infinity();
+                    if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
                 }
-            } else if (!whole) {
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2, before = start + 2 * t;
-                    const bool seen = (column <= limits[half] - before) & (column >= firsts[half] - before) &
-                                      !(missing >> column / BOX_TOKENS & 1);
-                    if (!seen) s[i] = minus_infinity();
-                }
-            }
+            };
+            const int before = start + 2 * t;  // columns before the lane's first
+            mask(start + TOKENS - 1 > whole_end, [&](int column, int half) { return column > limits[half] - before; });
+            mask(start < whole_begin, [&](int column, int half) { return column < firsts[half] - before; });
+            mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
             const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
             float base[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float larger = fmaxf(s[2 * half], s[2 * half + 1]);
+                float larger = magnitude[half];
+                if (!(BY_MAGNITUDE && plain)) {
+                    larger = fmaxf(s[2 * half], s[2 * half + 1]);
 #pragma unroll
-                for (int i = 4; i < TOKENS / 2; i += 4) {
-                    larger = fmaxf(larger, fmaxf(s[i + 2 * half], s[i + 2 * half + 1]));
+                    for (int i = 4; i < TOKENS / 2; i += 4) {
+                        larger = fmaxf(larger, fmaxf(s[i + 2 * half], s[i + 2 * half + 1]));
+                    }
                 }
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
-                if (HAS_SOFTCAP && plain) larger = series.logit(larger);
+                if (HAS_SOFTCAP && plain) larger = BY_MAGNITUDE ? fabsf(series.logit(larger)) : series.logit(larger);
                 larger = fmaxf(max_logit[half], larger * factor);
                 base[half] = probability_base<scalar_t>(larger);
                 shrink[half] = relative_exp2(max_logit[half], larger);
@@ -334,7 +342,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             if (HAS_LSE && exists && t == 0) {
                 lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
             }
-            const float share = sink_shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
+            const float share = sink_shrink / (row_sum + EPSILON) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
             scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
 #pragma unroll
             for (int i = 0; i < HEAD_SIZE / 8; i += 4) {

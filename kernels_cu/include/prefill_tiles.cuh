@@ -1,7 +1,7 @@
 // prefill_tiles.cuh: the queries, keys and values of attention_varlen_hopper, whose constants it reads: where they lie in
 // shared memory, and the warps that bring them there.
 //
-// One warp, the producer, finds work and loads by TMA. A tile of keys or values is loaded in boxes of BOX_TOKENS tokens,
+// One warp, the finder, finds work, and another, the producer, loads by TMA. A tile of keys or values is loaded in boxes of BOX_TOKENS tokens,
 // which never lie in two blocks of the cache; a lane has a box. A block number that is out of range becomes num_blocks,
 // of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the item attends to, in the first and
 // last tile, may be NaN: the producer overwrites them with zeros.
@@ -28,6 +28,18 @@ constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WID
 // keys. Two stages of queries do without; heads of more than 192 elements lack the registers.
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && HEAD_SIZE <= 192;
 
+// Whether a warp of its own finds items of work, the next one while the producer loads this one. A split is taken only
+// when the one before is loaded: taken earlier it would wait for this block, while another has nothing to do. Codes leave
+// no warp.
+constexpr bool HAS_FINDER = !IS_FP8 && !HAS_SPLITS;
+
+// An item of work that is found.
+struct Found {
+    Work work;
+    int seq, length;
+    int blocks[WARP_SIZE];  // of the cache, of the boxes of the last tile
+};
+
 // What a tile of codes is.
 struct Codes {
     enum Kind { KEYS, VALUES, END } kind;  // END: no tile, and there is no more work
@@ -45,8 +57,10 @@ struct Tiles {
     Work* works;       // [QUERY_STAGES]
     uint32_t* holes;   // [STAGES], of keys, a bit for each box
     Codes* kinds;      // [CODE_STAGES]
+    Ring<1> next;
+    Found* found;
 
-    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds)
+    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds, Found* found)
         : queries(shared),
           keys(queries + QUERY_STAGES * QUERY_BYTES),
           values(keys + STAGES * TILE_BYTES),
@@ -58,7 +72,9 @@ struct Tiles {
           landed(code.barriers + 2 * CODE_STAGES),
           works(works),
           holes(holes),
-          kinds(kinds) {}
+          kinds(kinds),
+          next(landed + 1),
+          found(found) {}
 
     // By all threads of the block, of which __syncthreads() follows.
     template <int NUM_THREADS>
@@ -69,6 +85,7 @@ struct Tiles {
             key.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
             value.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
             code.init(WIDENERS);
+            next.init(1);
         }
         if constexpr (USED_ROWS < ITEM_ROWS) {  // rows that no box reaches
             constexpr int CHUNKS = (ITEM_ROWS - USED_ROWS) * 8;
@@ -81,41 +98,102 @@ struct Tiles {
     }
 };
 
+// The lane, and the box of a tile that is the lane's: made anew, as registers are few.
+DEVICE int own_lane() { return made_anew(threadIdx.x) % WARP_SIZE; }
+DEVICE int own_box() { return own_lane() % BOXES; }
+
+// Finds the items of work of a block.
+struct Finder {
+    const Sequences& sequences;
+    const Window& window;
+    const table_t* block_tables;
+    int64_t table_stride, table_step, num_blocks;
+    uint32_t* items_taken;
+    int num_items;
+    int number = blockIdx.x;
+
+    // Finds the work of `number`, or of the next number that has work; false if there is none, and `work` then is the end:
+    // zeros are loaded, and no values.
+    DEVICE bool find(Work& work, int& seq, int& length) {
+        for (; number < num_items; take()) {
+            if (sequences.find(num_items - 1 - number, window, work, seq, length)) return true;
+        }
+        work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};
+        seq = length = 0;
+        return false;
+    }
+    DEVICE void take() { number = next_item(items_taken, num_items); }
+    // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
+    DEVICE int block_of(const Work& work, int seq, int tile) const {
+        const int token = tile * TOKENS + own_box() * BOX_TOKENS;
+        if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
+        const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        return block < 0 || block >= num_blocks ? -1 : int(block);
+    }
+    // Of a warp of its own: one item after another to the producer, each found while the one before is loaded.
+    DEVICE void run(Tiles& tiles) {
+        const int lane = threadIdx.x % WARP_SIZE;
+        for (;;) {
+            Work work;
+            int seq, length;
+            const bool more = find(work, seq, length);
+            tiles.found->blocks[own_lane()] = block_of(work, seq, work.last_tile);
+            if (lane == 0) {
+                tiles.found->work = work;
+                tiles.found->seq = seq;
+                tiles.found->length = length;
+            }
+            sync_warp();
+            if (lane == 0) mbarrier_arrive(tiles.next.full());
+            if (!more) return;
+            tiles.next.advance();
+            tiles.next.acquire();
+            sync_warp();
+            take();
+        }
+    }
+};
+
 // The producer.
 struct Producer {
     Tiles& tiles;
-    const Sequences& sequences;
+    Finder& finder;
     const Window& window;
     const TensorMap *query_map, *key_map, *value_map;
-    const table_t* block_tables;
-    int64_t table_stride, table_step, num_blocks;
     int lane, box;  // `box`: of a tile, the lane's
     uint32_t landings = 0;
 
-    DEVICE void run(uint32_t* items_taken, int64_t num_items) {
-        int item = blockIdx.x;
+    DEVICE void run() {
         for (bool more = true; more;) {
-            more = item < num_items;
-            Work work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};  // the end: zeros are loaded, and no values
-            int seq = 0, length = 0;
-            if (more) {
-                const bool found = sequences.find(int(num_items) - 1 - item, window, work, seq, length);
-                if (!HAS_SPLITS || !found) item = next_item(items_taken, num_items);
-                if (!found) continue;
+            Work work;
+            int seq, length, block;
+            if constexpr (HAS_FINDER) {
+                tiles.next.wait();
+                work = tiles.found->work;
+                seq = tiles.found->seq;
+                length = tiles.found->length;
+                block = tiles.found->blocks[own_lane()];
+                more = work.tokens > 0;
+                sync_warp();
+                tiles.next.release(0);
+                tiles.next.advance();
+            } else {
+                more = finder.find(work, seq, length);
+                if (!HAS_SPLITS && more) finder.take();
+                block = finder.block_of(work, seq, work.last_tile);
             }
             if (!EARLY_QUERIES) load_queries(work);
             // The keys of a tile, and then the values of the tile before.
-            int block = block_of(work, seq, work.last_tile), values_block = 0;
+            int values_block = 0;
             for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
-                const int next_block = block_of(work, seq, tile - 1);
+                const int next_block = finder.block_of(work, seq, tile - 1);
                 if (tile >= work.first_tile) load_keys(work, tile, block);
                 if (tile < work.last_tile && more) load_values(work, tile + 1, values_block, length);
                 if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
                 values_block = block;
                 block = next_block;
             }
-            // A split is taken only now: taken earlier it would wait for this block, while another has nothing to do.
-            if (HAS_SPLITS && more) item = next_item(items_taken, num_items);
+            if (HAS_SPLITS && more) finder.take();
         }
         if constexpr (IS_FP8) {
             tiles.code.acquire();
@@ -127,13 +205,6 @@ struct Producer {
     }
 
 private:
-    // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
-    DEVICE int block_of(const Work& work, int seq, int tile) const {
-        const int token = tile * TOKENS + made_anew(box) * BOX_TOKENS;  // the product would keep a register
-        if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
-        const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
-        return block < 0 || block >= num_blocks ? -1 : int(block);
-    }
     DEVICE void load_queries(const Work& work) {
         auto& ring = tiles.query;
         ring.acquire();
@@ -190,7 +261,7 @@ private:
         if (lane == 0) mbarrier_arrive_expect_tx(full, IS_FP8 ? CODE_BYTES : TILE_BYTES);
         sync_warp();
         const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
-        const int from = block < 0 ? int(num_blocks) : block;
+        const int from = block < 0 ? int(finder.num_blocks) : block;
         if constexpr (IS_FP8) {
             uint8_t* const to_box = to + box * (BOX_TOKENS * HEAD_SIZE);
             if (lane < BOXES) tma_load(to_box, map, full, 0, work.kv_head, slot, from);

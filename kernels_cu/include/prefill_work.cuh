@@ -1,9 +1,9 @@
 // prefill_work.cuh: the work items of attention_varlen_hopper, whose constants it reads, and how a block finds them.
 //
 // A work item is ITEM_TOKENS query tokens of a sequence and one key-value head; its rows are the tokens times the GROUP
-// query heads that share the head, heads first. Items are numbered by tiles of tokens, then by key-value heads. The
-// tiles of sequence s begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no
-// tokens. With HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may
+// query heads that share the head, heads first. Items are numbered by sections of `section_heads` key-value heads, whose
+// keys and values the L2 cache has room for, in a section by tiles of tokens, and then by heads. The tiles of sequence s
+// begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no tokens. With HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may
 // take alone (split-KV); an item of few keys has fewer splits, and its other numbers have no work.
 #pragma once
 #include "arith.cuh"
@@ -40,7 +40,7 @@ struct Window {
 struct Sequences {
     const starts_t* cu_seqlens_q;
     const length_t* seq_lens;
-    int64_t starts_step, length_step, num_seqs, num_tokens, max_tokens, num_kv_heads, max_splits;
+    int64_t starts_step, length_step, num_seqs, num_tokens, max_tokens, num_kv_heads, section_heads, max_splits;
 
     DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
     DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
@@ -49,9 +49,14 @@ struct Sequences {
     // the warp calls.
     DEVICE bool find(int number, const Window& window, Work& work, int& seq, int& length) const {
         const int item = HAS_SPLITS ? number / int(max_splits) : number;
+        const int section_tiles = int(num_tokens / ITEM_TOKENS + num_seqs), heads = int(section_heads);
+        const int first_head = item / (section_tiles * heads) * heads;
+        const int in_section = item - first_head * section_tiles,
+                  own_heads = min(heads, int(num_kv_heads) - first_head);
         // A search for the sequence, the last one that begins at this tile or before it, with a probe of each lane: one
         // load for 32 sequences. `low` to `high` of them begin so.
-        const int64_t tile = item / int(num_kv_heads);
+        const int tile = in_section / own_heads;
+        work.kv_head = first_head + in_section % own_heads;
         int low = 0, high = int(num_seqs);
         while (low < high) {
             const int step = ceil_div(high - low, WARP_SIZE);
@@ -70,7 +75,6 @@ struct Sequences {
         work.token = int(token);
         work.tokens = int(end - token);
         work.limit = CAUSAL ? length - work.tokens : length - 1;
-        work.kv_head = item % int(num_kv_heads);
         work.first_tile = window.first_seen(work.limit) / TOKENS;
         work.last_tile = max(work.limit_of(ITEM_ROWS - 1), 0) / TOKENS;
         work.split = 0;

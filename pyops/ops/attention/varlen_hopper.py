@@ -26,6 +26,8 @@ _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
+# Keys and values of heads whose items of work run at once: docs/performance.md, "A section of heads".
+_SECTION_BYTES = 24 << 20
 # The model of the device, in times of a tile. docs/performance.md, "An item of work costs 3.2 us beside its tiles".
 _ITEM_TILES, _JOIN_TILES = 2, 2
 
@@ -75,7 +77,8 @@ class HopperConfig:
         whole_heads = _has_whole_heads(problem)
         map_cache = _map_of_codes if is_fp8 else _map_of_whole_heads if whole_heads else _map_of_panels
         kernel = _hopper.for_arch(device.arch_feature)
-        num_items = (num_tokens // item_tokens + problem.num_seqs) * layout.num_kv_heads
+        num_tiles = num_tokens // item_tokens + problem.num_seqs
+        num_items = num_tiles * layout.num_kv_heads
         has_splits = self.max_splits > 1
         shared_constants = {
             "HAS_SPLITS": has_splits,
@@ -87,6 +90,7 @@ class HopperConfig:
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
+            "section_heads": _section_heads(problem, device, num_tiles),
         }
         attend = kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
@@ -119,7 +123,7 @@ class HopperConfig:
         row_bytes = -(-head_size // _PANEL_SIZE) * _ROW_BYTES
         query = 64 * self.consumers * row_bytes + 2 * _BARRIER_BYTES
         stage = 2 * (self.tokens * row_bytes + 2 * _BARRIER_BYTES)
-        fixed = _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
+        fixed = 3 * _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
         room = device.shared_memory - _STATIC_BYTES - fixed
         # Tiles come first: docs/performance.md, "Three tiles and the queries of one item".
         stages = min(_MAX_STAGES, (room - query) // stage)
@@ -196,6 +200,15 @@ def _choose_tile(problem: Problem) -> HopperConfig:
     if not _has_whole_heads(problem):
         return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
     return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
+
+
+def _section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
+    """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
+    block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
+    layout, head_size = problem.layout, problem.query.shape[2]
+    head_bytes = 2 * max_tokens_of(problem.kv) * head_size * layout.dtype.itemsize
+    heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // num_tiles))
+    return max(1, min(layout.num_kv_heads, heads))
 
 
 def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:
