@@ -186,8 +186,9 @@ def test_cases_reach_every_kernel_that_few_blocks_reach(arch: str) -> None:
     chosen = cases.cases(arch, list(pyops.registry.values()))
     assert [name for name, _ in chosen][: len(pyops.registry)] == list(pyops.registry)
     reached = {one.specialisation.kernel.file for case in chosen for one in cases._launches(arch, *case)}
-    # These serve long rows and many tokens only.
+    # These serve long rows and many tokens only; kernels of several ranks need more than one device.
     large = {"sampling/sampling_filter.cu", "cache/group_slots.cu", "cache/reshape_and_cache_groups.cu"}
     large |= {"mamba/chunk_scan_pass.cu", "mamba/selective_scan_tokens.cu", "mamba/gated_delta_chunk.cu"}
     large |= {"linear/wna16_to_dense.cu"}
-    assert set(specialisations.of_arch(arch)) - reached <= large
+    one_rank = {file for file in specialisations.of_arch(arch) if not file.startswith("collective/")}
+    assert one_rank - reached <= large

@@ -145,7 +145,7 @@ class Communicator:
 
     def _open(self, handle: bytes) -> int:
         if handle not in self.opened:
-            self.opened[handle] = open_mem_handle(torch.frombuffer(bytearray(handle), dtype=torch.uint8, device="cpu"))
+            self.opened[handle] = open_mem_handle(torch.tensor([*handle], dtype=torch.uint8, device="cpu"))
         return self.opened[handle]
 
     def close(self) -> None:

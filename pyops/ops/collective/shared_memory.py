@@ -53,7 +53,7 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
             if before is not None:
                 runtime.threadExchangeStreamCaptureMode(before)
         runtime.deviceSynchronize()
-    return address, torch.frombuffer(bytearray(handle), dtype=torch.uint8, device="cpu")
+    return address, torch.tensor([*handle], dtype=torch.uint8, device="cpu")
 
 
 def open_mem_handle(mem_handle: Tensor) -> int:
