@@ -16,6 +16,7 @@ from pyops import OpError
 from pyops._core import config, device, dtypes, tuning
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import describe_new
+from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
 from pyops.ops.linear.gemm_problem import Operand
 from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
@@ -46,7 +47,7 @@ _SMALL = 32 * 1024  # shared memory of a block, of a device that has no more
 
 
 @contextmanager
-def forced(one: Config | CodedConfig | CodedTileConfig, op: str = "grouped_gemm") -> Iterator[None]:
+def forced(one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig, op: str = "grouped_gemm") -> Iterator[None]:
     """While the context lasts, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
     try:
@@ -373,13 +374,19 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedConfig(16, 4, 3), "none", 128, 32),
         (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
+        (CodedHopperConfig(32, 256), "none", 192, 32),  # two groups to a step
+        (CodedHopperConfig(48, 256), "silu", 1280, 128),  # ten groups of two steps, of which lanes load four at once
+        (CodedHopperConfig(32, 128), "swigluoai", 192, 64),
     ],
     ids=str,
 )
-def test_codes_of_experts(one: CodedConfig | CodedTileConfig, activation: str, k: int, size: int) -> None:
+def test_codes_of_experts(
+    one: CodedConfig | CodedTileConfig | CodedHopperConfig, activation: str, k: int, size: int
+) -> None:
     """Codes of 4 bits with zero points: the same bits under every schedule, rounded once."""
-    on_tiles = isinstance(one, CodedTileConfig)
-    made = Case(11, 64, k, activation, block_size=16, with_bias=True)
+    on_tiles, by_wgmma = isinstance(one, CodedTileConfig), isinstance(one, CodedHopperConfig)
+    block_size = one.tile_m if by_wgmma else 16
+    made = Case(11, 140 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)
     rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, made.b.shape, generator=generator)
     zeros = torch.randint(0, 16, (3, rows, k // size), generator=generator)
@@ -393,7 +400,7 @@ def test_codes_of_experts(one: CodedConfig | CodedTileConfig, activation: str, k
         for schedule in SCHEDULES[:2] if on_tiles else SCHEDULES:
             out = canaries(made.out)
             with scheduled(schedule, warp_size=64 if on_tiles else 32):
-                pyops.grouped_gemm_packed(out.tensor, *given, made.top_k, 16, activation, "uint4")
+                pyops.grouped_gemm_packed(out.tensor, *given, made.top_k, block_size, activation, "uint4")
             out.check()
             found.append(out.tensor)
     assert all(torch.equal(out, found[0]) for out in found)
@@ -444,7 +451,7 @@ def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list
     on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
     experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
     rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens
-    size = block_size_of_codes(num_rows, experts)
+    size = block_size_of_codes(num_rows, experts, "uint4")
     blocks = min(num_rows, experts + num_rows // size)
     sizes = {
         "out": ((num_rows, n), dtypes.bfloat16),

@@ -9,8 +9,10 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
-from . import grouped_plan, packed_tile
+from . import coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
+from .coded_hopper import CodedHopperConfig
+from .coded_problem import CodedProblem
 from .gemm_problem import Operand
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists, GroupedProblem
@@ -33,21 +35,12 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CodedProblem:
-    """A grouped product whose weights are codes. `product` is that with the weights in full, in memory of the call."""
-
-    product: GroupedProblem
-    weight: CodedExperts
-
-    @property
-    def device(self) -> Device:
-        return self.product.device
-
-    def bucket(self) -> str:
-        return f"{self.product.bucket()} {self.weight.type} of {self.weight.group_size}"
+# Codes that wgmma multiplies, where an expert has more than so many rows: 16 rows of Mixtral's take 225 us instead of
+# 329, of gpt-oss' mxfp4 as long as by mma.sync. Up to 512 rows by arithmetic: tiles decode all codes anew.
+_BY_WGMMA = ("uint4",)
+_FEW_ROWS, _MAX_WGMMA_ROWS = 8, 512
+_WGMMA_BLOCKS = (32, 48, 64, 96)  # places of a block, of which one is to have room for all rows of most experts
+_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +142,25 @@ class CodedTileConfig(TileGeometry):
         return [launch]
 
 
-Config = CodedConfig | CodedTileConfig
+Config = CodedConfig | CodedTileConfig | CodedHopperConfig
 
 
-def block_size_of_codes(num_rows: int, num_experts: int) -> int:
-    """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
+def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
+    """Places of a block that suits so many rows and such codes: how `moe_align_block_size` is to sort them."""
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
+    if kind in _BY_WGMMA and num_rows > _FEW_ROWS * num_experts:
+        blocks = (size for size in _WGMMA_BLOCKS if num_rows < _FULL * size * num_experts)
+        return next(blocks, block_size_for(num_rows, num_experts))
     few = num_rows <= _MAX_ROWS * num_experts
     return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
+
+
+def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
+    """Whether grouped_gemm_packed_hopper.cu serves this problem, faster than other kernels."""
+    p = problem.product
+    rows = p.lists.block_size > _FEW_ROWS_BLOCK and _FEW_ROWS < p.rows_of_expert <= _MAX_WGMMA_ROWS
+    return rows and str(problem.weight.type) in _BY_WGMMA and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
@@ -175,7 +178,8 @@ def serves(problem: CodedProblem, device: Device) -> bool:
         return groups and p.rows_of_expert <= packed_tile.MAX_ROWS
     # Scales of e8m0 do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
-    return kind and p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+    few = p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+    return kind and (few or _by_wgmma(problem, device))
 
 
 def choose(problem: CodedProblem, device: Device) -> Config:
@@ -184,6 +188,8 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     if device.supports("matrix_cores"):
         tile = packed_tile.choose(p.rows_of_expert, w.k, p.b_rows, device, p.chosen_experts, p.lists.block_size)
         return CodedTileConfig(tile.tile_m, tile.tile_n, tile.warps_m, tile.warps_n, tile.depth)
+    if _by_wgmma(problem, device):
+        return coded_hopper.choose(problem)
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))

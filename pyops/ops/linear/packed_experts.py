@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ..._core.kernel import Launch, Scratch
 from . import dequantize_packed, grouped_plan, packed_tile
+from .gather_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, step_rows
@@ -25,12 +25,13 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-_gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
-_NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
-# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs, and than
-# weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
-# weights".
-_MAX_FEW_ROWS, _MAX_ROWS = 16, 64
+# Rows of an expert up to which gemm_packed_mma.cu takes less time than writing the weights in full, and than
+# gemm_packed.cu, where that runs: up to half as many of lists in larger blocks, of which an expert has one tile of
+# gemm_packed.cu and often two of gemm_packed_mma.cu (docs/performance.md, "Marlin's experts: tiles").
+_MAX_ROWS, _MAX_FEW_ROWS = 64, 16
+# Warps of a block of gemm_packed_mma.cu. One token of Mixtral on an H200: 4 took 38.7 us where 2 took 41.8, and 8 took
+# 19.4 where 16 took 20.3.
+_FEWEST_WARPS, _MOST_WARPS = 4, 8
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
 _TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
@@ -83,33 +84,8 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
     w, a, lists = problem.weight, problem.a, experts.lists
     if w.perm is None and not by_place:
         return [], problem
-    assert isinstance(a.source, TensorArg)
-    rows = problem.places if by_place else problem.m
-    gathered = Scratch(rows * w.k * a.dtype.itemsize)
-    named = {name: getattr(lists, name) for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")}
-    named |= {"a": a.source} | ({} if w.perm is None else {"perm": w.perm})
-    kernel = _gather_expert_columns.renamed(**{name: one.name for name, one in named.items()})
-    vec_size = _VEC_SIZE if w.perm is not None else a.vec_size(w.k)
-    gather = kernel(
-        scalar_t=a.dtype,
-        PERMUTED=w.perm is not None,
-        BY_PLACE=by_place,
-        VEC_SIZE=vec_size,
-        NUM_THREADS=_NUM_THREADS,
-    ).launch(
-        -(-problem.places * -(-w.k // vec_size) // _NUM_THREADS),
-        _NUM_THREADS,
-        gathered=gathered,
-        places=problem.places,
-        num_rows=problem.m,
-        num_experts=experts.num_experts,
-        block_size=lists.block_size,
-        top_k=experts.top_k,
-        k=w.k,
-        a_stride=a.stride,
-        **({"perm": 0} if w.perm is None else {}),
-    )
-    operand = Operand.of_scratch(gathered, a.dtype, rows, w.k)
+    sizes = experts.num_experts, problem.m, experts.top_k, w.k
+    gather, operand = gathered(a, lists, *sizes, perm=w.perm, by_place=by_place)
     return [gather], replace(problem, a=operand, weight=replace(w, perm=None), experts=replace(experts, top_k=1))
 
 
@@ -124,13 +100,15 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if _serves_tile(problem, device):
         weights = -(-tuning.power_of_two(problem.m) // rows)
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
-    if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
+    few = _MAX_FEW_ROWS if block_size <= _MAX_FEW_ROWS else _MAX_FEW_ROWS // 2
+    if serves_many(problem, device) and (rows > few or not serves_few(problem, device)):
         tile_m = next(size for size in _TILES if block_size % size == 0)
         return PackedConfig(tile_m, _TILES[tile_m], chunk=2, splits=1, min_blocks=1)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
     most_rows = 8 if block_size % 16 else 16
-    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows)
+    warps = _FEWEST_WARPS, _MOST_WARPS
+    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows, *warps)
     return fitting(config, problem, device)
 
 
