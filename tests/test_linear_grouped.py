@@ -374,9 +374,14 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedConfig(16, 4, 3), "none", 128, 32),
         (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
-        (CodedHopperConfig(32, 256), "none", 192, 32),  # two groups to a step
-        (CodedHopperConfig(48, 256), "silu", 1280, 128),  # ten groups of two steps, of which lanes load four at once
-        (CodedHopperConfig(32, 128), "swigluoai", 192, 64),
+        (CodedHopperConfig(32, 256, 8), "none", 192, 32),  # two groups to a step
+        (
+            CodedHopperConfig(48, 256, 16),
+            "silu",
+            1280,
+            128,
+        ),  # ten groups of two steps, of which lanes load four at once
+        (CodedHopperConfig(32, 128, 8, 2), "swigluoai", 192, 64),
     ],
     ids=str,
 )
@@ -439,15 +444,18 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
         (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
+        (64, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=32 TILE_N=256 WARPS=8 "]),
+        (256, "none", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 WARPS=8 "]),
+        (512, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=128 TILE_N=128 WARPS=8 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=2 "]),
-        (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
+        (4096, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
         (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),
         (1, "none", "gfx1201", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=4 PLACES=8 DEPTH=4 "]),
         (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
-    """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by as many warps as find room."""
+    """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by wgmma up to 512."""
     on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
     experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
     rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens

@@ -4,8 +4,7 @@
 //     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
 //
 // Operands are swapped: rows of w are the 64 rows of a wgmma, which come from registers, and places of the lists its TILE_M
-// columns. A tile is TILE_M places and TILE_N rows of w, half of the rows for each of two warpgroups, 16 * PRODUCTS of
-// them for a warp: as many blocks as the device holds take the tiles one after another, those of the same rows of w by
+// columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of them for each of WARPS warps: as many blocks as the device holds take the tiles one after another, those of the same rows of w by
 // turns. A step is 64 elements of K, which are whole steps. One thread of a block loads, ahead by STAGES steps: rows of a
 // in the order of places, as gather_expert_columns.cu leaves them, and codes. The warpgroups make numbers of the codes
 // of CHUNK products while the products before are computed.
@@ -25,30 +24,33 @@
 //                   GROUP_SIZE a multiple of 16
 //     TILE_M        places of a tile: a multiple of 16, at most 256
 //     TILE_N        rows of w of a tile: 128 or 256
+//     WARPS         that multiply: 8 or 16
 //     STAGES        steps of K in shared memory
+//     MIN_BLOCKS
 
 #include "coded_weight.cuh"
 #include "gemm_pipeline.cuh"
 #include "grouped.cuh"
 #include "wgmma.cuh"
 
-constexpr int CONSUMER_WARPS = 8, TILE_K = 64, ROW_BYTES = TILE_K * 2, CODE_ROW_BYTES = TILE_K / 2;
-constexpr int PRODUCTS = TILE_N / 128, CHUNK = 2,
+constexpr int TILE_K = 64, ROW_BYTES = TILE_K * 2, CODE_ROW_BYTES = TILE_K / 2;
+constexpr int PRODUCTS = TILE_N / (16 * WARPS), CHUNK = 2,
               PARTS = TILE_K / (16 * CHUNK);  // fragments of a warp; parts of a step
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = TILE_N / HALVES, OUT_N = GATED ? TILE_N / 2 : TILE_N;
 constexpr int A_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = A_BYTES + TILE_N * CODE_ROW_BYTES;
 // Where sums take many registers, those of a producing warpgroup go to the others.
 constexpr bool MANY_SUMS = PRODUCTS * TILE_M > 128;
-constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
+constexpr int NUM_THREADS = 32 * WARPS + (MANY_SUMS ? 128 : 32);
 // Whether lanes load the terms of groups for each other; of how many steps a group is, and terms are loaded at once.
 constexpr bool IN_TURN = GROUP_SIZE % TILE_K == 0;
 constexpr int GROUP_STEPS = IN_TURN ? GROUP_SIZE / TILE_K : 1, TERM_STEPS = IN_TURN ? 4 * GROUP_STEPS : 1;
 static_assert(BITS == 4 && HAS_SCALES && !A_SCALES && !B_SCALES && is_same<scalar_t, out_t>);
-static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && GROUP_SIZE % 16 == 0);
+static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && TILE_N <= 256 && GROUP_SIZE % 16 == 0);
+static_assert((WARPS == 8 || WARPS == 16) && PRODUCTS > 0 && (!MANY_SUMS || WARPS == 8));
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [places, K], boxes of TILE_M x 64, swizzled
                            const __grid_constant__ TensorMap codes_map,  // [E * b_rows, K / 2], boxes of BOX_N x 32
                            out_t* out,                                   // [num_rows, N]
@@ -64,7 +66,7 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring<STAGES> ring(shared + STAGES * STAGE_BYTES);
-    if (threadIdx.x == 0) ring.init(CONSUMER_WARPS);
+    if (threadIdx.x == 0) ring.init(WARPS);
     __syncthreads();
 
     const ExpertTiles<TILE_M> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
@@ -76,9 +78,9 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
         return expert < num_experts ? expert : -1;
     };
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    if (warp >= CONSUMER_WARPS) {
+    if (warp >= WARPS) {
         if constexpr (MANY_SUMS) warpgroup_reg_dealloc<40>();
-        if (warp > CONSUMER_WARPS || !elect_one()) return;
+        if (warp > WARPS || !elect_one()) return;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int row_tile = tile % lists.tiles, first_column = tile / lists.tiles * OUT_N;
             const int expert = expert_of(row_tile);

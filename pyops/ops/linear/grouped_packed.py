@@ -122,10 +122,14 @@ def example_grouped_gemm_packed(
     num_tokens: int = 16,
     b_type: Literal["uint4", "uint8", "int8", "float4_e2m1f"] = "uint4",
     activation: Literal["silu", "none"] = "silu",
+    block_size: Literal[16, 32] = 16,
 ) -> tuple[Any, ...]:
-    """Without an activation there are zero points, where codes may, weights of rows and small blocks; else a bias."""
+    """Without an activation there are zero points, where codes may, weights of rows, half the block size; else a bias.
+
+    With blocks of 32 and more than 12 tokens, codes of "uint4" come to the kernel that multiplies by wgmma.
+    """
     num_experts, top_k, k, columns, dtype = 3, 2, 192, 64, "bfloat16"
-    block_size = 8 if activation == "none" else 16
+    block_size //= 2 if activation == "none" else 1
     rows = columns * (1 if activation == "none" else 2)
     num_rows, bits = num_tokens * top_k, 4 if b_type in ("uint4", "float4_e2m1f") else 8
     num_blocks = -(-num_rows // block_size)
