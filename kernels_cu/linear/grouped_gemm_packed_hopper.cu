@@ -206,7 +206,7 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
             const auto row = epilogue.row(id);
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
-                const int column = first_column + (warp * PRODUCTS + j) * (OUT_N / (8 * PRODUCTS)) + g;
+                const int column = first_column + (warp * PRODUCTS + j) * (GATED ? 8 : 16) + g;
                 const float sums[2] = {d[j][i / 2 * 4 + i % 2], d[j][i / 2 * 4 + 2 + i % 2]};
                 out_t* const to = out + id * out_stride + column;
                 if constexpr (GATED) {
