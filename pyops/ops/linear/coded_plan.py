@@ -14,7 +14,7 @@ from .coded_experts import CodedExperts
 from .coded_hopper import CodedHopperConfig
 from .coded_problem import CodedProblem
 from .gemm_problem import Operand
-from .grouped_plan import block_size_for
+from .grouped_plan import block_size_for, block_with_room
 from .grouped_problem import ExpertLists, GroupedProblem
 from .packed_tile import TileGeometry
 
@@ -40,7 +40,6 @@ _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more tha
 _BY_WGMMA = ("uint4",)
 _FEW_ROWS, _MAX_WGMMA_ROWS = 8, 512
 _WGMMA_BLOCKS = (32, 48, 64, 96)  # places of a block, of which one is to have room for all rows of most experts
-_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +149,7 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
     if kind in _BY_WGMMA and num_rows > _FEW_ROWS * num_experts:
-        blocks = (size for size in _WGMMA_BLOCKS if num_rows < _FULL * size * num_experts)
-        return next(blocks, block_size_for(num_rows, num_experts))
+        return block_with_room(_WGMMA_BLOCKS, num_rows, num_experts, block_size_for(num_rows, num_experts))
     few = num_rows <= _MAX_ROWS * num_experts
     return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
 

@@ -129,10 +129,10 @@ def example_grouped_gemm_packed(
     With blocks of 32 and more than 12 tokens, codes of "uint4" come to the kernel that multiplies by wgmma.
     """
     num_experts, top_k, k, columns, dtype = 3, 2, 192, 64, "bfloat16"
-    block_size //= 2 if activation == "none" else 1
+    places = block_size // 2 if activation == "none" else block_size
     rows = columns * (1 if activation == "none" else 2)
     num_rows, bits = num_tokens * top_k, 4 if b_type in ("uint4", "float4_e2m1f") else 8
-    num_blocks = -(-num_rows // block_size)
+    num_blocks = -(-num_rows // places)
     with_zeros = activation == "none" and b_type in ("uint4", "uint8")
     if b_type == "float4_e2m1f":
         scales = make.randint(110, 124, num_experts, rows, k // 32, dtype="uint8")
@@ -147,13 +147,13 @@ def example_grouped_gemm_packed(
         make.randint(low, high, num_experts, rows, k * bits // 8, dtype="int8" if b_type == "int8" else "uint8"),
         scales,
         make.randint(0, 256, num_experts, rows * bits // 8, k // 64, dtype="uint8") if with_zeros else None,
-        make.permutation(num_blocks * block_size, num_blocks * block_size, dtype="int32"),
+        make.permutation(num_blocks * places, num_blocks * places, dtype="int32"),
         make.randint(0, num_experts, num_blocks, dtype="int32"),
-        make.full(1, value=num_blocks * block_size, dtype="int32"),
+        make.full(1, value=num_blocks * places, dtype="int32"),
         make.randn(num_tokens, top_k, dtype="float32") if activation == "none" else None,
         make.randn(num_experts, rows, dtype=dtype) if activation == "silu" else None,
         top_k,
-        block_size,
+        places,
         activation,
         b_type,
     )
