@@ -374,9 +374,9 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedConfig(16, 4, 3), "none", 128, 32),
         (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
-        (CodedHopperConfig(32, 256, 8), "none", 192, 32),  # two groups to a step
-        (CodedHopperConfig(48, 256, 16), "silu", 640, 128),  # five groups of two steps, in turns of four
-        (CodedHopperConfig(32, 128, 8, 2), "swigluoai", 192, 64),
+        (CodedHopperConfig(32, 256, 16, 64), "none", 192, 32),  # two groups to a step
+        (CodedHopperConfig(48, 256, 8, 128), "silu", 1280, 128),  # more steps than stages, of a group each
+        (CodedHopperConfig(32, 128, 8, 64, 2), "swigluoai", 192, 64),
     ],
     ids=str,
 )

@@ -5,13 +5,13 @@
 //
 // Operands are swapped: rows of w are the 64 rows of a wgmma, which come from registers, and places of the lists its TILE_M
 // columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of them for each of WARPS warps: as many blocks as the device holds take the tiles one after another, those of the same rows of w by
-// turns. A step is 64 elements of K, which are whole steps. One thread of a block loads, ahead by STAGES steps: rows of a
+// turns. A step is TILE_K elements of K, which are whole steps. One thread of a block loads, ahead by STAGES steps: rows of a
 // in the order of places, as gather_expert_columns.cu leaves them, and codes. The warpgroups make numbers of the codes
 // of CHUNK products while the products before are computed.
 //
-// Products take elements of K in any order. Lane 4g + t has elements 16t ... 16t + 15 of a step of rows g and g + 8 of a
-// fragment, two words of each, and pairs codes as a word has them, 4 apart; columns of `gathered` lie in that order
-// (IN_LANES of gather_expert_columns.cu). So all that a lane has of a row in a step lies under one scale. Scales and zero
+// Products take elements of K in any order. Lane 4g + t has the t-th quarter of a step of rows g and g + 8 of a fragment,
+// WORDS words of each, and pairs codes as a word has them, 4 apart; columns of `gathered` lie in that order (LANE_STEP of
+// gather_expert_columns.cu). So all that a lane has of a row in a step lies under one scale. Scales and zero
 // points are loaded ahead of their use: where a step has one group, by each of the four lanes of a row for one of four
 // groups.
 //
@@ -21,9 +21,10 @@
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    of the epilogue, as in grouped_gemm.cu
 //     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of coded_weight.cuh; BITS is 4, HAS_SCALES true,
-//                   GROUP_SIZE a multiple of 16
+//                   GROUP_SIZE a multiple of a quarter of TILE_K
 //     TILE_M        places of a tile: a multiple of 16, at most 256
 //     TILE_N        rows of w of a tile: 128 or 256
+//     TILE_K        elements of K of a step: 64 or 128
 //     WARPS         that multiply: 8 or 16
 //     STAGES        steps of K in shared memory
 //     MIN_BLOCKS
@@ -33,11 +34,12 @@
 #include "grouped.cuh"
 #include "wgmma.cuh"
 
-constexpr int TILE_K = 64, ROW_BYTES = TILE_K * 2, CODE_ROW_BYTES = TILE_K / 2;
+constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;             // of rows of a, which are 128 bytes in each
+constexpr int CODE_ROW_BYTES = TILE_K / 2, WORDS = CODE_ROW_BYTES / 16;  // of a row of w in a step; of a lane in it
 constexpr int PRODUCTS = TILE_N / (16 * WARPS), CHUNK = 2,
               PARTS = TILE_K / (16 * CHUNK);  // fragments of a warp; parts of a step
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = TILE_N / HALVES, OUT_N = GATED ? TILE_N / 2 : TILE_N;
-constexpr int A_BYTES = TILE_M * ROW_BYTES, STAGE_BYTES = A_BYTES + TILE_N * CODE_ROW_BYTES;
+constexpr int A_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = A_BYTES + TILE_N * CODE_ROW_BYTES;
 // Where sums take many registers, those of a producing warpgroup go to the others.
 constexpr bool MANY_SUMS = PRODUCTS * TILE_M > 128;
 constexpr int NUM_THREADS = 32 * WARPS + (MANY_SUMS ? 128 : 32);
@@ -45,7 +47,7 @@ constexpr int NUM_THREADS = 32 * WARPS + (MANY_SUMS ? 128 : 32);
 constexpr bool IN_TURN = GROUP_SIZE % TILE_K == 0;
 constexpr int GROUP_STEPS = IN_TURN ? GROUP_SIZE / TILE_K : 1, TERM_STEPS = IN_TURN ? 4 * GROUP_STEPS : 1;
 static_assert(BITS == 4 && HAS_SCALES && !A_SCALES && !B_SCALES && is_same<scalar_t, out_t>);
-static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && TILE_N <= 256 && GROUP_SIZE % 16 == 0);
+static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && TILE_N <= 256 && GROUP_SIZE % (TILE_K / 4) == 0);
 static_assert((WARPS == 8 || WARPS == 16) && PRODUCTS > 0 && (!MANY_SUMS || WARPS == 8));
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
@@ -95,7 +97,10 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
                     tma_load(to + A_BYTES + i * BOX_N * CODE_ROW_BYTES, &codes_map, ring.full(), step * CODE_ROW_BYTES,
                              first_b_row + i * int(n));
                 }
-                tma_load(to, &a_map, ring.full(), step * TILE_K, row_tile * TILE_M);
+#pragma unroll
+                for (int i = 0; i < BOXES; ++i) {
+                    tma_load(to + i * BOX_BYTES, &a_map, ring.full(), step * TILE_K + i * 64, row_tile * TILE_M);
+                }
             }
         }
         return;
@@ -124,7 +129,7 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
         }
         const auto load_terms = [&](int step) {
             const uint32_t group = IN_TURN ? min(uint32_t(step / GROUP_STEPS) + t, groups - 1)
-                                           : uint32_t(min(step, steps - 1) * TILE_K + t * 16) / GROUP_SIZE;
+                                           : uint32_t(min(step, steps - 1) * TILE_K + t * (TILE_K / 4)) / GROUP_SIZE;
 #pragma unroll
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const uint32_t row = rows[i / 2][i % 2];
@@ -158,12 +163,12 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
             }
             sync_warp();  // lanes have read what they need of the stage before, which is released in this step
             ring.wait();
-            Vec<uint32_t, 2> codes[PRODUCTS][2];
+            Vec<uint32_t, WORDS> codes[PRODUCTS][2];
 #pragma unroll
             for (int i = 0; i < PRODUCTS * 2; ++i) {
                 const int row = own_row + i / 2 * FRAGMENT_ROWS + i % 2 * HALF;
-                codes[i / 2][i % 2] = Vec<uint32_t, 2>::load(
-                    reinterpret_cast<const uint32_t*>(from + A_BYTES + row * CODE_ROW_BYTES + t * 8));
+                codes[i / 2][i % 2] = Vec<uint32_t, WORDS>::load(
+                    reinterpret_cast<const uint32_t*>(from + A_BYTES + row * CODE_ROW_BYTES + t * WORDS * 4));
             }
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
@@ -171,7 +176,7 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
 #pragma unroll
                 for (int i = 0; i < CHUNK * PRODUCTS * 4; ++i) {
                     const int slice = i / (PRODUCTS * 4), j = i / 4 % PRODUCTS, h = i % 2;
-                    const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // of the eight of a lane in a row
+                    const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // of those of a lane in a row
                     operands[slice][j][i % 4] =
                         weights_of(decode, codes[j][h].data[pair / 4], pair % 4, zero[j][h], scale[j][h]);
                 }
@@ -182,7 +187,8 @@ grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [pla
                 for (int i = 0; i < CHUNK * PRODUCTS; ++i) {
                     const int slice = part * CHUNK + i / PRODUCTS;
                     wgmma<scalar_t, TILE_M>(d[i % PRODUCTS], operands[i / PRODUCTS][i % PRODUCTS],
-                                            advance_smem_desc(a, slice * 32), slice > 0 || step > 0);
+                                            advance_smem_desc(a, slice / 4 * BOX_BYTES + slice % 4 * 32),
+                                            slice > 0 || step > 0);
                 }
                 warpgroup_commit_batch();
                 warpgroup_wait<1>();  // for the products before, whose operands are written next

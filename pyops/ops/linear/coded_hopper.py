@@ -9,12 +9,14 @@ from ..._core.device import Device
 from ..._core.dtypes import uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
+from .coded_experts import CodedExperts
 from .coded_problem import CodedProblem
 from .gather_rows import gathered
 
 _grouped_gemm_packed_hopper = Kernel("linear/grouped_gemm_packed_hopper.cu")
 
-_STEP, _ROW_BYTES, _CODE_BYTES = 64, 128, 32  # elements of K of a step; bytes of a row of a, and of codes
+_STEPS = 128, 64  # elements of K, of which the first that divides K is a step
+_BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a box, and their bytes
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 8
 _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
@@ -30,19 +32,21 @@ class CodedHopperConfig:
         tile_m: places of a tile.
         tile_n: rows of weights of a tile.
         warps: of a block, that multiply.
+        step: elements of K of a step.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     tile_m: int
     tile_n: int
     warps: int
+    step: int
     min_blocks: int = 1
 
     def __post_init__(self) -> None:
         shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
         warps = self.warps in (8, 16) and self.tile_n % (16 * self.warps) == 0
         roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
-        if not (shape and warps and roomy):
+        if not (shape and warps and roomy and self.step in _STEPS):
             raise ValueError(f"no geometry of grouped_gemm_packed_hopper.cu: {self}")
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedHopperConfig]:
@@ -56,13 +60,13 @@ class CodedHopperConfig:
         """The launch that gathers rows, and as many blocks as the device holds at a time, or as there may be tiles."""
         product, weight, device = problem.product, problem.weight, problem.device
         sizes = product.num_experts, product.num_rows, product.top_k, product.k
-        gather, a = gathered(product.a, product.lists, *sizes, by_place=True, in_lanes=True)
+        gather, a = gathered(product.a, product.lists, *sizes, by_place=True, lane_step=self.step)
         others = weight.tensors()
         kernel = product.kernel(_grouped_gemm_packed_hopper.for_arch(device.arch_feature), **others)
         constants = product.constants()
         del constants["SCALE_BLOCK"]
         halves = 2 if product.gated == 1 else 1
-        stage = self.tile_m * _ROW_BYTES + self.tile_n * _CODE_BYTES + _BARRIER_BYTES
+        stage = (4 * self.tile_m + self.tile_n) * self.step // 2 + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024) // stage)
         columns = -(-product.n // (self.tile_n // (2 if product.gated else 1)))
         code_rows, row_bytes = product.num_experts * product.b_rows, product.k // 2
@@ -72,6 +76,7 @@ class CodedHopperConfig:
             GROUP_SIZE=weight.group_size,
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
+            TILE_K=self.step,
             WARPS=self.warps,
             STAGES=stages,
             MIN_BLOCKS=self.min_blocks,
@@ -79,9 +84,9 @@ class CodedHopperConfig:
             min(product.max_tiles(self.tile_m) * columns, device.multiprocessors * self.min_blocks),
             self.warps * 32 + (128 if self.tile_m * self.tile_n * 8 // self.warps > _MAX_SUMS else 32),
             max(stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
-            a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_STEP, self.tile_m), _ROW_BYTES),
+            a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),
             codes_map=TensorMap(
-                weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (_CODE_BYTES, self.tile_n // halves)
+                weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (self.step // 2, self.tile_n // halves)
             ),
             **replace(product, a=a).arguments(kernel, self.tile_m, **others),
         )
@@ -91,11 +96,17 @@ class CodedHopperConfig:
 def serves(problem: CodedProblem, device: Device) -> bool:
     """Whether grouped_gemm_packed_hopper.cu runs on the device and takes this problem."""
     p, w = problem.product, problem.weight
-    codes = w.bits == 4 and w.scales is not None and w.k % _STEP == 0 and w.group_size % (_STEP // 4) == 0
+    codes = w.bits == 4 and w.scales is not None and _step(w) > 0
     return device.supports("wgmma") and codes and p.lists.block_size % 16 == 0
 
 
 def choose(problem: CodedProblem) -> CodedHopperConfig:
     """The largest tile that divides blocks of the lists: codes are made numbers once for all places of a tile."""
     tile_m = next(size for size in _TILES if problem.product.lists.block_size % size == 0)
-    return CodedHopperConfig(tile_m, _TILES[tile_m], warps=8)
+    return CodedHopperConfig(tile_m, _TILES[tile_m], warps=8, step=_step(problem.weight))
+
+
+def _step(weight: CodedExperts) -> int:
+    """Elements of K of a step, of which a lane has a quarter under one scale; 0 where none is there."""
+    fits = (step for step in _STEPS if weight.k % step == 0 and weight.group_size % (step // 4) == 0)
+    return next(fits, 0)

@@ -21,7 +21,7 @@ def gathered(
     *,
     perm: TensorArg | None = None,
     by_place: bool = False,
-    in_lanes: bool = False,
+    lane_step: int = 0,
 ) -> tuple[Launch, Operand]:
     """The launch that writes such rows to a workspace, and the operand that is there.
 
@@ -31,7 +31,7 @@ def gathered(
         num_experts, num_rows, top_k, k: sizes.
         perm: [num_experts, K], the order of columns; or None.
         by_place: whether there is a row for each place of the lists; else for each row.
-        in_lanes: whether columns are in the order of grouped_gemm_packed_hopper.cu.
+        lane_step: elements of K of a step of grouped_gemm_packed_hopper.cu, in whose order columns are then; or 0.
     """
     places = lists.num_blocks * lists.block_size
     rows = places if by_place else num_rows
@@ -45,7 +45,7 @@ def gathered(
         scalar_t=a.dtype,
         PERMUTED=perm is not None,
         BY_PLACE=by_place,
-        IN_LANES=in_lanes,
+        LANE_STEP=lane_step,
         VEC_SIZE=vec_size,
         NUM_THREADS=_NUM_THREADS,
     ).launch(
