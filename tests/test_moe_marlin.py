@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pyops
 from pyops import SCALAR_TYPES, OpError
-from pyops._core import device
+from pyops._core import device, tuning
 from pyops._core.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
@@ -177,6 +177,31 @@ def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], 
     args = op.example(ArgMaker(device.model(arch), op.name), num_tokens=num_tokens, **given)
     found = [launch.specialisation.kernel.file for launch in op.launches(*args)]
     assert found == [f"linear/{kernel}.cu" for kernel in kernels]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "k", "n", "expected"),
+    [
+        (1, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (1, 8, 14336, 4096, PackedMmaConfig(8, 64, 8, 1, 2)),
+        (2, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (16, 8, 14336, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (64, 32, 4096, 28672, PackedConfig(32, 256, 2, 1, 1)),
+        (256, 96, 14336, 4096, PackedConfig(96, 256, 2, 1, 1)),
+    ],
+)
+def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expected: Any) -> None:
+    """Of Mixtral's experts with 4 bits."""
+    make, experts = ArgMaker(device.model("sm_90"), "moe_wna16_marlin_gemm"), 8
+    top_k, rows = (2, tokens) if k == 4096 else (1, 2 * tokens)
+    blocks, empty = min(2 * tokens, experts + 2 * tokens // block_size), make.empty
+    lists = (empty(blocks * block_size, dtype="int32"), empty(blocks, dtype="int32"), empty(1, dtype="int32"))
+    a, c = empty(rows, k, dtype="bfloat16"), empty(2 * tokens, n, dtype="bfloat16")
+    codes = empty(experts, k // 16, 2 * n, dtype="int32")
+    of_weight = codes, None, empty(experts, k // 128, n, dtype="bfloat16"), *[None] * 6
+    routing = *lists, None, block_size, top_k, False, SCALAR_TYPES["uint4b8"].id, rows, n, k
+    pyops.registry["moe_wna16_marlin_gemm"].launches(a, c, *of_weight, *routing)
+    assert tuning.last["moe_wna16_marlin_gemm"] == expected
 
 
 def test_refusals() -> None:
