@@ -21,7 +21,7 @@ _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 8
 _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
 # {places of a tile: its rows of weights}, as those of gemm_packed.cu for experts (packed_experts.py).
-_TILES = {128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
+_TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class CodedHopperConfig:
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedHopperConfig]:
         """Other tiles."""
         found = tuning.varied(
-            self, tile_m=tuning.beside(self.tile_m, 16, 128), tile_n=(128, 256), warps=(8, 16), min_blocks=(1, 2)
+            self, tile_m=tuning.beside(self.tile_m, 16, 160), tile_n=(128, 256), warps=(8, 16), min_blocks=(1, 2)
         )
         return [one for one in found if problem.product.lists.block_size % one.tile_m == 0]
 

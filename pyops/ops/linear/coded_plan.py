@@ -35,11 +35,12 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-# Codes that wgmma multiplies, where an expert has more than so many rows: 16 rows of Mixtral's take 225 us instead of
-# 329, of gpt-oss' mxfp4 as long as by mma.sync. Up to 512 rows by arithmetic: tiles decode all codes anew.
-_BY_WGMMA = ("uint4",)
-_FEW_ROWS, _MAX_WGMMA_ROWS = 8, 512
-_WGMMA_BLOCKS = (32, 48, 64, 96)  # places of a block, of which one is to have room for all rows of most experts
+# {codes: rows of an expert that are too few for wgmma}: 16 rows of Mixtral take 225 us by it instead of 329, 3 rows
+# of gpt-oss, in mxfp4, as long as by mma.sync. More than 512 rows by arithmetic: all tiles decode codes anew.
+_BY_WGMMA = {"uint4": 8, "float4_e2m1f": 64}
+_MAX_WGMMA_ROWS = 512
+# Places of a block, of which one is to have room for all rows of most experts.
+_WGMMA_BLOCKS = (32, 48, 64, 96, 128, 160)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
     """Places of a block that suits so many rows and such codes: how `moe_align_block_size` is to sort them."""
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
-    if kind in _BY_WGMMA and num_rows > _FEW_ROWS * num_experts:
+    if num_rows > _BY_WGMMA.get(kind, num_rows) * num_experts:
         return block_with_room(_WGMMA_BLOCKS, num_rows, num_experts, block_size_for(num_rows, num_experts))
     few = num_rows <= _MAX_ROWS * num_experts
     return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
@@ -156,9 +157,9 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
 
 def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
     """Whether grouped_gemm_packed_hopper.cu serves this problem, faster than other kernels."""
-    p = problem.product
-    rows = p.lists.block_size > _FEW_ROWS_BLOCK and _FEW_ROWS < p.rows_of_expert <= _MAX_WGMMA_ROWS
-    return rows and str(problem.weight.type) in _BY_WGMMA and coded_hopper.serves(problem, device)
+    p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
+    rows = p.lists.block_size > _FEW_ROWS_BLOCK and few < p.rows_of_expert <= _MAX_WGMMA_ROWS
+    return rows and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
