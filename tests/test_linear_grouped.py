@@ -374,9 +374,9 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedConfig(16, 4, 3), "none", 128, 32),
         (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
-        (CodedHopperConfig(32, 256, 16, 64), "none", 192, 32),  # two groups to a step
-        (CodedHopperConfig(48, 256, 8, 128), "silu", 1280, 128),  # more steps than stages, of a group each
-        (CodedHopperConfig(32, 128, 8, 64, 2), "swigluoai", 192, 64),
+        (CodedHopperConfig(32, 256, 64), "none", 192, 32),  # two groups to a step
+        (CodedHopperConfig(48, 256, 128), "silu", 1280, 128),  # more steps than stages, of a group each
+        (CodedHopperConfig(32, 128, 64), "swigluoai", 192, 64),
     ],
     ids=str,
 )
@@ -439,9 +439,10 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
         (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
-        (64, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=32 TILE_N=256 WARPS=8 "]),
-        (256, "none", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 WARPS=8 "]),
-        (512, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=128 TILE_N=128 WARPS=8 "]),
+        (32, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=16 TILE_N=256 TILE_K=128 "]),
+        (64, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=32 TILE_N=256 TILE_K=128 "]),
+        (256, "none", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 TILE_K=128 "]),
+        (512, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=160 TILE_N=128 TILE_K=128 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=2 "]),
         (4096, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
         (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),

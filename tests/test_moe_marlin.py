@@ -156,7 +156,8 @@ def test_many_rows(permuted: bool, config: Any) -> None:
 @pytest.mark.parametrize(
     ("arch", "num_tokens", "given", "kernels"),
     [
-        ("sm_90", 16, {}, ["gemm_packed_mma"]),
+        ("sm_90", 4, {}, ["gemm_packed_mma"]),
+        ("sm_90", 16, {}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 16, {"with_bias": True, "codes": "float4_e2m1f"}, ["gemm_packed_mma"]),
         ("sm_90", 400, {"with_bias": True}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
@@ -183,9 +184,10 @@ def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], 
     ("tokens", "block_size", "k", "n", "expected"),
     [
         (1, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
-        (1, 8, 14336, 4096, PackedMmaConfig(8, 64, 8, 1, 2)),
+        (1, 8, 14336, 4096, PackedMmaConfig(8, 64, 16, 1, 1)),
         (2, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
         (16, 8, 14336, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (32, 16, 4096, 28672, PackedConfig(16, 256, 2, 1, 1)),
         (64, 32, 4096, 28672, PackedConfig(32, 256, 2, 1, 1)),
         (256, 96, 14336, 4096, PackedConfig(96, 256, 2, 1, 1)),
     ],

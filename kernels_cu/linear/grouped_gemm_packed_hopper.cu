@@ -4,7 +4,7 @@
 //     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
 //
 // Operands are swapped: rows of w are the 64 rows of a wgmma, which come from registers, and places of the lists its TILE_M
-// columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of them for each of WARPS warps: as many blocks as the device holds take the tiles one after another, those of the same rows of w by
+// columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of them for each of eight warps: as many blocks as the device holds take the tiles one after another, those of the same rows of w by
 // turns. A step is TILE_K elements of K, which are whole steps. One thread of a block loads, ahead by STAGES steps: rows of a
 // in the order of places, as gather_expert_columns.cu leaves them, and codes. The warpgroups make numbers of the codes
 // of CHUNK products while the products before are computed.
@@ -25,15 +25,14 @@
 //     TILE_M        places of a tile: a multiple of 16, at most 256
 //     TILE_N        rows of w of a tile: 128 or 256
 //     TILE_K        elements of K of a step: 64 or 128
-//     WARPS         that multiply: 8 or 16
 //     STAGES        steps of K in shared memory
-//     MIN_BLOCKS
 
 #include "coded_weight.cuh"
 #include "gemm_pipeline.cuh"
 #include "grouped.cuh"
 #include "wgmma.cuh"
 
+constexpr int WARPS = 8;                                                 // that multiply
 constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;             // of rows of a, which are 128 bytes in each
 constexpr int CODE_ROW_BYTES = TILE_K / 2, WORDS = CODE_ROW_BYTES / 16;  // of a row of w in a step; of a lane in it
 constexpr int PRODUCTS = TILE_N / (16 * WARPS), CHUNK = 2,
@@ -47,12 +46,11 @@ constexpr int NUM_THREADS = 32 * WARPS + (MANY_SUMS ? 128 : 32);
 constexpr bool IN_TURN = GROUP_SIZE % TILE_K == 0;
 constexpr int GROUP_STEPS = IN_TURN ? GROUP_SIZE / TILE_K : 1, TERM_STEPS = IN_TURN ? 4 * GROUP_STEPS : 1;
 static_assert(BITS == 4 && HAS_SCALES && !A_SCALES && !B_SCALES && is_same<scalar_t, out_t>);
-static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && TILE_N <= 256 && GROUP_SIZE % (TILE_K / 4) == 0);
-static_assert((WARPS == 8 || WARPS == 16) && PRODUCTS > 0 && (!MANY_SUMS || WARPS == 8));
+static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && GROUP_SIZE % (TILE_K / 4) == 0);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [places, K], boxes of TILE_M x 64, swizzled
                            const __grid_constant__ TensorMap codes_map,  // [E * b_rows, K / 2], boxes of BOX_N x 32
                            out_t* out,                                   // [num_rows, N]

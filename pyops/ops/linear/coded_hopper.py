@@ -12,6 +12,7 @@ from ..._core.tensor_map import TensorMap
 from .coded_experts import CodedExperts
 from .coded_problem import CodedProblem
 from .gather_rows import gathered
+from .packed_experts import TILES
 
 _grouped_gemm_packed_hopper = Kernel("linear/grouped_gemm_packed_hopper.cu")
 
@@ -20,8 +21,6 @@ _BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a box, and their bytes
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 8
 _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
-# {places of a tile: its rows of weights}, as those of gemm_packed.cu for experts (packed_experts.py).
-_TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +30,21 @@ class CodedHopperConfig:
     Attributes:
         tile_m: places of a tile.
         tile_n: rows of weights of a tile.
-        warps: of a block, that multiply.
         step: elements of K of a step.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
     """
 
     tile_m: int
     tile_n: int
-    warps: int
     step: int
-    min_blocks: int = 1
 
     def __post_init__(self) -> None:
         shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
-        warps = self.warps in (8, 16) and self.tile_n % (16 * self.warps) == 0
-        roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
-        if not (shape and warps and roomy and self.step in _STEPS):
+        if not (shape and self.step in _STEPS):
             raise ValueError(f"no geometry of grouped_gemm_packed_hopper.cu: {self}")
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedHopperConfig]:
         """Other tiles."""
-        found = tuning.varied(
-            self, tile_m=tuning.beside(self.tile_m, 16, 160), tile_n=(128, 256), warps=(8, 16), min_blocks=(1, 2)
-        )
+        found = tuning.varied(self, tile_m=tuning.beside(self.tile_m, 16, 160), tile_n=(128, 256))
         return [one for one in found if problem.product.lists.block_size % one.tile_m == 0]
 
     def launches(self, problem: CodedProblem) -> list[Launch]:
@@ -67,7 +58,7 @@ class CodedHopperConfig:
         del constants["SCALE_BLOCK"]
         halves = 2 if product.gated == 1 else 1
         stage = (4 * self.tile_m + self.tile_n) * self.step // 2 + _BARRIER_BYTES
-        stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024) // stage)
+        stages = min(_MAX_STAGES, device.shared_memory // stage)
         columns = -(-product.n // (self.tile_n // (2 if product.gated else 1)))
         code_rows, row_bytes = product.num_experts * product.b_rows, product.k // 2
         launch = kernel(
@@ -77,13 +68,11 @@ class CodedHopperConfig:
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             TILE_K=self.step,
-            WARPS=self.warps,
             STAGES=stages,
-            MIN_BLOCKS=self.min_blocks,
         ).launch(
-            min(product.max_tiles(self.tile_m) * columns, device.multiprocessors * self.min_blocks),
-            self.warps * 32 + (128 if self.tile_m * self.tile_n * 8 // self.warps > _MAX_SUMS else 32),
-            max(stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
+            min(product.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            384 if self.tile_m * self.tile_n > _MAX_SUMS else 288,
+            max(stages * stage, device.shared_memory // 2 + 1),  # one block to a multiprocessor
             a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),
             codes_map=TensorMap(
                 weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (self.step // 2, self.tile_n // halves)
@@ -102,8 +91,8 @@ def serves(problem: CodedProblem, device: Device) -> bool:
 
 def choose(problem: CodedProblem) -> CodedHopperConfig:
     """The largest tile that divides blocks of the lists: codes are made numbers once for all places of a tile."""
-    tile_m = next(size for size in _TILES if problem.product.lists.block_size % size == 0)
-    return CodedHopperConfig(tile_m, _TILES[tile_m], warps=8, step=_step(problem.weight))
+    tile_m = next(size for size in TILES if problem.product.lists.block_size % size == 0)
+    return CodedHopperConfig(tile_m, TILES[tile_m], step=_step(problem.weight))
 
 
 def _step(weight: CodedExperts) -> int:

@@ -14,8 +14,9 @@ from .coded_experts import CodedExperts
 from .coded_hopper import CodedHopperConfig
 from .coded_problem import CodedProblem
 from .gemm_problem import Operand
-from .grouped_plan import block_size_for, block_with_room
+from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists, GroupedProblem
+from .packed_experts import block_size_of_packed
 from .packed_tile import TileGeometry
 
 _grouped_gemm_packed = Kernel("linear/grouped_gemm_packed.cu")
@@ -35,12 +36,10 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-# {codes: rows of an expert that are too few for wgmma}: 16 rows of Mixtral take 225 us by it instead of 329, 3 rows
-# of gpt-oss, in mxfp4, as long as by mma.sync. More than 512 rows by arithmetic: all tiles decode codes anew.
-_BY_WGMMA = {"uint4": 8, "float4_e2m1f": 64}
-_MAX_WGMMA_ROWS = 512
-# Places of a block, of which one is to have room for all rows of most experts.
-_WGMMA_BLOCKS = (32, 48, 64, 96, 128, 160)
+# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance.md, "Codes along K by wgmma". Of
+# mxfp4, 3 and 128 rows of gpt-oss were measured.
+_BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
+_MAX_WGMMA_ROWS = 512  # by arithmetic: tiles of 96 rows make numbers of all codes anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,8 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
     """Places of a block that suits so many rows and such codes: how `moe_align_block_size` is to sort them."""
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
-    if num_rows > _BY_WGMMA.get(kind, num_rows) * num_experts:
-        return block_with_room(_WGMMA_BLOCKS, num_rows, num_experts, block_size_for(num_rows, num_experts))
+    if _BY_WGMMA.get(kind, num_rows) * num_experts < num_rows <= _MAX_WGMMA_ROWS * num_experts:
+        return max(_FEW_ROWS_BLOCK, block_size_of_packed(num_rows, num_experts))
     few = num_rows <= _MAX_ROWS * num_experts
     return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
 
@@ -158,8 +157,7 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
 def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
     """Whether grouped_gemm_packed_hopper.cu serves this problem, faster than other kernels."""
     p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
-    rows = p.lists.block_size > _FEW_ROWS_BLOCK and few < p.rows_of_expert <= _MAX_WGMMA_ROWS
-    return rows and coded_hopper.serves(problem, device)
+    return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:

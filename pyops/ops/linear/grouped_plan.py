@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..._core import tuning
@@ -27,7 +26,6 @@ _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread ho
 # Rows of an expert from which on tiles of 128 rows are faster than tiles of 64; with scales of blocks, where the former
 # have half as many columns. Measured on an H200: docs/performance.md, "Mixtures of experts".
 _MANY_ROWS, _MANY_BLOCKED_ROWS = 56, 192
-_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
 # Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs, by
 # arithmetic.
@@ -205,11 +203,6 @@ def block_size_for(num_rows: int, num_experts: int, block_scaled: bool = False) 
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
     many = _MANY_BLOCKED_ROWS if block_scaled else _MANY_ROWS
     return 128 if num_rows >= many * num_experts else 64
-
-
-def block_with_room(sizes: Iterable[int], num_rows: int, num_experts: int, otherwise: int) -> int:
-    """The first of `sizes`, in places, with room for all rows of most experts; `otherwise` if none has."""
-    return next((size for size in sizes if num_rows < _FULL * size * max(1, num_experts)), otherwise)
 
 
 def choose(problem: GroupedProblem, device: Device) -> Config:

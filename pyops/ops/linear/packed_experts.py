@@ -25,16 +25,26 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-# Rows of an expert up to which gemm_packed_mma.cu takes less time than writing the weights in full, and than
-# gemm_packed.cu, where that runs: up to half as many of lists in larger blocks, of which an expert has one tile of
-# gemm_packed.cu and often two of gemm_packed_mma.cu (docs/performance.md, "Marlin's experts: tiles").
-_MAX_ROWS, _MAX_FEW_ROWS = 64, 16
-# Warps of a block of gemm_packed_mma.cu. One token of Mixtral on an H200: 4 took 38.7 us where 2 took 41.8, and 8 took
-# 19.4 where 16 took 20.3.
-_FEWEST_WARPS, _MOST_WARPS = 4, 8
+# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs: of codes that are
+# integers, and of floats, which take wgmma more instructions. 4 and 8 rows of Mixtral were measured, and 64 rows by
+# gemm_packed_mma.cu beside weights written in full: docs/performance.md, "Marlin's experts: tiles".
+_MAX_FEW_ROWS, _MAX_FEW_ROWS_OF_FLOATS, _MAX_ROWS = 4, 16, 64
+_FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
-_TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
+TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
+_BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # places of a block of lists
+_MANY_ROWS_BLOCK = 96  # places of a block of experts whose rows fill several: 1700 us where 160 took 1755 on an H200
+_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
+
+
+def block_size_of_packed(num_rows: int, num_experts: int, most: int = _BLOCK_SIZES[-1]) -> int:
+    """Places of a block, up to `most`, as suit so many rows of experts with packed weights: for `moe_align_block_size`.
+
+    It has room for all rows of most experts, where such a block is there.
+    """
+    fits = (size for size in _BLOCK_SIZES if size <= most and num_rows < _FULL * size * max(1, num_experts))
+    return next(fits, min(most, _MANY_ROWS_BLOCK))
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
@@ -100,15 +110,14 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if _serves_tile(problem, device):
         weights = -(-tuning.power_of_two(problem.m) // rows)
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
-    few = _MAX_FEW_ROWS if block_size <= _MAX_FEW_ROWS else _MAX_FEW_ROWS // 2
+    few = _MAX_FEW_ROWS if w.type.is_integer else _MAX_FEW_ROWS_OF_FLOATS
     if serves_many(problem, device) and (rows > few or not serves_few(problem, device)):
-        tile_m = next(size for size in _TILES if block_size % size == 0)
-        return PackedConfig(tile_m, _TILES[tile_m], chunk=2, splits=1, min_blocks=1)
+        tile_m = next(size for size in TILES if block_size % size == 0)
+        return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
     most_rows = 8 if block_size % 16 else 16
-    warps = _FEWEST_WARPS, _MOST_WARPS
-    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows, *warps)
+    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows, _FEWEST_WARPS)
     return fitting(config, problem, device)
 
 

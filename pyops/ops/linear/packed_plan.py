@@ -41,7 +41,6 @@ _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  
 _MAX_WARPS = 8  # of a block
 _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; one took a quarter longer
 # Warps of a multiprocessor that registers allow, by rows and columns of a tile.
-_MAX_RESIDENT = 16
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
@@ -84,7 +83,7 @@ class PackedMmaConfig:
             self,
             tile_m=tuning.beside(self.tile_m, min(tuning.power_of_two(problem.m), 8), 16),
             tile_n=(64, 128) if _is_wide(problem.weight) else (64,),
-            warps=tuning.beside(self.warps, 1, _MAX_RESIDENT),
+            warps=tuning.beside(self.warps, 1, 16),
             splits=tuning.beside(self.splits, 1, device.cluster),
             min_blocks=(self.min_blocks - 1, self.min_blocks + 1),
             held=(False, True) if _may_hold(problem.weight) else (False,),
@@ -237,24 +236,23 @@ def choose_mma(
     weights: int = 1,
     most_rows: int = 16,
     fewest_warps: int = 1,
-    most_warps: int = _MAX_RESIDENT,
 ) -> PackedMmaConfig:
     """As many warps as the device holds at a time, and their parts of K, for m rows of each of `weights` weights.
 
     Eight warps to a block at most, unless blocks that clusters do not fit for would leave half of a device's warps out.
     `most_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
-    and one of 16 rows would spill. `fewest_warps`, `most_warps`: of a block, as far as steps and registers allow.
+    and one of 16 rows would spill. `fewest_warps`: of a block, as far as steps and registers allow.
     """
     tile_m = min(m, 8 if several_groups else most_rows)
-    resident = min(_RESIDENT_OF_GROUPS if several_groups else _MAX_RESIDENT, _RESIDENT[tile_m, tile_n])
+    resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = weights * -(-m // tile_m) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = resident // blocks or _WARPS_OF_MANY
-    own_most = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
-    warps = max(1, min(own_most, most_warps, resident, max(warps, fewest_warps), -(-steps // splits)))
+    most_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
+    warps = max(1, min(most_warps, resident, max(warps, fewest_warps), -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 
