@@ -26,8 +26,8 @@ from .packed_plan import (
 from .packed_problem import PackedExperts, PackedProblem
 
 # Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs: of integers
-# (measured: docs/performance.md, "Marlin's experts: tiles"), and of floats, which take wgmma more instructions; and up to
-# which it takes less than weights in full. The last two are those of products without experts.
+# (measured: docs/performance.md, "Marlin's experts: tiles"), and of floats, which take wgmma more instructions; and up
+# to which it takes less than weights in full. The last two are those of products without experts.
 _MAX_FEW_ROWS, _MAX_FEW_ROWS_OF_FLOATS, _MAX_ROWS = 4, 16, 64
 _FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
