@@ -4,16 +4,16 @@
 //     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
 //
 // Operands are swapped: rows of w are the 64 rows of a wgmma, which come from registers, and places of the lists its TILE_M
-// columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of them for each of eight warps: as many blocks as the device holds take the tiles one after another, those of the same rows of w by
-// turns. A step is TILE_K elements of K, which are whole steps. One thread of a block loads, ahead by STAGES steps: rows of a
-// in the order of places, as gather_expert_columns.cu leaves them, and codes. The warpgroups make numbers of the codes
-// of CHUNK products while the products before are computed.
+// columns. A tile is TILE_M places and TILE_N rows of w, 16 * PRODUCTS of these for each of eight warps. As many blocks as
+// the device holds take the tiles one after another; those of the same rows of w are neighbours. A step is TILE_K elements
+// of K, which are whole steps. One thread of a block loads, ahead by STAGES steps, codes and rows of a, the latter in the
+// order of places, as gather_expert_columns.cu leaves them. The warpgroups make numbers of the codes of CHUNK products
+// while the products before are computed.
 //
 // Products take elements of K in any order. Lane 4g + t has the t-th quarter of a step of rows g and g + 8 of a fragment,
-// WORDS words of each, and pairs codes as a word has them, 4 apart; columns of `gathered` lie in that order (LANE_STEP of
-// gather_expert_columns.cu). So all that a lane has of a row in a step lies under one scale. Scales and zero
-// points are loaded ahead of their use: where a step has one group, by each of the four lanes of a row for one of four
-// groups.
+// WORDS words of each, and pairs codes as a word has them, 4 apart; the gathered columns of a lie in that order (LANE_STEP
+// of gather_expert_columns.cu). So all that a lane has of a row in a step lies under one scale. Scales and zero points are
+// loaded ahead of their use: where a step has one group, by each of the four lanes of a row for one of four groups.
 //
 // With gates and ups, rows g of a fragment are gates and rows g + 8 their ups: a thread has the sums of both.
 //
@@ -35,8 +35,8 @@
 constexpr int WARPS = 8;                                                 // that multiply
 constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;             // of rows of a, which are 128 bytes in each
 constexpr int CODE_ROW_BYTES = TILE_K / 2, WORDS = CODE_ROW_BYTES / 16;  // of a row of w in a step; of a lane in it
-constexpr int PRODUCTS = TILE_N / (16 * WARPS), CHUNK = 2,
-              PARTS = TILE_K / (16 * CHUNK);  // fragments of a warp; parts of a step
+constexpr int PRODUCTS = TILE_N / (16 * WARPS);                          // fragments of a warp
+constexpr int CHUNK = 2, PARTS = TILE_K / (16 * CHUNK);  // of a step, whose products are started together
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = TILE_N / HALVES, OUT_N = GATED ? TILE_N / 2 : TILE_N;
 constexpr int A_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = A_BYTES + TILE_N * CODE_ROW_BYTES;
 // Where sums take many registers, those of a producing warpgroup go to the others.
@@ -50,19 +50,19 @@ static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 2
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-grouped_gemm_packed_hopper(const __grid_constant__ TensorMap a_map,      // [places, K], boxes of TILE_M x 64, swizzled
-                           const __grid_constant__ TensorMap codes_map,  // [E * b_rows, K / 2], boxes of BOX_N x 32
-                           out_t* out,                                   // [num_rows, N]
-                           const scale_t* scales,                        // [E, b_rows, groups]
-                           const uint8_t* zeros,                         // [E, b_rows / 2, groups]; two in a byte
-                           const int32_t* sorted_token_ids,              // [max_tiles * TILE_M] at least
-                           const int32_t* expert_ids,                    // [max_tiles / block_tiles] at least
-                           const int32_t* num_tokens_post_pad,           // one element
-                           const float* topk_weights,                    // [num_rows]
-                           const out_t* bias,                            // [E, b_rows]
-                           int64_t num_rows, int64_t n, int64_t k, int64_t num_experts, int64_t block_tiles,
-                           int64_t max_tiles, int64_t out_stride) {
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) grouped_gemm_packed_hopper(
+    const __grid_constant__ TensorMap a_map,      // [places, K], boxes of TILE_M x 64, swizzled
+    const __grid_constant__ TensorMap codes_map,  // [E * b_rows, K / 2], boxes of BOX_N x TILE_K / 2
+    out_t* out,                                   // [num_rows, N]
+    const scale_t* scales,                        // [E, b_rows, groups]
+    const uint8_t* zeros,                         // [E, b_rows / 2, groups]; two in a byte
+    const int32_t* sorted_token_ids,              // [max_tiles * TILE_M] at least
+    const int32_t* expert_ids,                    // [max_tiles / block_tiles] at least
+    const int32_t* num_tokens_post_pad,           // one element
+    const float* topk_weights,                    // [num_rows]
+    const out_t* bias,                            // [E, b_rows]
+    int64_t num_rows, int64_t n, int64_t k, int64_t num_experts, int64_t block_tiles, int64_t max_tiles,
+    int64_t out_stride) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     Ring<STAGES> ring(shared + STAGES * STAGE_BYTES);
