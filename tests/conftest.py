@@ -146,9 +146,9 @@ def _each_test_by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
     """What every test has, in one fixture because each takes as long as a short test.
 
     Random numbers are the same whatever tests ran before in the process. Where a parameter of the test is a `Host`, ops
-    run kernels on the CPU. Specialisations that the test makes the host load are noted in its report; those that an
-    earlier test of the process has loaded are not. Ops that the test declares are gone after it. A kernel that faults on
-    a GPU fails the test that launched it.
+    run kernels on the CPU. Specialisations that the test makes the host load are noted in its report, but for those
+    that an earlier test of the process has loaded. Ops that the test declares are gone after it. A kernel that faults
+    on a GPU fails the test that launched it.
     """
     torch.manual_seed(0)
     ops, num_loaded = set(registry), len(host._loaded)

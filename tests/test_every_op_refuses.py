@@ -45,7 +45,7 @@ SCALARS = [(op, p, {}) for op in pyops.registry.values() for p in op.parameters 
 def _each(cases: list[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test of (op, p): one test of each op tries all parameters p of the op that are in `cases`.
 
-    A test of each parameter would be thousands, which take pytest longer to collect than to run. A note of the exception
+    A test of each parameter would be thousands, which take pytest longer to collect than to run. An exception's note
     names the parameter.
     """
     parameters: dict[str, list[Parameter]] = {}
