@@ -198,10 +198,10 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
     # All logits of a row are large and negative, down to -9 and -90.
-    call["query"] = -call["plain"][0][0][:1, :1].to(dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
+    call["query"] = -call["plain"][0][0][:1, :1].to(on, dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
     keys = call["plain"][0][0][:1, :1]
     for s, blocks in enumerate(call["block_tables"]):
-        call["key_cache"][blocks.long()] = keys[0, 0].to(dtype)
+        call["key_cache"][blocks.long()] = keys[0, 0].to(on, dtype)
         call["plain"][s][0] = keys.expand_as(call["plain"][s][0])
     call["query"] = call["query"].to(dtype)
     for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
