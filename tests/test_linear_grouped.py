@@ -375,18 +375,23 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
         (CodedHopperConfig(32, 256, 64), "none", 192, 32),  # two groups to a step
-        (CodedHopperConfig(16, 256, 128), "silu", 1280, 128),  # more steps than stages, of a group each
+        (CodedHopperConfig(48, 256, 128), "silu", 640, 128),  # five steps, of a group each
         (CodedHopperConfig(32, 128, 64), "swigluoai", 192, 64),
     ],
     ids=str,
 )
 def test_codes_of_experts(
-    one: CodedConfig | CodedTileConfig | CodedHopperConfig, activation: str, k: int, size: int
+    one: CodedConfig | CodedTileConfig | CodedHopperConfig,
+    activation: str,
+    k: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Codes of 4 bits with zero points: the same bits under every schedule, rounded once."""
+    """Codes of 4 bits with zero points, several tiles to a block: the same bits under every schedule, rounded once."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=1))
     on_tiles, by_wgmma = isinstance(one, CodedTileConfig), isinstance(one, CodedHopperConfig)
     block_size = one.tile_m if by_wgmma else 16
-    made = Case(11, 140 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)
+    made = Case(11, 70 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)
     rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, made.b.shape, generator=generator)
     zeros = torch.randint(0, 16, (3, rows, k // size), generator=generator)
