@@ -106,7 +106,7 @@ def test_fused_marlin_moe(
     [
         (False, PackedConfig(16, 256, 2, 1, 1)),
         (True, PackedConfig(16, 256, 2, 1, 1)),
-        (False, PackedConfig(160, 128, 2, 1, 1)),
+        (False, PackedConfig(160, 128, 2, 1, 1, boxes=2)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
         (False, PackedTileConfig(16, 128, 1, 2, 4, 2)),  # by MFMA
     ],
@@ -187,9 +187,9 @@ def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], 
         (1, 8, 14336, 4096, PackedMmaConfig(8, 64, 16, 1, 1)),
         (2, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
         (16, 8, 14336, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
-        (32, 16, 4096, 28672, PackedConfig(16, 256, 2, 1, 1)),
-        (64, 32, 4096, 28672, PackedConfig(32, 256, 2, 1, 1)),
-        (256, 96, 14336, 4096, PackedConfig(96, 256, 2, 1, 1)),
+        (32, 16, 4096, 28672, PackedConfig(16, 256, 2, 1, 1, boxes=2)),
+        (64, 32, 4096, 28672, PackedConfig(32, 256, 2, 1, 1, boxes=2)),
+        (256, 96, 14336, 4096, PackedConfig(96, 256, 2, 1, 1, boxes=2)),
     ],
 )
 def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expected: Any) -> None:

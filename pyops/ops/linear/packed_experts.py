@@ -11,7 +11,7 @@ from . import dequantize_packed, grouped_plan, packed_tile
 from .gather_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
-from .packed_hopper import PackedConfig, step_rows
+from .packed_hopper import PackedConfig, most_boxes, step_rows
 from .packed_plan import (
     Config,
     choose_mma,
@@ -113,7 +113,8 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     few = _MAX_FEW_ROWS if w.type.is_integer else _MAX_FEW_ROWS_OF_FLOATS
     if serves_many(problem, device) and (rows > few or not serves_few(problem, device)):
         tile_m = next(size for size in TILES if block_size % size == 0)
-        return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1)
+        boxes = most_boxes(problem)
+        return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1, boxes=boxes)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
     most_rows = 8 if block_size % 16 else 16

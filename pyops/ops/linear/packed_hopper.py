@@ -49,6 +49,7 @@ class PackedConfig:
         splits: blocks of a cluster that share a tile, each with a part of K.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
         max_parts: parts of a tile of the last round, along K; 1: none is cut.
+        boxes: of 128 bytes of a row of a, in a step.
     """
 
     tile_m: int
@@ -57,13 +58,16 @@ class PackedConfig:
     splits: int
     min_blocks: int
     max_parts: int = 1
+    boxes: int = 1
 
     def __post_init__(self) -> None:
         shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
         shared = self.splits == 1 or (self.splits in (2, 4, 8) and self.tile_m <= _MAX_SHARED_ROWS)
         roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
         cut = self.max_parts == 1 or (self.min_blocks == self.splits == 1 and self.tile_m > _MAX_SHARED_ROWS)
-        if not (shape and shared and roomy and cut and self.chunk in (1, 2) and self.max_parts > 0):
+        if not (
+            shape and shared and roomy and cut and self.chunk in (1, 2) and self.boxes in (1, 2) and self.max_parts > 0
+        ):
             raise ValueError(f"no geometry of gemm_packed.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedConfig]:
@@ -78,8 +82,10 @@ class PackedConfig:
                 splits=tuning.beside(self.splits, 1, 8),
                 min_blocks=(1, 2),
                 max_parts=(1, _MAX_PARTS),
+                boxes=(1, 2),
             )
-            if one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
+            if one.boxes <= most_boxes(problem)
+            and one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
             and (one.max_parts == 1 or problem.experts is None)
             and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
         ]
@@ -87,9 +93,12 @@ class PackedConfig:
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
         weight, device, constants, apart = problem.weight, problem.device, problem.constants(), sums_apart(problem)
-        size, step = constants["GROUP_SIZE"], step_rows(weight.layout)
+        size, step = constants["GROUP_SIZE"], self.boxes * step_rows(weight.layout)
         groups = step // size if 0 < size < step else 1
-        loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
+        loads = (
+            self.boxes * self.tile_m * _ROW_BYTES
+            + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
+        )
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
         sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
         by_stores = self.tile_m > _MAX_SHARED_ROWS and problem.experts is None
@@ -106,6 +115,7 @@ class PackedConfig:
             **constants,
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
+            BOXES=self.boxes,
             CHUNK=self.chunk,
             STAGES=stages,
             SPLITS=self.splits,
@@ -119,7 +129,7 @@ class PackedConfig:
             partial=Scratch(parts * self.tile_m * self.tile_n * 4) if parts else 0,
             arrived=Scratch(rest * _WARPS * 4, zeroed=True) if parts else 0,
             sharers=blocks,
-            **_maps(problem, self.tile_m, self.tile_n, groups),
+            **_maps(problem, self.tile_m, self.tile_n, step, groups),
             **problem.arguments(kernel),
         )
         return [launch]
@@ -193,6 +203,14 @@ def step_rows(layout: str) -> int:
     return 128 if layout == "w4a8" else 64
 
 
+def most_boxes(problem: PackedProblem) -> int:
+    """2 where K is of whole steps of two boxes, each of whole groups or within one; else 1."""
+    w = problem.weight
+    step = 2 * step_rows(w.layout)
+    fits = w.groups == 1 or w.group_size % step == 0 or step % w.group_size == 0
+    return 2 if w.layout == "marlin" and w.k % step == 0 and fits else 1
+
+
 def _step_cycles(config: PackedConfig, layout: str) -> float:
     """Of a step of a tile, by the model."""
     is_table, step_k = layout == "w4a8", step_rows(layout)
@@ -204,7 +222,7 @@ def _step_cycles(config: PackedConfig, layout: str) -> float:
     return max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
 
 
-def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict[str, Any]:
+def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: int) -> dict[str, Any]:
     """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     n, k, bits, itemsize = weight.n, weight.k, weight.bits, a.dtype.itemsize
@@ -228,7 +246,7 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
     columns = 16 * tile_n // (16 * _WARPS)
     return {
         "a_map": a_map,
-        "codes_map": _codes_map(problem, tile_n),
+        "codes_map": _codes_map(problem, tile_n, step),
         "scales_map": scales_map,
         "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
         "out_map": a_map  # rows of experts are stored by threads
@@ -237,11 +255,10 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int) -> dict
     }
 
 
-def _codes_map(problem: PackedProblem, tile_n: int) -> TensorMap:
+def _codes_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
     """As packed_weight.cuh describes it."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
-    step = step_rows(weight.layout)
     if weight.layout in ("w4a8", "marlin_8"):
         sizes, box = (32 * bits, n // 32, k // 32), (32 * bits, tile_n // 32, step // 32)
     elif weight.layout == "marlin":
