@@ -440,7 +440,7 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
 @pytest.mark.parametrize(
     ("tokens", "activation", "arch", "kernels"),
     [
-        (1, "silu", "sm_90", ["TILE_M=8 WARPS=2 "]),
+        (1, "silu", "sm_90", ["TILE_M=8 WARPS=8 "]),
         (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),

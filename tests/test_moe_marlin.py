@@ -158,7 +158,7 @@ def test_many_rows(permuted: bool, config: Any) -> None:
     [
         ("sm_90", 4, {}, ["gemm_packed_mma"]),
         ("sm_90", 16, {}, ["gather_expert_columns", "gemm_packed"]),
-        ("sm_90", 16, {"with_bias": True, "codes": "float4_e2m1f"}, ["gemm_packed_mma"]),
+        ("sm_90", 4, {"with_bias": True, "codes": "float4_e2m1f"}, ["gemm_packed_mma"]),
         ("sm_90", 400, {"with_bias": True}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
         ("sm_90", 400, {}, ["gather_expert_columns", "gemm_packed"]),

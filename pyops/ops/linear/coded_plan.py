@@ -192,8 +192,9 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
     fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")
     resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
-    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
-    warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
+    blocks = -(-tiles // device.multiprocessors)  # of a multiprocessor
+    # Half of the warps that there is room for, or more: one token of Mixtral takes 49 us so, 71 with two to a tile.
+    warps = min(max(resident // 2, resident // blocks) if blocks <= resident else _WARPS_OF_MANY, steps)
     warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w, _MIN_STAGES)))
     return CodedConfig(tile_m, warps, resident // warps)
 

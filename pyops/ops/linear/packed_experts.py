@@ -25,10 +25,10 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs: of integers
-# (measured: docs/performance.md, "Marlin's experts: tiles"), and of floats, which take wgmma more instructions; and up
-# to which it takes less than weights in full. The last two are those of products without experts.
-_MAX_FEW_ROWS, _MAX_FEW_ROWS_OF_FLOATS, _MAX_ROWS = 4, 16, 64
+# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs (4 and 8 rows of
+# Mixtral, 8 of gpt-oss: docs/performance.md, "Marlin's experts: tiles"), and than weights in full, by products without
+# experts.
+_MAX_FEW_ROWS, _MAX_ROWS = 4, 64
 _FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
@@ -110,8 +110,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if _serves_tile(problem, device):
         weights = -(-tuning.power_of_two(problem.m) // rows)
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
-    few = _MAX_FEW_ROWS if w.type.is_integer else _MAX_FEW_ROWS_OF_FLOATS
-    if serves_many(problem, device) and (rows > few or not serves_few(problem, device)):
+    if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
         tile_m = next(size for size in TILES if block_size % size == 0)
         boxes = most_boxes(problem)
         return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1, boxes=boxes)
