@@ -26,7 +26,6 @@
 //     STAGES        steps of K in shared memory
 //     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
 //     GROUP         tiles of one expert that are counted down together
-//     PREFETCHES    whether weights are asked for while the kernel before still runs
 //     ALIGNED_OUT   rows of out begin at multiples of 16 bytes
 
 #include "async.cuh"
@@ -60,29 +59,6 @@ static_assert(!STRADDLES || GATED == 0);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 
-// Tiles beside each other, and the first row of b in box number `box` of a tile.
-DEVICE int columns_of(int64_t n) { return int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)); }
-DEVICE int box_row(int expert, int tile_column, int box, int n) {
-    const int column = (tile_column * PARTS + box / HALVES) * OUT_N;
-    return expert * (GATED ? 2 * n : n) + (GATED == 2 ? 2 * column : column + box % HALVES * n);
-}
-
-// Brings weights of the block's first tile into the L2 cache, as many steps as fit into shared memory, if the lists are
-// likely to be complete while the kernel before still runs. Whatever they hold leads to some expert, and no line of them is
-// left in the first-level cache.
-DEVICE void prefetch_weights(const TensorMap* b_map, const int32_t* expert_ids, int64_t n, int64_t num_experts,
-                             int64_t block_tiles, int64_t max_tiles) {
-    const int columns = columns_of(n), tile = int(blockIdx.x) / columns;
-    if (!PREFETCHES || threadIdx.x > 0 || tile >= max_tiles) return;
-    const int expert = load_fresh(expert_ids + tile / int(block_tiles));
-    if (expert < 0 || expert >= num_experts) return;
-    for (int step = 0; step < STAGES; ++step) {
-        for (int i = 0; i < PARTS * HALVES; ++i) {
-            tma_prefetch(b_map, step * TILE_K, box_row(expert, int(blockIdx.x) % columns, i, int(n)));
-        }
-    }
-}
-
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes of BOX_N x TILE_K, swizzled
              out_t* out,                               // [num_rows, N]
@@ -97,7 +73,6 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
              int64_t num_rows, int64_t n, int64_t k, int64_t top_k, int64_t num_experts, int64_t block_tiles,
              int64_t max_tiles, int64_t a_stride, int64_t out_stride, int64_t a_scale_step, int64_t a_scale_block_step,
              int64_t b_scale_expert_step, int64_t b_scale_step, int64_t b_scale_block_step) {
-    prefetch_weights(&b_map, expert_ids, n, num_experts, block_tiles, max_tiles);
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
@@ -114,7 +89,7 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
 
     const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                    block_tiles, max_tiles);
-    const int columns = columns_of(n), steps = int((k + TILE_K - 1) / TILE_K);
+    const int columns = int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)), steps = int((k + TILE_K - 1) / TILE_K);
     const int tiles = rows.tiles * columns, b_rows = int(GATED ? 2 * n : n);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
@@ -139,8 +114,10 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                     mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
 #pragma unroll
                     for (int i = 0; i < PARTS * HALVES; ++i) {
+                        const int column = (tile_column * PARTS + i / HALVES) * OUT_N;
+                        const int b_row = GATED == 2 ? 2 * column : column + i % HALVES * int(n);
                         tma_load(to + A_BYTES + i * BOX_N * ROW_BYTES, &b_map, ring.full(), step * TILE_K,
-                                 box_row(expert, tile_column, i, int(n)));
+                                 expert * b_rows + b_row);
                     }
                 }
                 const bool exists = step * TILE_K + chunk * CHUNK < k;

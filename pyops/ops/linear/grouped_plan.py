@@ -91,7 +91,6 @@ class GroupedConfig:
             STAGES=stages,
             BUFFERS=2 if problem.block_scaled else 1,
             GROUP=self.group,
-            PREFETCHES=problem.lists_are_old,
             ALIGNED_OUT=problem.out_is_aligned,
         ).launch(
             min(problem.max_tiles(self.tile_m) * columns, device.multiprocessors),
