@@ -135,6 +135,7 @@ class Case:
 
 
 HOPPER_CASES = [
+    (GroupedConfig(192, 128), (110, 128, 656, "silu", FP8, "block", 192)),  # of three warpgroups one has rows, or two
     (WIDE, (90, 72, 328, "silu", BF16, "none", 128)),
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
@@ -249,7 +250,7 @@ def problem(
     def arg(name: str, *shape: int, kind: Any = dtype) -> Any:
         return describe_new("grouped_gemm", name, shape, kind, HOPPER)
 
-    size = block_size_for(rows, experts)
+    size = block_size_for(rows, experts, options.get("block_scaled", False))
     activation = options.pop("activation", "silu")
     places = (rows + experts * (size - 1)) // size * size
     lists = arg("sorted_token_ids", places, kind=dtypes.int32), arg("expert_ids", places // size, kind=dtypes.int32)
@@ -265,6 +266,7 @@ def problem(
         (problem(2, 8, 28672, 4096), GroupedConfig(64, 224)),
         (problem(2, 8, 4096, 14336, activation="none"), GroupedConfig(64, 64)),
         (problem(8192, 8, 28672, 4096), GroupedConfig(128, 256)),
+        (problem(32768, 256, 4096, 7168, dtypes.float8_e4m3fn, block_scaled=True), GroupedConfig(192, 128)),
         (problem(51, 8, 1024, 4096, dtypes.float32), GroupedSimtConfig(16, 64)),
         (problem(51, 8, 1024, 100), GroupedMmaConfig(16, 64, 1, 4, 6, 2)),
     ],
