@@ -454,9 +454,10 @@ def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, 
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 
-def test_mla_pages_that_are_not_there(on: str) -> None:
+@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (17, FP8)], ids=str)
+def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype | None) -> None:
     """The attention of a sequence is that over the tokens it has; without any, zeros."""
-    call = mla_call([196, 40], 16, device=on)
+    call = mla_call([196, 40], num_heads, kind=kind, device=on)
     entries = call["plain"][0]
     call["page_table"][0, 1] = -1
     call["page_table"][0, 4] = len(call["kv_c_and_k_pe_cache"])
