@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from pyops.ops.attention.varlen_plan import Config, choose, launch
 from pyops.ops.attention.varlen_problem import Problem, check_varlen
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import KERNELS
+from tests.core.conftest import launched
 from tests.profiles import few
 from tests.test_attention_mla import MLA
 from tests.test_attention_mla import _assert_is_attention as assert_is_mla
@@ -51,20 +53,21 @@ def _schedules(on: str, schedules: Any) -> Any:
     return [scheduled(one) for one in schedules] if on == "cpu" else [nullcontext()]
 
 
-def _varlen(one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None, **call: Any) -> None:
+def _varlen(
+    one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None, *, has_lse: bool = True, **call: Any
+) -> None:
     """The call is attention, with the same bits under these schedules."""
     first: Any = None
     device = call["out"].device
-    call["lse"] = torch.empty(call["out"].shape[1::-1], device=device)
+    call["lse"] = torch.zeros(call["out"].shape[1::-1], device=device) if has_lse else None
     VARLEN.forget()
     with tuning.forced(NAME, one):
         for schedule in _schedules(device.type, schedules):
             with schedule:
                 assert_is_attention(dict(call), bias)
-            result = call["out"].clone(), call["lse"].clone()
+            result = [call[name].clone() for name in ("out", "lse") if call[name] is not None]
             first = first or result
-            assert same_bits(first[0], result[0])
-            assert same_bits(first[1], result[1])
+            assert all(same_bits(*pair) for pair in zip(first, result, strict=True))
     VARLEN.forget()
 
 
@@ -72,6 +75,18 @@ def _varlen(one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None,
 def test_every_schedule(on: str, block_size: int, head_size: int) -> None:
     call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
     _varlen(HopperConfig(128, 2), SCHEDULES, **call)
+
+
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], 2))
+def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
+    """From tile to tile, by less than the slack of a base and by more, until only the first tokens count."""
+    call = varlen_call([65], [450], dtype=dtype, on=on)
+    keys, table = call["plain"][0][0], call["block_tables"][0].long()
+    for begin in range(0, 450, 16):
+        factor = 2.0 ** (5 - begin // 64)
+        keys[begin : begin + 16] *= factor
+        call["key_cache"][table[begin // 16]] *= factor
+    _varlen(HopperConfig(64, 2), SCHEDULES[:2], **call | {"scale": 1.5 * call["scale"]})
 
 
 # What the geometry depends on: the head, the block, the group of heads, the tile, the warpgroups.
@@ -195,6 +210,8 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
         call |= {"query": (call["query"] * rows).to(dtype), "scale": factor * scale}
         schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
         _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
+        if dtype == torch.bfloat16:  # two terms, where no log-sum-exp is asked for
+            _varlen(one, has_lse=False, **call | {"logits_soft_cap": cap, "causal": True})
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
     # All logits of a row are large and negative, down to -9 and -90.
@@ -206,6 +223,36 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     call["query"] = call["query"].to(dtype)
     for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
         _varlen(one, **call | {"logits_soft_cap": cap, "scale": factor * scale})
+
+
+POLYNOMIALS = """#include "attention.cuh"
+extern "C" __global__ void polynomials(float* logits, float* limits, const float* shares, float scale, float cap) {
+    const CapSeries<2> two(scale, cap);
+    const CapSeries<3> three(scale, cap);
+    const CapSeries<5> five(scale, cap);
+    const int i = blockIdx.x * 128 + threadIdx.x, n = gridDim.x * 128;
+    logits[i] = two.logit(shares[i] * two.limit);
+    logits[n + i] = three.logit(shares[i] * three.limit);
+    logits[2 * n + i] = five.logit(shares[i] * five.limit);
+    if (i == 0) limits[0] = two.limit, limits[1] = three.limit, limits[2] = five.limit;
+}
+"""
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.0884, 30.0), (-0.0625, 50.0), (3.0, 1.0), (0.5, 300.0)])
+def test_polynomials_of_a_soft_cap(scale: float, cap: float) -> None:
+    """Up to their limits they are within the bounds that attention.cuh derives, where float32 rounds logits, too."""
+    shares = numpy.linspace(-1.0, 1.0, 1024, dtype=numpy.float32)
+    logits, limits = numpy.empty((3, 1024), numpy.float32), numpy.empty(3, numpy.float32)
+    launched(POLYNOMIALS, grid=8, block=128, logits=logits, limits=limits, shares=shares, scale=scale, cap=cap)
+    products = shares * limits[:, None].astype(float)
+    right = cap * numpy.tanh(products * scale / cap)
+    errors = abs(logits * numpy.log(2.0) - right)
+    assert errors[0].max() <= 2.0**-13 + 2.0**-22 * abs(right[0]).max()
+    assert (errors[1:] <= 2.0**-19 * abs(right[1:])).all()
+    # And no lower than they must be.
+    assert (abs(limits * scale / cap)[1:] > (0.31, 0.79)).all()
+    assert errors[0].max() > 2.0**-14 or abs(limits[0] * scale / cap) > 0.31
 
 
 @pytest.mark.parametrize("block_size", few([16, 64], 1))

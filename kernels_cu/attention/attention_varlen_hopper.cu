@@ -38,12 +38,22 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
-// Under a soft cap small products have small logits: the largest magnitude of a row takes the place of its largest logit,
-// and tests whether products are small as well. Logits are up to MAX_MAGNITUDE, in units of log 2, on either side of 0, so
-// that probabilities and their sum may be smaller by its square, for which float16 has no room; EPSILON, which is relative
-// to the largest probability, and is the formula's in the join of splits, is smaller, too.
+// Under a soft cap small products have small logits, up to MAX_MAGNITUDE in units of log 2 on either side of 0. Tiles of
+// such products are relative to MAX_MAGNITUDE, whatever their largest logit is, so that probabilities and their sum may
+// be smaller by its square, for which float16 has no room; EPSILON, which is relative to the largest probability, and is
+// the formula's in the join of splits, is smaller, too.
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
+constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
+// The first tile of an item is computed in chunks of so many keys, of which those that no row sees are left out.
+constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
+template <bool VALUE> struct IsFirst { static constexpr bool value = VALUE; };
+// Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
+// in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
+constexpr float SLACK = 8.0f;
+// Elements of a thread whose exponentials come before the wait for the product before: docs/performance.md, "The wait for
+// the product before".
+constexpr int BEFORE_WAIT = HAS_SOFTCAP ? TOKENS / 2 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -108,10 +118,11 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
     const float product_unit = scale * (IS_FP8 ? *k_scale : 1.0f);
     const float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
+    const CapSeries<2> short_series(product_unit, logits_soft_cap);
     const CapSeries<3> series(product_unit, logits_soft_cap);
     const CapSeries<5> long_series(product_unit, logits_soft_cap);
-    const float series_limit =
-        BY_MAGNITUDE || unit > 0.0f ? fminf(series.limit, MAX_MAGNITUDE / fabsf(product_unit * LOG2_E)) : 0.0f;
+    const float unit_limit = BY_MAGNITUDE || unit > 0.0f ? MAX_MAGNITUDE / fabsf(product_unit * LOG2_E) : 0.0f;
+    const float series_limit = fminf(series.limit, unit_limit), short_limit = fminf(short_series.limit, unit_limit);
     const auto release = [&](const auto& ring) {
         sync_warp();
         ring.release(ring.stage);
@@ -162,105 +173,149 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         // Keys that all rows of the warpgroup see.
         const int whole_end = work.limit_of(first_row), whole_begin = window.first_seen(work.limit_of(first_row + 63));
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {0.0f, 0.0f}, shrink[2];
-        // Products of a tile become probabilities, relative to the largest logit so far. What was computed relative to
-        // another one is to be multiplied by `shrink`.
-        const auto softmax = [&](int tile, uint32_t missing) {
+        bool rises = false, huge = false, plain = false, by_short_series = false;
+        float exact_factor = 1.0f;
+        // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first
+        // element of the chunk.
+        const int seen = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
+        const auto each_seen_chunk = [&](auto f) {
+#pragma unroll
+            for (int c = 0; c < TOKENS / 2; c += FIRST_CHUNK / 2) {
+                if (2 * c < seen) f(c);
+            }
+        };
+        // Products of a tile become logits, or stay products where exponentials make logits of them. Probabilities are
+        // relative to max_logit, a row's largest logit when it was last looked for: max_logit `rises` with a logit that
+        // is more than SLACK above it. What was computed relative to the one before is then multiplied by `shrink`.
+        const auto find_base = [&](auto is_first, int tile, uint32_t missing) {
+            constexpr bool IS_FIRST = decltype(is_first)::value;
+            constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
             const int start = tile * TOKENS;
             const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+            const auto each_chunk = [&](auto f) {
+                if constexpr (IS_FIRST) each_seen_chunk(f);
+                else f(0);
+            };
             // Where all products of a warp are small, a series takes the place of tanh.
             float magnitude[2] = {0.0f, 0.0f};
             bool by_series = false;
             if (HAS_SOFTCAP) {
+                each_chunk([&](int c) {
 #pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
-                by_series = !HAS_ALIBI && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit));
+                    for (int i = c; i < c + CHUNK / 2; ++i) {
+                        magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
+                    }
+                });
+                by_short_series = SHORT_SERIES && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < short_limit));
+                by_series =
+                    !HAS_ALIBI && (by_short_series || !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit)));
             }
             // In the plain case products take the place of logits, up to the factor `unit` or the series.
-            const bool plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
-            if (!plain) {
-                const bool by_long_series =
-                    HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
+            plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
+            const bool by_long_series =
+                HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
+            float largest[2] = {minus_infinity(), minus_infinity()};
+            each_chunk([&](int c) {
+                const int end = c + CHUNK / 2;
+                if (!plain) {
 #pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    if (!HAS_SOFTCAP) s[i] *= unit;
-                    else if (by_series) s[i] = series.logit(s[i]);
-                    else if (by_long_series) s[i] = long_series.logit(s[i]);
-                    else s[i] = logit_of<true>(s[i], unit, logits_soft_cap);
-                }
-            }
-            if (HAS_ALIBI) {
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // 2t columns before its own
-                    const float distance = float(start + 2 * t - limits[half]);
-                    s[i] = fmaf(slopes[half], distance + float(column), s[i]);
-                }
-            }
-            // Masks of the limits, of the window and of blocks that do not exist, each where there are such keys.
-            const auto mask = [&](bool any, auto is_masked) {
-                if (!any) return;
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; ++i) {
-                    if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
-                }
-            };
-            const int before = start + 2 * t;  // columns before the lane's first
-            mask(start + TOKENS - 1 > whole_end, [&](int column, int half) { return column > limits[half] - before; });
-            mask(start < whole_begin, [&](int column, int half) { return column < firsts[half] - before; });
-            mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
-            const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
-            float base[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float larger = magnitude[half];
-                if (!(BY_MAGNITUDE && plain)) {
-                    larger = fmaxf(s[2 * half], s[2 * half + 1]);
-#pragma unroll
-                    for (int i = 4; i < TOKENS / 2; i += 4) {
-                        larger = fmaxf(larger, fmaxf(s[i + 2 * half], s[i + 2 * half + 1]));
+                    for (int i = c; i < end; ++i) {
+                        if (!HAS_SOFTCAP) s[i] *= unit;
+                        else if (by_series) s[i] = series.logit(s[i]);
+                        else if (by_long_series) s[i] = long_series.logit(s[i]);
+                        else s[i] = logit_of<true>(s[i], unit, logits_soft_cap);
                     }
                 }
-                larger = fmaxf(larger, shfl_xor(larger, 1));
-                larger = fmaxf(larger, shfl_xor(larger, 2));
-                if (HAS_SOFTCAP && plain) larger = BY_MAGNITUDE ? fabsf(series.logit(larger)) : series.logit(larger);
-                larger = fmaxf(max_logit[half], larger * factor);
-                base[half] = probability_base<scalar_t>(larger);
-                shrink[half] = relative_exp2(max_logit[half], larger);
-                max_logit[half] = larger;
+                if (HAS_ALIBI) {
+#pragma unroll
+                    for (int i = c; i < end; ++i) {
+                        const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // 2t columns before its own
+                        const float distance = float(start + 2 * t - limits[half]);
+                        s[i] = fmaf(slopes[half], distance + float(column), s[i]);
+                    }
+                }
+                // Masks of the limits, of the window and of blocks that do not exist, each where there are such keys.
+                const auto mask = [&](bool any, auto is_masked) {
+                    if (!any) return;
+#pragma unroll
+                    for (int i = c; i < end; ++i) {
+                        if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
+                    }
+                };
+                const int before = start + 2 * t;  // columns before the lane's first
+                mask(start + 2 * end - 1 > whole_end,
+                     [&](int column, int half) { return column > limits[half] - before; });
+                mask(start < whole_begin, [&](int column, int half) { return column < firsts[half] - before; });
+                mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
+                if (BY_MAGNITUDE && plain) return;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                    for (int i = c + 2 * half; i < end; i += 4) {
+                        const float larger = fmaxf(s[i], s[i + 1]);
+                        largest[half] = !IS_FIRST && i < 4 ? larger : fmaxf(largest[half], larger);
+                    }
+                }
+            });
+            const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (HAS_SOFTCAP && plain) largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
+            }
+            const auto is_above = [&](int half) { return largest[half] * factor > max_logit[half] + SLACK; };
+            rises = IS_FIRST || any_lane(is_above(0) || is_above(1));
+            if (rises) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float larger = largest[half];
+                    larger = fmaxf(larger, shfl_xor(larger, 1));
+                    larger = fmaxf(larger, shfl_xor(larger, 2));
+                    larger = fmaxf(max_logit[half], larger * factor);
+                    shrink[half] = relative_exp2(max_logit[half], larger);
+                    exp_sum[half] *= shrink[half];
+                    max_logit[half] = larger;
+                }
+                huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
+                                                      fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
             }
             // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
             // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
-            float exact_factor = factor;
-            if (!HAS_SOFTCAP && any_lane(fmaxf(fabsf(base[0]), fabsf(base[1])) > 0x1p24f)) {
+            exact_factor = factor;
+            if (huge) {
 #pragma unroll
                 for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor;
                 exact_factor = 1.0f;
             }
-            const auto exponentials = [&](auto logit_above) {
+        };
+        // Elements of the thread from `begin` to `end` become probabilities.
+        const auto exponentials = [&](int begin, int end) {
+            const float base[2] = {probability_base<scalar_t>(max_logit[0]), probability_base<scalar_t>(max_logit[1])};
+            const auto each = [&](auto logit_above) {
+                float sums[2] = {0.0f, 0.0f};
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float sum = 0.0f;
 #pragma unroll
-                    for (int i = 0; i < TOKENS / 4; ++i) {
+                    for (int i = begin / 2; i < end / 2; ++i) {
                         float& x = s[i / 2 * 4 + 2 * half + i % 2];
                         x = estimate_exp2(logit_above(x, base[half]));
-                        sum += x;
+                        sums[half] += x;
                     }
-                    exp_sum[half] = fmaf(exp_sum[half], shrink[half], sum);
+                    exp_sum[half] += sums[half];
                 }
             };
             // The series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
-            if (HAS_SOFTCAP && plain) {
-                exponentials([&](float y, float from) { return series.logit(y, from); });
+            if (HAS_SOFTCAP && plain && by_short_series) {
+                each([&](float y, float from) { return short_series.logit(y, from); });
+            } else if (HAS_SOFTCAP && plain) {
+                each([&](float y, float from) { return series.logit(y, from); });
             } else {
-                exponentials([&](float x, float from) { return fmaf(x, exact_factor, -from); });
+                each([&](float x, float from) { return fmaf(x, exact_factor, -from); });
             }
         };
-        const auto round_probabilities = [&] {
+        const auto round_probabilities = [&](int begin, int end) {
 #pragma unroll
-            for (int i = 0; i < TOKENS / 4; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
+            for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
         };
-
         const auto release_keys = [&](int tile) {
             release(tiles.key);
             tiles.key.advance();
@@ -271,8 +326,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
-        softmax(work.last_tile, missing);
-        round_probabilities();
+        find_base(IsFirst<true>(), work.last_tile, missing);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 4; ++i) p[i / 4][i % 4] = 0;
+        each_seen_chunk([&](int c) {
+            exponentials(c, c + FIRST_CHUNK / 2);
+            round_probabilities(c, c + FIRST_CHUNK / 2);
+        });
+
         bool accumulate = false;
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
@@ -284,18 +345,22 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release_keys(tile);
-            softmax(tile, missing);
+            find_base(IsFirst<false>(), tile, missing);
+            // Without a soft cap the product before is done by the middle of the exponentials, and probabilities are
+            // rounded beside their rest.
+            exponentials(0, BEFORE_WAIT);
             warpgroup_fence_operand(s);
             hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
             warpgroup_wait<0>();
             warpgroup_fence_operand(o);
             release(tiles.value);
             tiles.value.advance();
-            if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+            if (rises) {
 #pragma unroll
                 for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
             }
-            round_probabilities();
+            exponentials(BEFORE_WAIT, TOKENS / 2);
+            round_probabilities(0, TOKENS / 2);
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);

@@ -165,27 +165,40 @@ DEVICE float logit_of(float product, float unit, float softcap) {
     return HAS_SOFTCAP ? softcap * LOG2_E * hyperbolic_tangent(product * unit) : product * unit;
 }
 
-// The same by a series of 3 or 5 terms, with a relative error below 2^-19, for products whose magnitude is below `limit`.
+// The same by a polynomial of 2, 3 or 5 terms, for products whose magnitude is below `limit`. The relative error is below
+// 2^-19 with 3 or 5 terms; with 2 the logit's absolute error, and so the relative one of its probability, is at most
+// MAX_LOGIT_ERROR: a 16th of what rounding to bfloat16 changes a probability by.
+constexpr float MAX_LOGIT_ERROR = 0x1p-13f;
+
 template <int TERMS>
 struct CapSeries {
-    static_assert(TERMS == 3 || TERMS == 5);
-    static constexpr float LIMIT = TERMS == 3 ? 0.32f : 0.8f;  // of |product * scale / softcap|
+    static_assert(TERMS == 2 || TERMS == 3 || TERMS == 5);
     float terms[TERMS];  // the logit of x is x * (terms[0] + terms[1] * x^2 + terms[2] * x^4 + ...)
     float limit;         // 0 where terms are no normal numbers
 
     DEVICE CapSeries(float scale, float softcap) {
-        // tanh(z) / z by powers of z^2: of all polynomials of this degree, that of the least relative error up to LIMIT.
-        constexpr float OF_Z[] = {TERMS == 3 ? 0.9999983f : 0.9999990f, TERMS == 3 ? -0.33303373f : -0.33325372f,
-                                  TERMS == 3 ? 0.12541972f : 0.13230564f, -0.049180104f, 0.0121001f};
+        // tanh(z) / z by powers of z^2: of all polynomials of this degree, that of the least relative error up to max_z.
+        float of_z[] = {TERMS == 3 ? 0.9999983f : 0.9999990f, TERMS == 3 ? -0.33303373f : -0.33325372f,
+                        TERMS == 3 ? 0.12541972f : 0.13230564f, -0.049180104f, 0.0121001f};
+        float max_z = TERMS == 3 ? 0.32f : 0.8f;
+        if constexpr (TERMS == 2) {
+            // With q = z^2 up to Q, the line through the values at q = Q / 2 * (1 -+ sqrt(1 / 2)), which differs from
+            // tanh(z) / z by at most Q^2 / 8 times half of the second derivative, 2 / 15 at 0 and less behind: by
+            // Q^2 / 60. A logit up to softcap * sqrt(Q) is then wrong by softcap * Q^2.5 / 60.
+            max_z = fminf(exp2f(log2f(60.0f * MAX_LOGIT_ERROR / softcap) / 5.0f), 0.32f);
+            const float q = max_z * max_z;
+            of_z[0] = 1.0f - (2.0f / 15 - 17.0f / 315 * q) * (q * q / 8.0f);
+            of_z[1] = -1.0f / 3 + (2.0f / 15 - 17.0f / 315 * 7 / 8 * q) * q;
+        }
         const float ratio = scale / softcap;
         float power = scale * LOG2_E;
 #pragma unroll
         for (int i = 0; i < TERMS; ++i) {
-            terms[i] = OF_Z[i] * power;
+            terms[i] = of_z[i] * power;
             power *= ratio * ratio;
         }
         const float last = fabsf(terms[TERMS - 1]);
-        limit = last > 0x1p-100f && last < 0x1p100f ? LIMIT / fabsf(ratio) : 0.0f;
+        limit = last > 0x1p-100f && last < 0x1p100f ? max_z / fabsf(ratio) : 0.0f;
         // The assembler keeps terms in uniform registers, of which an instruction takes one; the first instruction of
         // logit() takes two terms. Nothing, but a nothing of each thread, brings one of them to a register.
         terms[TERMS - 1] = fmaf(float(threadIdx.x), 0.0f, terms[TERMS - 1]);
