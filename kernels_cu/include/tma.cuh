@@ -148,6 +148,14 @@ DEVICE void tma_prefetch(const TensorMap* map, int x, int y) {
 #endif
 }
 
+DEVICE void tma_prefetch(const TensorMap* map, int x, int y, int z) {
+#if PYOPS_CUDA
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y),
+                 "r"(z)
+                 : "memory");
+#endif
+}
+
 // Copies of `bytes` bytes; addresses and `bytes` are multiples of 16.
 
 // Loads from global memory.
