@@ -1,13 +1,16 @@
-"""Attention of prompts beside torch's, and MLA decode, in turn within one process.
+"""Attention of prompts and of decode rows beside torch's, and MLA decode, in turn within one process.
 
 python -m benchmarks.attention
 python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
+python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-16384:32/8x128
 
 A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, the same with "capped" for "prompts", where a soft cap
-of 30 is on logits, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16
-for prompts, 64 for MLA). CACHE is bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes; queries are bf16. Prompts are
-causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. torch's attention (cuDNN's
-and FlashAttention) reads contiguous keys and values of whole prompts.
+of 30 is on logits, or with "decode", one query token to a sequence, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
+:BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes;
+queries are bf16. Prompts are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached
+ones. TOKENS of 1-16384 of decode rows are lengths from 1 to 16384, evenly spaced. torch's attention (cuDNN's and
+FlashAttention of prompts; of decode rows, whichever it takes) reads contiguous keys and values, of whole prompts and of
+equal lengths.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ ROWS = (
     "prompts:fp8:1x8192:32/8x128",
     "prompts:bf16:1x256+32768:32/8x128",
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
+    *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
@@ -78,6 +82,21 @@ def prompts(
     }
 
 
+def decode(
+    cache: str, num_seqs: int, tokens: int, heads: tuple[int, int, int], block: int, shortest: int
+) -> dict[str, Any]:
+    """The arguments of `paged_attention_v1`, by name, for lengths from `shortest` to `tokens`, in any order."""
+    call = prompts(cache, num_seqs, 1, heads, block, tokens - 1)
+    lengths = torch.linspace(shortest, tokens, num_seqs, device="cuda").round().int()
+    changed = {
+        "seq_lens": lengths[torch.randperm(num_seqs, device="cuda")],
+        "max_seq_len": tokens,
+        "alibi_slopes": None,
+    }
+    del call["cu_seqlens_q"]
+    return call | changed
+
+
 def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
     """The arguments of `sm100_cutlass_mla_decode`, by name."""
     table = _tables(num_seqs, tokens, page)
@@ -99,10 +118,17 @@ def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> di
     }
 
 
+_MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
+    "prompts": prompts,
+    "capped": prompts,
+    "decode": decode,
+    "mla": mla,
+}
+
+
 def _contiguous(call: dict[str, Any]) -> tuple[Any, ...]:
     """(queries, keys, values) [num_seqs, heads, tokens, head_size]."""
-    tables, num_seqs = call["block_tables"].long(), len(call["seq_lens"])
-    tokens = len(call["query"]) // num_seqs
+    tables, num_seqs, tokens = call["block_tables"].long(), len(call["seq_lens"]), int(call["seq_lens"].max())
     caches = (call[name][tables].flatten(1, 2)[:, :tokens] for name in ("key_cache", "value_cache"))
     return tuple(x.transpose(1, 2).contiguous() for x in (call["query"].unflatten(0, (num_seqs, -1)), *caches))
 
@@ -119,6 +145,13 @@ def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
     return attend
 
 
+def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
+    """torch's attention, where query heads that share a key-value head are queries of one head."""
+    query, keys, values = _contiguous(call)
+    query = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
+    return lambda: F.scaled_dot_product_attention(query, keys, values)
+
+
 def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[str, Any]], Call]]:
     """{name: a function that makes a call of arguments}."""
     from torch.nn.attention import SDPBackend
@@ -126,25 +159,35 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
     if kind == "mla":
         return {"pyops": lambda call: partial(pyops.sm100_cutlass_mla_decode, **call)}
     found: dict[str, Callable[[dict[str, Any]], Call]] = {
-        "pyops": lambda call: partial(pyops.paged_attention_varlen, **call)
+        "pyops": lambda call: partial(
+            pyops.paged_attention_v1 if kind == "decode" else pyops.paged_attention_varlen, **call
+        )
     }
-    if cache == "bf16" and whole:
+    if cache == "bf16" and whole and kind == "decode":
+        found["SDPA"] = _sdpa_of_one_token
+    elif cache == "bf16" and whole:
         found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
         found["FlashAttention"] = partial(_sdpa, SDPBackend.FLASH_ATTENTION)
     return found
 
 
 def parse(row: str) -> tuple[str, str, list[Any], float]:
-    """(kind, cache, the sizes that `prompts` or `mla` takes, floating-point operations)."""
+    """(kind, cache, the sizes that `prompts`, `decode` or `mla` takes, floating-point operations)."""
     kind, cache, sequences, heads, *block = row.split(":")
     count, _, length = sequences.partition("x")
-    new, _, behind = length.partition("+")
+    shortest, is_mixed, longest = length.partition("-")
+    new, _, behind = (longest or length).partition("+")
     num_seqs, tokens, cached = int(count), int(new), int(behind or 0)
     if kind == "mla":
         num_heads = int(heads)
         operations = 2.0 * num_seqs * tokens * num_heads * (2 * _LATENT + _ROPE)
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
     num_heads, num_kv_heads, head_size = map(int, heads.replace("/", "x").split("x"))
+    if kind == "decode":
+        least = int(shortest) if is_mixed else tokens
+        operations = 2.0 * num_seqs * (least + tokens) * num_heads * head_size
+        sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, least]
+        return kind, cache, sizes, operations
     operations = 2.0 * num_seqs * tokens * (2 * cached + tokens) * num_heads * head_size
     sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, cached]
     return kind, cache, sizes, operations
@@ -153,12 +196,12 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
 def measure(row: str) -> dict[str, float]:
     """{contender: median of its times, in microseconds}. A contender that fails is left out, and said so."""
     kind, cache, sizes, _ = parse(row)
-    sets = [(mla if kind == "mla" else prompts)(cache, *sizes) for _ in range(_SETS)]
+    sets = [_MAKERS[kind](cache, *sizes) for _ in range(_SETS)]
     if kind == "capped":
         sets = [one | {"logits_soft_cap": _SOFT_CAP} for one in sets]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
-        order = list(contenders(kind, cache, kind == "prompts" and "+" not in row).items())
+        order = list(contenders(kind, cache, kind in ("prompts", "decode") and not {"+", "-"} & set(row)).items())
         for name, build in order if turn % 2 == 0 else order[::-1]:
             try:
                 times.setdefault(name, []).append(gpu_us([build(one) for one in sets], QUICK).median)

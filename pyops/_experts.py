@@ -132,7 +132,7 @@ def fused_experts(
     if codes is None:
         block_size = block_size_for(num_rows, num_experts, bool(config.block_shape))
     else:
-        block_size = block_size_of_codes(num_rows, num_experts)
+        block_size = block_size_of_codes(num_rows, num_experts, codes)
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
     def multiply(

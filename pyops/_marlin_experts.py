@@ -9,6 +9,7 @@ from ._core.errors import OpError
 from ._core.tensor import new
 from .ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from .ops.linear.marlin_moe import moe_wna16_marlin_gemm
+from .ops.linear.packed_experts import block_size_of_packed
 from .ops.moe.align import moe_align
 from .ops.moe.rows import moe_sum_experts
 
@@ -23,10 +24,7 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "swigluoai": swigluoai_and_mul,
     "swiglustep": swiglustep_and_mul,
 }
-_BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160
 _MOST_IN_FULL = 64  # places of a block whose products take weights that are written in full: wgmma's rows
-_MANY_ROWS_BLOCK = 96  # places of a block of experts whose rows fill several: 1700 us where 160 took 1755 on an H200
-_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
 
 
 def fused_marlin_moe(
@@ -111,9 +109,7 @@ def fused_marlin_moe(
     if num_tokens == 0:
         return output
     num_rows, intermediate_size = num_tokens * topk, w2.shape[1] * 16
-    sizes = [size for size in _BLOCK_SIZES if is_k_full or size <= _MOST_IN_FULL]
-    many = _MANY_ROWS_BLOCK if is_k_full else _MOST_IN_FULL
-    block_size = next((size for size in sizes if num_rows < _FULL * size * max(1, num_experts)), many)
+    block_size = block_size_of_packed(num_rows, num_experts, *([] if is_k_full else [_MOST_IN_FULL]))
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
     def multiply(

@@ -87,9 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was collected stays until the end: the garbage collector need not look at all of it again and again."""
+    """What was collected stays until the end: the garbage collector need not look at all of it again and again.
+
+    It looks at other objects once 10,000 are new, where 700 are usual: that took a twentieth of the time of Python.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -142,9 +146,25 @@ def _host_with(monkeypatch: pytest.MonkeyPatch, **changes: int) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def _errors_where_they_happen(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A kernel that faults fails the test that launched it."""
-    yield
+def _each_test_by_itself(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What every test has, in one fixture because each takes as long as a short test.
+
+    Random numbers are the same whatever tests ran before in the process. Where a parameter of the test is a `Host`, ops
+    run kernels on the CPU. Specialisations that the test makes the host load are noted in its report, but for those
+    that an earlier test of the process has loaded. Ops that the test declares are gone after it. A kernel that faults
+    on a GPU fails the test that launched it.
+    """
+    torch.manual_seed(0)
+    ops, num_loaded = set(registry), len(host._loaded)
+    callspec = getattr(request.node, "callspec", None)
+    on_host = callspec is not None and any(isinstance(value, Host) for value in callspec.params.values())
+    with config.cpu("kernels") if on_host else nullcontext():
+        yield
+    for function in list(host._loaded.values())[num_loaded:]:
+        request.node.user_properties.append(("host", (function.kernel, function.constants)))
+    for name in registry.keys() - ops:
+        torch_library.remove(name)
+        del registry[name]
     if request.node.get_closest_marker("gpu") and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -154,39 +174,6 @@ def no_grad() -> Iterator[None]:
     """Parameters of layers require grad, and kernels have no derivative."""
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers_every_time() -> None:
-    """Whatever tests ran before in the process."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _registry_as_it_was() -> Iterator[None]:
-    """Ops declared in a test are gone after it."""
-    before = set(registry)
-    yield
-    for name in set(registry) - before:
-        torch_library.remove(name)
-        del registry[name]
-
-
-@pytest.fixture(autouse=True)
-def _kernels_on_host(request: pytest.FixtureRequest) -> Iterator[None]:
-    callspec = getattr(request.node, "callspec", None)
-    on_host = callspec is not None and any(isinstance(value, Host) for value in callspec.params.values())
-    with config.cpu("kernels") if on_host else nullcontext():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _specialisations_on_host(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Note what the test made the host load, which another test of its process may have loaded already."""
-    before = len(host._loaded)
-    yield
-    for function in list(host._loaded.values())[before:]:
-        request.node.user_properties.append(("host", (function.kernel, function.constants)))
 
 
 def _noted(reporter: pytest.TerminalReporter, key: str, when: str) -> list[Any]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import join
+from pyops.ops.attention import decode_choose, join
 from pyops.testing import SCHEDULES, assert_matches_reference
 from pyops.testing.calls import assert_results, expected, replaced, run
 from tests.calls import DEVICES, Host, example, refusal
@@ -176,14 +176,16 @@ def test_misaligned(on: str) -> None:
 
 
 @pytest.mark.usefixtures("no_clusters")
-@pytest.mark.parametrize("max_groups", [8, 1])
+@pytest.mark.parametrize("max_groups", [0, 8, 1])
 def test_many_splits(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token.
 
-    Several groups of threads join them, or one group, which takes one batch of splits after another: a later batch has
-    a larger logit.
+    The last of the blocks joins them, or several groups of threads of another kernel, or one group. All but several
+    groups take one batch of splits after another: a later batch has a larger logit.
     """
-    monkeypatch.setattr(join, "_MAX_GROUPS", max_groups)
+    if max_groups:
+        monkeypatch.setattr(decode_choose, "_MAX_SPLITS_OF_LAST_BLOCK", 0)
+        monkeypatch.setattr(join, "_MAX_GROUPS", max_groups)
     V1.forget()
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), dtype=torch.bfloat16, on=on))
     _assert_is_attention(paged_call([2000, 3, 0, 64], (2, 1), head_size=16, on=on))
@@ -639,7 +641,7 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
     one = torch.ones(1)
     call |= {"k_scale": one, "v_scale": one}
     with config.cpu("kernels"):
-        _, (launch, _) = V1.check(*(call.get(p.name, p.default) for p in V1.parameters))
+        _, (launch,) = V1.check(*(call.get(p.name, p.default) for p in V1.parameters))
         assert launch.fixed["wave_splits"] > 0
         V1.wrapper(**call)
 

@@ -198,10 +198,10 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
     # All logits of a row are large and negative, down to -9 and -90.
-    call["query"] = -call["plain"][0][0][:1, :1].to(dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
+    call["query"] = -call["plain"][0][0][:1, :1].to(on, dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
     keys = call["plain"][0][0][:1, :1]
     for s, blocks in enumerate(call["block_tables"]):
-        call["key_cache"][blocks.long()] = keys[0, 0].to(dtype)
+        call["key_cache"][blocks.long()] = keys[0, 0].to(on, dtype)
         call["plain"][s][0] = keys.expand_as(call["plain"][s][0])
     call["query"] = call["query"].to(dtype)
     for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
@@ -454,9 +454,10 @@ def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, 
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 
-def test_mla_pages_that_are_not_there(on: str) -> None:
+@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (17, FP8)], ids=str)
+def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype | None) -> None:
     """The attention of a sequence is that over the tokens it has; without any, zeros."""
-    call = mla_call([196, 40], 16, device=on)
+    call = mla_call([196, 40], num_heads, kind=kind, device=on)
     entries = call["plain"][0]
     call["page_table"][0, 1] = -1
     call["page_table"][0, 4] = len(call["kv_c_and_k_pe_cache"])

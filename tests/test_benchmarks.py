@@ -528,10 +528,10 @@ def test_bytes_of_a_decode_step() -> None:
 
 @pytest.mark.slow
 def test_a_decode_step_of_transformers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    accelerated.main(["--device", "cpu", "--batch", "1", "2", "--context", "128"])
+    accelerated.main(["--device", "cpu", "--batch", "2", "--context", "128"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     assert rows[0] == ["family", "batch", "run", "before", "after", "ratio"]
-    assert [row[:3] for row in rows[1:]] == [["Llama", batch, run] for batch in "12" for run in ("eager", "compiled")]
+    assert [row[:3] for row in rows[1:]] == [["Llama", "2", run] for run in ("eager", "compiled")]
     for *_, before, after, ratio in rows[1:]:
         assert float(before) > 0 < float(after)
         assert float(ratio) == pytest.approx(float(before) / float(after), abs=0.01)

@@ -467,6 +467,41 @@ def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
         assert torch.equal(dst.cpu(), right)
 
 
+@on_host
+@pytest.mark.parametrize("name", ["gather_and_maybe_dequant_cache", "cp_gather_and_upconvert_fp8_kv_cache"])
+def test_entries_are_asked_for_early(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that look their entries up before the kernel before has ended, and others; with a table of any numbers."""
+    op = pyops.registry[name]
+    op.forget()
+    monkeypatch.setattr(_geometry, "early_blocks", lambda num_blocks, _: num_blocks // 2 + 1)
+    args = example(op, num_tokens=40)
+    broken = named(op, args)["block_table"].clone()
+    broken[:, 0] = ints([-1, INT32_MAX, 9])
+    for table in (named(op, args)["block_table"], broken):
+        assert_matches_reference(
+            op, *replaced(op, args, block_table=table), schedules=SCHEDULES[:1], warp_sizes=(32, 64)
+        )
+    op.forget()
+
+
+@pytest.mark.gpu
+def test_indices_that_the_kernel_before_writes() -> None:
+    """A gather that starts while its block table, owners and starts are written takes what they become."""
+    num_tokens, size = 16384, 576
+    cache = torch.arange(256, device="cuda").half()[:, None, None].expand(256, 64, size).contiguous()
+    tables = torch.stack([torch.randperm(256, device="cuda")[None].int() for _ in range(16)])
+    lens = ints([0, num_tokens], torch.int32, "cuda")
+    owners = torch.zeros(num_tokens, dtype=torch.int32, device="cuda")
+    one_row, at_0 = ints([0, 1], torch.int32, "cuda"), ints([[0]], torch.int32, "cuda")
+    table = tables[0].clone()
+    found = [torch.empty(num_tokens, size, dtype=torch.float16, device="cuda") for _ in tables]
+    for new, dst in zip(tables, found, strict=True):
+        pyops.cp_gather_cache(new[None], table, at_0, one_row, 1)
+        pyops.gather_and_maybe_dequant_cache(cache, dst, table, lens, owners, num_tokens, "auto", 1.0)
+    for new, dst in zip(tables, found, strict=True):
+        assert torch.equal(dst[:, 0], new[0].repeat_interleave(64).half())
+
+
 # Indices out of range.
 
 
@@ -992,6 +1027,15 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
 def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.Config) -> None:
     """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
     assert _geometry.choose(_geometry.Problem(num_tokens, token_vecs, float32), device.model()) == config
+
+
+def test_geometry_of_early_blocks() -> None:
+    """Smaller blocks, where there are more than those that look up early: four on each of 132 multiprocessors."""
+    few, many = (_geometry.Problem(num_tokens, 72, float32, early=True) for num_tokens in (2115, 2116))
+    assert _geometry.choose(many, device.model()) == _geometry.Config(tokens=4, batch=2, num_threads=160)
+    assert _geometry.choose(few, device.model()) == _geometry.Config(tokens=3, batch=1, num_threads=256)
+    assert _geometry.choose(many, device.model("sm_80")).num_threads == 256
+    assert [_geometry.early_blocks(count, device.model()) for count in (528, 529)] == [0, 528]
 
 
 @pytest.mark.parametrize(

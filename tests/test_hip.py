@@ -182,7 +182,8 @@ def test_every_architecture_with_matrix_cores_is_compiled_for() -> None:
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
-    assert not {"linear/ggml_mul_mat_vec.cu", "mamba/chunk_scan_states.cu"} & planned
+    cudas = {"linear/ggml_mul_mat_vec.cu", "linear/ggml_mul_mat_digits.cu", "mamba/chunk_scan_states.cu"}
+    assert not cudas & planned
     assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= planned
     products = {"gemm_mma.cu", "grouped_gemm_mma.cu", "gemm_packed_tile.cu", "ggml_mul_mat.cu"}
     on_matrix_cores = {f"linear/{name}" for name in products} | {"attention/attention_decode.cu"}

@@ -129,12 +129,24 @@ assert opened
 """)
 
 
+TIMES = """
+import time
+times = [time.thread_time()]
+import numpy
+times.append(time.thread_time())
+import pyops
+times.append(time.thread_time())
+print((times[2] - times[1]) / (times[1] - times[0]))
+"""
+
+
 def test_import_is_fast(tmp_path: Path) -> None:
-    """From byte code, which pip makes when it installs."""
-    # Processor time of this thread: what else the machine does in the meantime does not count.
-    code = "import time; started = time.thread_time(); import pyops; print(time.thread_time() - started)"
+    """From byte code, which pip makes when it installs. It takes some four times as long as to import numpy.
+
+    Processor time of one thread, beside other work of the same process: a busy machine makes both longer.
+    """
     byte_code = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert min(float(run(code, **byte_code)) for _ in range(5)) < 0.3
+    assert min(float(run(TIMES, **byte_code)) for _ in range(5)) < 6
 
 
 def test_a_numpy_call_without_torch_names_the_pip_line() -> None:

@@ -100,15 +100,9 @@ def test_ops_are_replaced_and_logged(site: Path, ops: str, replaced: list[str], 
     assert lines[-3:] == ["silu 0.7311", f"norm {norm}", ""]
 
 
-@pytest.mark.parametrize(
-    ("ops", "message"),
-    [
-        ("silu_and_mul,no_op", "override: no_op: is no op of vLLM"),
-        ("gelu_and_mul", "override: gelu_and_mul: expected the schema"),
-    ],
-)
 @pytest.mark.slow
-def test_a_name_that_cannot_be_served_is_an_error(site: Path, ops: str, message: str) -> None:
-    done = run(site, ops)
+def test_a_name_that_cannot_be_served_is_an_error(site: Path) -> None:
+    """Any that `override` refuses: vLLM does not start as if nothing had been asked for."""
+    done = run(site, "silu_and_mul,gelu_and_mul")
     assert done.returncode != 0
-    assert message in done.stderr
+    assert "override: gelu_and_mul: expected the schema" in done.stderr

@@ -111,8 +111,9 @@ def test_the_two_ways_agree() -> None:
 @pytest.mark.slow
 def test_inductor_fuses_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gated MLP behind a norm, off by the default of a model that inductor compiles."""
-    # For one kernel, torch's headers take longer to precompile than to compile.
+    # For one kernel, torch's headers take longer to precompile than to compile, and so do its trials of vector ISAs.
     monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
     torch.manual_seed(0)
     torch._dynamo.reset()
     with set_custom_ops(mode=3, backend="inductor") as config:

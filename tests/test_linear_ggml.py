@@ -17,7 +17,8 @@ from pyops._core.kernel import Specialisation
 from pyops._core.tensor import TensorArg
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear import ggml_plan
-from pyops.ops.linear.ggml_plan import MulMatConfig, SimtConfig, VecConfig
+from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, SimtConfig, VecConfig
+from pyops.ops.linear.ggml_problem import Problem
 from pyops.testing import SCHEDULES, Layout, assert_close, cpu, same_bits, scheduled
 from tests.calls import DEVICES
 
@@ -53,11 +54,12 @@ def check(got: torch.Tensor, right: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("quant_type", TYPES, ids=lambda number: FORMATS[number].name)
 def test_every_type(quant_type: int) -> None:
-    """On tensor cores, by both kernels; the last unit of a row may have fewer blocks of 32 elements."""
+    """On tensor cores, by all kernels; the last unit of a row may have fewer blocks of 32 elements."""
     n, k = 17, 768 + (32 if FORMATS[quant_type].length == 32 else 0)
     weight, truth = draw(quant_type, n, k, seed=quant_type)
     for config, m, dtype in (
         (VecConfig(1, 1, 2, 2), 1, torch.bfloat16),
+        (DigitsConfig(2, 2), 1, torch.bfloat16),
         (MulMatConfig(4, 1, 2, 2, 2), 3, torch.float16),
     ):
         x = torch.randn(m, k).to(dtype)
@@ -67,6 +69,7 @@ def test_every_type(quant_type: int) -> None:
 CONFIGS = [
     VecConfig(1, 2, 4, 3),
     VecConfig(2, 1, 4, 2),
+    DigitsConfig(2, 2),
     MulMatConfig(1, 1, 4, 3, 1),
     MulMatConfig(16, 2, 2, 2, 1),
     MulMatConfig(32, 1, 2, 2, 4),
@@ -130,6 +133,36 @@ def test_exact_sums() -> None:
         assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double())
 
 
+def test_sums_that_cancel() -> None:
+    """A small element beside large ones whose products cancel: digits keep its product, integers nothing else."""
+    n, k = 20, 768
+    weight, truth = draw(8, 1, k)
+    blocks = weight.view(-1, 34)
+    blocks[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)  # scales of 1
+    blocks[:, 2:] = torch.randint(-128, 128, (len(blocks), 1), dtype=torch.int8).view(
+        torch.uint8
+    )  # one code to a block
+    truth = blocks[:, 2:].view(torch.int8).double().view(1, k)
+    x = torch.randint(128, 256, (k // 32, 32)).double() / 128  # below 2, and all bits of bfloat16
+    x[:, 16:] = -x[:, :16]
+    x[:, 7], x[:, 23] = x[:, 7] * 2.0**-13, 0.0
+    x = x.view(1, k).bfloat16()
+    got = multiply(DigitsConfig(2, 2), weight.expand(n, -1).contiguous(), x, 8, n)
+    assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double().expand(1, n))
+
+
+def test_no_number_is_lost() -> None:
+    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the row beside it what it should."""
+    weight, truth = draw(12, 20, 512)
+    x = torch.randn(2, 512).bfloat16()
+    for row, value in ((0, torch.inf), (1, torch.nan)):
+        special = x.clone()
+        special[row, 300] = value
+        got = multiply(DigitsConfig(4, 2), weight, special, 12, 20)
+        assert got[row].isnan().all()
+        check(got[1 - row], x[1 - row].double() @ truth.T)
+
+
 @pytest.mark.parametrize(
     ("core", "arch", "quant_type", "m", "config"),
     [
@@ -157,7 +190,8 @@ def test_on_matrix_cores(
 @pytest.mark.parametrize(
     ("arch", "m", "dtype", "quant_type", "config"),
     [
-        ("sm_90", 1, dtypes.bfloat16, 12, VecConfig(1, 1, 8, 2)),
+        ("sm_90", 1, dtypes.bfloat16, 12, DigitsConfig(8, 2)),
+        ("sm_90", 1, dtypes.bfloat16, 13, VecConfig(1, 1, 4, 2)),
         ("sm_90", 1, dtypes.bfloat16, 8, VecConfig(1, 1, 4, 2)),
         ("sm_90", 2, dtypes.float16, 12, VecConfig(2, 1, 4, 2)),
         ("sm_90", 3, dtypes.float16, 12, MulMatConfig(4, 2, 4, 2, 1)),
@@ -179,8 +213,11 @@ def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config:
         return TensorArg("op", name, kind, shape, (*shape[1:], 1), 16, on)
 
     weight = arg("W", dtypes.uint8, n, k // format.length * format.nbytes)
-    problem = ggml_plan.Problem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
+    problem = Problem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
     assert ggml_plan.choose(problem, on) == config
+    launch = config.launch(problem)
+    each = -(-launch.grid[0] // on.multiprocessors)  # blocks of a multiprocessor, which leave no room for one more
+    assert arch != "sm_90" or isinstance(config, SimtConfig) or (each + 1) * launch.shared > on.shared_memory
     assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
 
 

@@ -16,6 +16,7 @@ from pyops import OpError
 from pyops._core import config, device, dtypes, tuning
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import describe_new
+from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
 from pyops.ops.linear.gemm_problem import Operand
 from pyops.ops.linear.grouped_packed import plan_grouped_gemm_packed
@@ -46,7 +47,7 @@ _SMALL = 32 * 1024  # shared memory of a block, of a device that has no more
 
 
 @contextmanager
-def forced(one: Config | CodedConfig | CodedTileConfig, op: str = "grouped_gemm") -> Iterator[None]:
+def forced(one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig, op: str = "grouped_gemm") -> Iterator[None]:
     """While the context lasts, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
     try:
@@ -134,6 +135,7 @@ class Case:
 
 
 HOPPER_CASES = [
+    (GroupedConfig(192, 128), (110, 128, 656, "silu", FP8, "block", 192)),  # of three warpgroups one has rows, or two
     (WIDE, (90, 72, 328, "silu", BF16, "none", 128)),
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
@@ -248,7 +250,7 @@ def problem(
     def arg(name: str, *shape: int, kind: Any = dtype) -> Any:
         return describe_new("grouped_gemm", name, shape, kind, HOPPER)
 
-    size = block_size_for(rows, experts)
+    size = block_size_for(rows, experts, options.get("block_scaled", False))
     activation = options.pop("activation", "silu")
     places = (rows + experts * (size - 1)) // size * size
     lists = arg("sorted_token_ids", places, kind=dtypes.int32), arg("expert_ids", places // size, kind=dtypes.int32)
@@ -264,6 +266,7 @@ def problem(
         (problem(2, 8, 28672, 4096), GroupedConfig(64, 224)),
         (problem(2, 8, 4096, 14336, activation="none"), GroupedConfig(64, 64)),
         (problem(8192, 8, 28672, 4096), GroupedConfig(128, 256)),
+        (problem(32768, 256, 4096, 7168, dtypes.float8_e4m3fn, block_scaled=True), GroupedConfig(192, 128)),
         (problem(51, 8, 1024, 4096, dtypes.float32), GroupedSimtConfig(16, 64)),
         (problem(51, 8, 1024, 100), GroupedMmaConfig(16, 64, 1, 4, 6, 2)),
     ],
@@ -373,13 +376,24 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
         (CodedConfig(16, 4, 3), "none", 128, 32),
         (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
+        (CodedHopperConfig(32, 256, 64), "none", 192, 32),  # two groups to a step
+        (CodedHopperConfig(48, 256, 128), "silu", 640, 128),  # five steps, of a group each
+        (CodedHopperConfig(32, 128, 64), "swigluoai", 192, 64),
     ],
     ids=str,
 )
-def test_codes_of_experts(one: CodedConfig | CodedTileConfig, activation: str, k: int, size: int) -> None:
-    """Codes of 4 bits with zero points: the same bits under every schedule, rounded once."""
-    on_tiles = isinstance(one, CodedTileConfig)
-    made = Case(11, 64, k, activation, block_size=16, with_bias=True)
+def test_codes_of_experts(
+    one: CodedConfig | CodedTileConfig | CodedHopperConfig,
+    activation: str,
+    k: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Codes of 4 bits with zero points, several tiles to a block: the same bits under every schedule, rounded once."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=1))
+    on_tiles, by_wgmma = isinstance(one, CodedTileConfig), isinstance(one, CodedHopperConfig)
+    block_size = one.tile_m if by_wgmma else 16
+    made = Case(11, 70 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)
     rows, generator = made.b.shape[1], torch.Generator().manual_seed(1)
     codes = torch.randint(0, 16, made.b.shape, generator=generator)
     zeros = torch.randint(0, 16, (3, rows, k // size), generator=generator)
@@ -393,7 +407,7 @@ def test_codes_of_experts(one: CodedConfig | CodedTileConfig, activation: str, k
         for schedule in SCHEDULES[:2] if on_tiles else SCHEDULES:
             out = canaries(made.out)
             with scheduled(schedule, warp_size=64 if on_tiles else 32):
-                pyops.grouped_gemm_packed(out.tensor, *given, made.top_k, 16, activation, "uint4")
+                pyops.grouped_gemm_packed(out.tensor, *given, made.top_k, block_size, activation, "uint4")
             out.check()
             found.append(out.tensor)
     assert all(torch.equal(out, found[0]) for out in found)
@@ -428,23 +442,27 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
 @pytest.mark.parametrize(
     ("tokens", "activation", "arch", "kernels"),
     [
-        (1, "silu", "sm_90", ["TILE_M=8 WARPS=2 "]),
+        (1, "silu", "sm_90", ["TILE_M=8 WARPS=8 "]),
         (1, "none", "sm_90", ["TILE_M=8 WARPS=16 "]),
         (16, "silu", "sm_90", ["TILE_M=8 WARPS=4 "]),
         (64, "silu", "sm_80", ["TILE_M=16 WARPS=4 "]),
+        (32, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=16 TILE_N=256 TILE_K=128 "]),
+        (64, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=32 TILE_N=256 TILE_K=128 "]),
+        (256, "none", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 TILE_K=128 "]),
+        (512, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=160 TILE_N=128 TILE_K=128 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=2 "]),
-        (512, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
+        (4096, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
         (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),
         (1, "none", "gfx1201", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=4 PLACES=8 DEPTH=4 "]),
         (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
-    """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by as many warps as find room."""
+    """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by wgmma up to 512."""
     on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
     experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
     rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens
-    size = block_size_of_codes(num_rows, experts)
+    size = block_size_of_codes(num_rows, experts, "uint4")
     blocks = min(num_rows, experts + num_rows // size)
     sizes = {
         "out": ((num_rows, n), dtypes.bfloat16),

@@ -10,8 +10,10 @@ import torch
 
 import pyops
 from pyops import FusedMoEQuantConfig, OpError
+from pyops._core import config, tuning
+from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from tests.calls import DEVICES
-from tests.test_linear_grouped import activated
+from tests.test_linear_grouped import activated, needs_compiler
 from tests.test_linear_products import draw, positive
 
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
@@ -164,6 +166,21 @@ def test_coded_experts(kind: str, tokens: int, device: str) -> None:
     given |= {name: None if one is None else one.to(device) for name, one in of_weights.items()}
     moved = [one.to(device) for one in (x, c1, c2, weights, ids)]
     out = pyops.fused_experts(*moved, activation="swigluoai", quant_config=FusedMoEQuantConfig(**given)).cpu()
+    assert (out.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
+
+
+@needs_compiler
+def test_mxfp4_by_wgmma() -> None:
+    """Of more than 64 rows to an expert."""
+    sizes, tokens = (3, 128, 128), 100
+    x, weights = draw(tokens, 128, dtype=BF16), positive(tokens, 2)
+    ids = torch.randint(0, 3, (tokens, 2), generator=torch.Generator().manual_seed(1))
+    (c1, s1, _, w1), (c2, s2, _, w2) = coded("mxfp4", sizes, 0), coded("mxfp4", (3, 128, 64), 1)
+    exact = experts_in_float64(x, w1, w2, weights, ids, "swigluoai")
+    given = FusedMoEQuantConfig(weight_quant_dtype="mxfp4", w1_scale=s1, w2_scale=s2)
+    with config.cpu("kernels"):
+        out = pyops.fused_experts(x, c1, c2, weights, ids, activation="swigluoai", quant_config=given)
+    assert tuning.last["grouped_gemm_packed"] == CodedHopperConfig(96, 256, 64)
     assert (out.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import pyops
 from pyops import SCALAR_TYPES, OpError
-from pyops._core import device
+from pyops._core import device, tuning
 from pyops._core.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
@@ -106,7 +106,7 @@ def test_fused_marlin_moe(
     [
         (False, PackedConfig(16, 256, 2, 1, 1)),
         (True, PackedConfig(16, 256, 2, 1, 1)),
-        (False, PackedConfig(160, 128, 2, 1, 1)),
+        (False, PackedConfig(160, 128, 2, 1, 1, boxes=2)),
         (False, PackedMmaConfig(16, 64, 2, 1, 1)),
         (False, PackedTileConfig(16, 128, 1, 2, 4, 2)),  # by MFMA
     ],
@@ -156,8 +156,9 @@ def test_many_rows(permuted: bool, config: Any) -> None:
 @pytest.mark.parametrize(
     ("arch", "num_tokens", "given", "kernels"),
     [
-        ("sm_90", 16, {}, ["gemm_packed_mma"]),
-        ("sm_90", 16, {"with_bias": True, "codes": "float4_e2m1f"}, ["gemm_packed_mma"]),
+        ("sm_90", 4, {}, ["gemm_packed_mma"]),
+        ("sm_90", 16, {}, ["gather_expert_columns", "gemm_packed"]),
+        ("sm_90", 4, {"with_bias": True, "codes": "float4_e2m1f"}, ["gemm_packed_mma"]),
         ("sm_90", 400, {"with_bias": True}, ["gather_expert_columns", "gemm_packed"]),
         ("sm_90", 16, {"permuted": True}, ["gather_expert_columns", "dequantize_packed", "grouped_gemm_mma"]),
         ("sm_90", 400, {}, ["gather_expert_columns", "gemm_packed"]),
@@ -177,6 +178,32 @@ def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], 
     args = op.example(ArgMaker(device.model(arch), op.name), num_tokens=num_tokens, **given)
     found = [launch.specialisation.kernel.file for launch in op.launches(*args)]
     assert found == [f"linear/{kernel}.cu" for kernel in kernels]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "block_size", "k", "n", "expected"),
+    [
+        (1, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (1, 8, 14336, 4096, PackedMmaConfig(8, 64, 16, 1, 1)),
+        (2, 8, 4096, 28672, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (16, 8, 14336, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
+        (32, 16, 4096, 28672, PackedConfig(16, 256, 2, 1, 1, boxes=2)),
+        (64, 32, 4096, 28672, PackedConfig(32, 256, 2, 1, 1, boxes=2)),
+        (256, 96, 14336, 4096, PackedConfig(96, 256, 2, 1, 1, boxes=2)),
+    ],
+)
+def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expected: Any) -> None:
+    """Of Mixtral's experts with 4 bits."""
+    make, experts = ArgMaker(device.model("sm_90"), "moe_wna16_marlin_gemm"), 8
+    top_k, rows = (2, tokens) if k == 4096 else (1, 2 * tokens)
+    blocks, empty = min(2 * tokens, experts + 2 * tokens // block_size), make.empty
+    lists = (empty(blocks * block_size, dtype="int32"), empty(blocks, dtype="int32"), empty(1, dtype="int32"))
+    a, c = empty(rows, k, dtype="bfloat16"), empty(2 * tokens, n, dtype="bfloat16")
+    codes = empty(experts, k // 16, 2 * n, dtype="int32")
+    of_weight = codes, None, empty(experts, k // 128, n, dtype="bfloat16"), *[None] * 6
+    routing = *lists, None, block_size, top_k, False, SCALAR_TYPES["uint4b8"].id, rows, n, k
+    pyops.registry["moe_wna16_marlin_gemm"].launches(a, c, *of_weight, *routing)
+    assert tuning.last["moe_wna16_marlin_gemm"] == expected
 
 
 def test_refusals() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -71,6 +72,10 @@ def _placed(arg: Any, aligned: bool) -> Any:
     return replace(arg, alignment=arg.dtype.itemsize) if isinstance(arg, TensorArg) and not aligned else arg
 
 
+# Ops share kernels, and some of these launch the same specialisation.
+_compile = cache(offline.compile)
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
@@ -79,7 +84,7 @@ def test_compiles_without_local_memory(op: Op, arch: str, record_property: Any) 
     for specialisation in _specialisations(op, arch, PROFILE.compiles.get(arch)):
         kernel, constants = specialisation.kernel, str(specialisation)
         started = time.perf_counter()
-        report = offline.compile(kernel.file, constants, specialisation.text, arch, kernel.options)
+        report = _compile(kernel.file, constants, specialisation.text, arch, kernel.options)
         record_property("offline_compile", (time.perf_counter() - started, arch, kernel.file, constants))
         if report.spill_bytes or report.stack_bytes:
             refused.append(f"{report.spill_bytes} bytes spilled, {report.stack_bytes} on the stack: {constants}")

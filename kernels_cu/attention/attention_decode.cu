@@ -6,7 +6,9 @@
 // Blocks: blockIdx.x counts sequences, key-value heads and groups of HEADS query heads; blockIdx.y counts the splits of
 // a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and the
 // lengths of all sequences say how many splits each has (Balance). CLUSTER > 1: a sequence is one split, and the CLUSTER
-// blocks of blockIdx.y share it; they join their results through shared memory.
+// blocks of blockIdx.y share it; they join their results through shared memory. `arrived` counts the splits of a row (a
+// sequence and its heads of a block) that are done: the block of the last one joins them. Where `arrived` is null,
+// attention_combine.cu joins the splits.
 //
 // Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes
 // S^T = K Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads the next step meanwhile. The warps
@@ -43,6 +45,7 @@
 
 #include "attention.cuh"
 #include "cluster.cuh"
+#include "decode_join.cuh"
 #include "decode_logits.cuh"
 #include "decode_tile.cuh"
 
@@ -51,6 +54,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  partial_t* tmp_out,               // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* exp_sums,                  // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
+                 uint32_t* arrived,                // [num_seqs, NUM_KV_HEADS * HEAD_BLOCKS] zeros, or null
                  float* lse,                       // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,            // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
@@ -71,14 +75,14 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                    query_stride, table_stride, table_step, length_step);
     await_previous_kernel();
     const bool balanced = MAY_BALANCE && wave_splits > 0.0f;
-    const int kv_head = blockIdx.x % (NUM_KV_HEADS * HEAD_BLOCKS) / HEAD_BLOCKS;
+    const int kv_head = blockIdx.x % ROW_BLOCKS / HEAD_BLOCKS;
     const int first_head = kv_head * GROUP + blockIdx.x % HEAD_BLOCKS * HEADS;
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int num_warps = blockDim.x / WARP_SIZE;
     const int turn = (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // the warp's number among those of the split
     const int round = CLUSTER * num_warps * STEP;                        // tokens from one step of a warp to its next
-    int seq = blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS), split = CLUSTER > 1 ? 0 : blockIdx.y;
+    int seq = blockIdx.x / ROW_BLOCKS, split = CLUSTER > 1 ? 0 : blockIdx.y;
     int planned_splits = CLUSTER > 1 ? 1 : int(max_splits);
     if (balanced) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
@@ -203,8 +207,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             loader.load_keys(keys, next, next_numbers);
         }
 
-        // The online softmax. P^T is p_hi + p_lo, operands of two numbers of the products' type.
-        uint32_t p_hi[TILES][COLUMNS][HEAD_WORDS], p_lo[TILES][COLUMNS][HEAD_WORDS];
+        // The online softmax.
+        probabilities_t p_hi, p_lo;
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column) {
             float larger[LANE_HEADS];
@@ -212,43 +216,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
             for (int i = 0; i < LANE_HEADS; ++i) larger[i] = max_logit[column][i];
             finish_logits(s, column, unit[column], slope[column], logits_soft_cap, attended, start, splits.length, lane,
                           larger);
-            bool grows = false;
-#pragma unroll
-            for (int i = 0; i < LANE_HEADS; ++i) grows |= larger[i] > max_logit[column][i];
-            if (any_lane(grows)) {
-                float shrink[LANE_HEADS];
-#pragma unroll
-                for (int i = 0; i < LANE_HEADS; ++i) {
-                    shrink[i] = relative_exp2(max_logit[column][i], larger[i]);
-                    exp_sum[column][i] *= shrink[i];
-                    max_logit[column][i] = larger[i];
-                }
-#pragma unroll
-                for (int i = 0; i < OUT_SUMS; ++i) {
-                    o[column][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i % LANE_HEADS];
-                }
-            }
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                float exact[PRODUCT_SUMS], hi[PRODUCT_SUMS];
-#pragma unroll
-                for (int i = 0; i < PRODUCT_SUMS; ++i) {
-                    exact[i] = probability_of<product_t>(s[tile][column][i], max_logit[column][i % LANE_HEADS]);
-                    exp_sum[column][i % LANE_HEADS] += exact[i];
-                }
-#pragma unroll
-                for (int pair = 0; pair < PRODUCT_SUMS / 2; ++pair) {
-                    const uint32_t word = pack_pair<product_t>(exact[2 * pair], exact[2 * pair + 1]);
-                    unpack_pair<product_t>(word, hi[2 * pair], hi[2 * pair + 1]);
-                    p_hi[tile][column][pair] = word;
-                    if constexpr (!IS_FP8) {
-                        p_lo[tile][column][pair] = pack_pair<product_t>(exact[2 * pair] - hi[2 * pair],
-                                                                        exact[2 * pair + 1] - hi[2 * pair + 1]);
-                    }
-                }
-                finish_probabilities(p_hi[tile][column]);
-                if constexpr (!IS_FP8) finish_probabilities(p_lo[tile][column]);
-            }
+            take_probabilities(s, column, larger, max_logit[column], exp_sum[column], o[column], p_hi, p_lo);
         }
 
         // O^T += V^T P^T.
@@ -357,5 +325,23 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                   [&](int, int e) { return join.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
+    }
+
+    // The last block of a row joins the row's splits, whose results are float.
+    if constexpr (MAY_BALANCE) {
+        if (direct || !arrived) return;
+        __shared__ uint32_t is_last;
+        uint32_t* counter = arrived + int64_t(seq) * ROW_BLOCKS + blockIdx.x % ROW_BLOCKS;
+        if (!arrives_last(counter, splits.count, &is_last)) return;
+        for (int head = warp; head < num_heads; head += num_warps) {
+            const int64_t query_head = first_head + head, row = find_row();
+            const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits;
+            const JoinedSplits joined(reinterpret_cast<const float*>(tmp_out) + part * HEAD_SIZE, max_logits + part,
+                                      exp_sums + part, splits.count);
+            write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
+                [&](int, int e) { return joined.sum[e]; }, joined.max_logit, joined.exp_sum, 1.0f, true,
+                sinks + query_head, out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
+                tmp_out, max_logits, exp_sums);
+        }
     }
 }

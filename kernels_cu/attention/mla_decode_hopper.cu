@@ -74,7 +74,6 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     __shared__ uint64_t full[STAGES * PANELS];
     __shared__ uint64_t empty[STAGES * 2];
     __shared__ uint64_t exists[STAGES];
-    __shared__ int64_t places[PLACES];
     __shared__ float4 scales[SCALES];
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
@@ -103,7 +102,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
         if (threadIdx.x == 256 && pairs > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, seq);
         if constexpr (IS_FP8) {
-            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, places, scales, {}};
+            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, {}};
             if (pairs > 0) loader.run();
         } else if (threadIdx.x / 32 % 4 == 0) {
             load_boxes(tiles, own, &cache_map, &half_map, rank);
@@ -128,7 +127,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
 #pragma unroll
         for (int i = 0; i < PANELS; ++i) {
             const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
-            const bool waits = !HALF_BARRIERS || i % HALF_PANELS == 0;
+            const bool waits = !HALF_BARRIERS || (i % HALF_PANELS == 0 && !(IS_FP8 && panel == ROPE_PANEL));
             if (waits) await_full(warpgroup, panel, pair);
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
             const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel), panel == ROPE_PANEL ? ATOM : TOKEN_STRIDE);
@@ -209,11 +208,9 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         for (int k = 0; k < TOKENS / 16; ++k) wgmma<product_t, LATENT_SIZE / 2, true>(o, a[k], values_at(warpgroup, k));
         warpgroup_commit_batch();
     };
-    const auto add_other = [&](int pair) {
+    // The other warpgroup has waited for the tile, and fenced, before it left its probabilities.
+    const auto add_other = [&] {
         const int stage = warpgroup ^ 1;
-        for (int i = 0; i < (HALF_BARRIERS ? 1 : HALF_PANELS); ++i) {
-            await_full(stage, warpgroup * HALF_PANELS + i, pair);
-        }
         const uint64_t probabilities = make_smem_desc(tiles.panel(stage, ROPE_PANEL));
         warpgroup_fence_operand(o);
         warpgroup_arrive();
@@ -225,6 +222,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         warpgroup_commit_batch();
     };
     const auto release = [&](int stage) {  // this warpgroup's half
+        sync_warp();                       // each lane has read which entries exist
         if (lane >= CLUSTER) return;
         if constexpr (CLUSTER == 1) mbarrier_arrive(empty + stage * 2 + warpgroup);
         else mbarrier_arrive_cluster(empty + stage * 2 + warpgroup, lane);
@@ -238,6 +236,11 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         units[1] *= own_sums[row + 8];
     }
     if (warpgroup == 0) {
+        const auto end_own = [&] {
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(o);
+            release(0);
+        };
         for (int pair = 0; pair < pairs; ++pair) {
             float top[2];
             multiply(pair, top);
@@ -252,6 +255,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
             shrink_results(first, second);
             softmax(top, first, second);
             add_own();
+            if (IS_FP8) end_own();  // the warps that widen codes need this half first, and the odd tile comes later
             named_barrier_sync<ODD_PROBABILITIES>(256);
             max_logit[0] = odd_max[row];
             max_logit[1] = odd_max[row + 8];
@@ -262,11 +266,9 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
             named_barrier_arrive<EVEN_PROBABILITIES>(256);
             exp_sum[0] *= first;
             exp_sum[1] *= second;
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(o);
-            release(0);
+            if (!IS_FP8) end_own();
             shrink_results(first, second);
-            add_other(pair);
+            add_other();
             warpgroup_wait<0>();
             warpgroup_fence_operand(o);
             release(1);
@@ -292,7 +294,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
             shrink_results(first, second);
             add_own();
             named_barrier_sync<EVEN_PROBABILITIES>(256);
-            add_other(pair);
+            add_other();
             warpgroup_wait<1>();
             release(1);
             warpgroup_wait<0>();

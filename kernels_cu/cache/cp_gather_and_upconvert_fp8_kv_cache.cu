@@ -29,6 +29,7 @@ constexpr int LANES = 32;
 constexpr int LATENT_SIZE = 512;
 constexpr int TILE_SIZE = 128;                                                           // elements under one scale
 constexpr int SCALES = LATENT_SIZE, ROPE = LATENT_SIZE + 4 * (LATENT_SIZE / TILE_SIZE);  // bytes from the entry's start
+constexpr int ENTRY_BYTES = 656;
 constexpr int HALF = LATENT_SIZE / 2;  // elements between the two vectors of a lane
 constexpr int VEC_SIZE = HALF / LANES;
 constexpr int ROPE_LANES = 8;  // lanes that copy 16 bytes of the rope each
@@ -36,20 +37,81 @@ constexpr int CODE_ACCESS = ACCESS_SIZE < VEC_SIZE ? ACCESS_SIZE : VEC_SIZE;
 constexpr int SCALE_ACCESS = ACCESS_SIZE < 4 ? ACCESS_SIZE : 4;
 static_assert(ROWS * ROPE_LANES <= LANES);
 
-// Each block prefetches the line with its own number of the starts, the lengths and the table. The first byte of an
-// entry waits for all three.
-DEVICE void prefetch_indices(const table_t* block_table, const lens_t* seq_lens, const starts_t* workspace_starts,
-                             int64_t batch_size, int64_t max_blocks, int64_t table_stride, int64_t table_entry_stride,
-                             int64_t lens_stride, int64_t starts_stride) {
-    if (threadIdx.x) return;
-    prefetch_part(workspace_starts, (batch_size - 1) * starts_stride, blockIdx.x);
-    prefetch_part(seq_lens, (batch_size - 1) * lens_stride, blockIdx.x);
-    prefetch_part(block_table, (batch_size - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
-}
-
 // A bit for each lane of the caller's group: its predicate. Every lane of the warp takes part.
 DEVICE uint32_t ballot_of_group(bool predicate) {
     return uint32_t(ballot(predicate) >> (threadIdx.x % WARP_SIZE / LANES * LANES));
+}
+
+// The first row of the caller's group.
+DEVICE int64_t first_row() { return (int64_t(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES) * ROWS; }
+
+// Where the entries of the rows of dst are named.
+struct Rows {
+    const table_t* block_table;
+    const lens_t* seq_lens;
+    const starts_t* workspace_starts;
+    Pages<BLOCK_SIZE> pages;
+    int64_t num_rows, batch_size, max_blocks, table_stride, table_entry_stride, lens_stride, starts_stride;
+
+    // Of a row: the position of its entry in the sequence, and the place in block_table that names the position's block;
+    // NOWHERE for a row without a sequence.
+    struct Place { int64_t position, in_table; };
+    // The place of row first + lane, one of ROWS at most, in the first sequence that has the row. Every lane calls.
+    template <bool FRESH>
+    DEVICE Place place_of(int64_t first, int lane) const {
+        const int64_t row = first + lane, end = min(first + ROWS, num_rows);
+        int64_t sequence = batch_size, position = 0;
+#pragma unroll 1
+        for (int64_t from = 0; from < batch_size; from += LANES) {
+            const int64_t candidate = min(from + lane, batch_size - 1);
+            const int64_t start = load_index<FRESH>(workspace_starts + candidate * starts_stride);
+            const int64_t length = load_index<FRESH>(seq_lens + candidate * lens_stride);
+            keep_loads_of_warp();
+            const bool meets = candidate == from + lane && start >= 0 && start < end && first - start < length;
+            for (uint32_t met = ballot_of_group(meets); met; met &= met - 1) {
+                const int64_t next = from + lowest_bit(met);
+                const int64_t begin = load_index<FRESH>(workspace_starts + next * starts_stride);
+                const int64_t count = load_index<FRESH>(seq_lens + next * lens_stride);
+                if (sequence == batch_size && begin <= row && row - begin < count) {
+                    sequence = next;
+                    position = row - begin;
+                }
+            }
+        }
+        if (row >= end || sequence == batch_size || position >= max_blocks * BLOCK_SIZE) return {0, NOWHERE};
+        return {position, sequence * table_stride + pages.page_of(position) * table_entry_stride};
+    }
+};
+
+// Each block prefetches the line with its own number of the starts, the lengths and the table. The first byte of an
+// entry waits for all three.
+//
+// The first `early_blocks` blocks, which may start while the kernel before runs, also prefetch the entries that the
+// indices name by then. What that kernel changes has been prefetched in vain: nothing is used that is not read again.
+struct Early {
+    Rows rows;
+    Rows::Place place;  // of row first + lane
+};
+DEVICE Early prefetch_entries(const Rows& rows, const uint8_t* src_cache, int64_t early_blocks) {
+    if (threadIdx.x == 0) {
+        prefetch_part(rows.workspace_starts, (rows.batch_size - 1) * rows.starts_stride, blockIdx.x);
+        prefetch_part(rows.seq_lens, (rows.batch_size - 1) * rows.lens_stride, blockIdx.x);
+        prefetch_part(rows.block_table,
+                      (rows.batch_size - 1) * rows.table_stride + (rows.max_blocks - 1) * rows.table_entry_stride,
+                      blockIdx.x);
+    }
+    if (blockIdx.x >= early_blocks) return {rows, {0, NOWHERE}};
+    const int lane = threadIdx.x % LANES;
+    const Rows::Place place = rows.place_of<true>(first_row(), lane);
+    int64_t at = NOWHERE;
+    if (place.in_table != NOWHERE) {
+        at = rows.pages.in_block(load_fresh(rows.block_table + place.in_table), place.position);
+    }
+    constexpr int ROW_LANES = LANES / ROWS, LINES = ceil_div(ENTRY_BYTES, 128) + 1;  // of an entry; it begins anywhere
+    const int64_t entry = shfl<LANES>(at, lane / ROW_LANES);
+    const int line = lane % ROW_LANES;
+    if (entry != NOWHERE && line < LINES) prefetch_line(src_cache + entry + min(line * 128, ENTRY_BYTES - 1));
+    return {rows, place};
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
@@ -61,37 +123,29 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
                                      int64_t num_rows, int64_t batch_size, int64_t num_blocks, int64_t max_blocks,
                                      int64_t block_stride, int64_t slot_stride, int64_t dst_stride,
                                      int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
-                                     int64_t starts_stride) {
-    prefetch_indices(block_table, seq_lens, workspace_starts, batch_size, max_blocks, table_stride, table_entry_stride,
-                     lens_stride, starts_stride);
+                                     int64_t starts_stride, int64_t early_blocks) {
+    const Early early = prefetch_entries(Rows{block_table,
+                                              seq_lens,
+                                              workspace_starts,
+                                              {num_blocks, block_stride, slot_stride},
+                                              num_rows,
+                                              batch_size,
+                                              max_blocks,
+                                              table_stride,
+                                              table_entry_stride,
+                                              lens_stride,
+                                              starts_stride},
+                                         src_cache, early_blocks);
     await_previous_kernel();
     const int lane = threadIdx.x % LANES;
-    const int64_t first = (int64_t(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES) * ROWS;
-    const int64_t end = min(first + ROWS, num_rows);
+    const int64_t first = first_row();
 
-    // The first sequence that has row first + lane, and the position of the row in this sequence.
-    const int64_t row = first + lane;
-    int64_t sequence = batch_size, position = 0;
-#pragma unroll 1
-    for (int64_t from = 0; from < batch_size; from += LANES) {
-        const int64_t candidate = min(from + lane, batch_size - 1);
-        const int64_t start = workspace_starts[candidate * starts_stride], length = seq_lens[candidate * lens_stride];
-        keep_loads_of_warp();
-        const bool meets = candidate == from + lane && start >= 0 && start < end && first - start < length;
-        for (uint32_t met = ballot_of_group(meets); met; met &= met - 1) {
-            const int64_t next = from + lowest_bit(met);
-            const int64_t begin = workspace_starts[next * starts_stride], count = seq_lens[next * lens_stride];
-            if (sequence == batch_size && begin <= row && row - begin < count) {
-                sequence = next;
-                position = row - begin;
-            }
-        }
-    }
-    const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
-    int64_t at = NOWHERE;
-    if (row < end && sequence < batch_size) {
-        at = pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);
-    }
+    // The block's number is loaded from its early place while the place is found again.
+    int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
+    keep_loads_of_warp();
+    const Rows::Place place = early.rows.place_of<false>(first, lane);
+    if (place.in_table != early.place.in_table && place.in_table != NOWHERE) block = block_table[place.in_table];
+    int64_t at = place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
 
     // A row without an entry loads an existing entry and does not use it: a load behind a condition would be issued
     // late.

@@ -25,20 +25,66 @@
 
 static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
 
+// Where the entries of rows are named.
+struct Rows {
+    const table_t* block_table;
+    const lens_t* cu_seq_lens;
+    const owner_t* token_to_seq;
+    const starts_t* seq_starts;
+    Pages<BLOCK_SIZE> pages;
+    int64_t num_rows, num_seqs, max_blocks, table_stride, table_entry_stride, lens_stride, owner_stride, starts_stride;
+
+    // Of a row: the position of its entry in the sequence, and the place in block_table that names the position's block;
+    // NOWHERE for a row without a sequence.
+    struct Place { int64_t position, in_table; };
+    template <bool FRESH>
+    DEVICE Place place_of(int64_t row) const {
+        const Place nowhere{0, NOWHERE};
+        if (row >= num_rows) return nowhere;
+        const int64_t sequence = HAS_OWNER ? int64_t(load_index<FRESH>(token_to_seq + row * owner_stride))
+                                           : count_up_to(cu_seq_lens + lens_stride, num_seqs, lens_stride, row);
+        if (sequence < 0 || sequence >= num_seqs) return nowhere;
+        const int64_t begin = load_index<FRESH>(cu_seq_lens + sequence * lens_stride);
+        const int64_t end = load_index<FRESH>(cu_seq_lens + (sequence + 1) * lens_stride);
+        const int64_t start = HAS_STARTS ? int64_t(load_index<FRESH>(seq_starts + sequence * starts_stride)) : 0;
+        const int64_t capacity = max_blocks * BLOCK_SIZE, position = row - begin + start;
+        if (begin < 0 || row < begin || row >= end || start < 0 || start > capacity || position >= capacity) {
+            return nowhere;
+        }
+        return {position, sequence * table_stride + pages.page_of(position) * table_entry_stride};
+    }
+};
+
 // Each block prefetches the line with its own number of each index array: the first blocks fetch what later blocks
 // need. Three or four of these loads depend on each other before the first byte of an entry moves.
-DEVICE void prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, const owner_t* token_to_seq,
-                             const starts_t* seq_starts, int64_t num_rows, int64_t num_seqs, int64_t max_blocks,
-                             int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride,
-                             int64_t owner_stride, int64_t starts_stride) {
+//
+// The first `early_blocks` blocks, which may start while the kernel before runs, also prefetch the entries that the
+// indices name by then. What that kernel changes has been prefetched in vain: nothing is used that is not read again.
+struct Early {
+    Rows rows;
+    Rows::Place place;  // of the thread's row
+};
+DEVICE Early prefetch_entries(const Rows& rows, const cache_t* src_cache, int64_t early_blocks) {
     constexpr int OWNER_LINES = ceil_div(TOKENS * int(sizeof(owner_t)), 128);  // of a block; together all lines
     if (HAS_OWNER && threadIdx.x < OWNER_LINES) {
-        prefetch_part(token_to_seq, (num_rows - 1) * owner_stride, int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);
+        prefetch_part(rows.token_to_seq, (rows.num_rows - 1) * rows.owner_stride,
+                      int64_t(blockIdx.x) * OWNER_LINES + threadIdx.x);
     }
-    if (threadIdx.x) return;
-    prefetch_part(cu_seq_lens, num_seqs * lens_stride, blockIdx.x);
-    if (HAS_STARTS) prefetch_part(seq_starts, (num_seqs - 1) * starts_stride, blockIdx.x);
-    prefetch_part(block_table, (num_seqs - 1) * table_stride + (max_blocks - 1) * table_entry_stride, blockIdx.x);
+    if (threadIdx.x == 0) {
+        prefetch_part(rows.cu_seq_lens, rows.num_seqs * rows.lens_stride, blockIdx.x);
+        if (HAS_STARTS) prefetch_part(rows.seq_starts, (rows.num_seqs - 1) * rows.starts_stride, blockIdx.x);
+        prefetch_part(rows.block_table,
+                      (rows.num_seqs - 1) * rows.table_stride + (rows.max_blocks - 1) * rows.table_entry_stride,
+                      blockIdx.x);
+    }
+    if (!HAS_OWNER || blockIdx.x >= early_blocks || threadIdx.x >= TOKENS) return {rows, {0, NOWHERE}};
+    const Rows::Place place = rows.place_of<true>(int64_t(blockIdx.x) * TOKENS + threadIdx.x);
+    if (place.in_table == NOWHERE) return {rows, place};
+    const int64_t entry = rows.pages.in_block(load_fresh(rows.block_table + place.in_table), place.position);
+    if (entry != NOWHERE) {
+        for (int i = 0; i < ENTRY_SIZE; i += 128 / int(sizeof(cache_t))) prefetch_line(src_cache + entry + i);
+    }
+    return {rows, place};
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
@@ -51,26 +97,32 @@ gather_cache(const cache_t* src_cache,     // [num_blocks, BLOCK_SIZE, ENTRY_SIZ
              const starts_t* seq_starts,   // [num_seqs]
              int64_t num_rows, int64_t num_seqs, int64_t num_blocks, int64_t max_blocks, int64_t block_stride,
              int64_t slot_stride, int64_t dst_stride, int64_t table_stride, int64_t table_entry_stride,
-             int64_t lens_stride, int64_t owner_stride, int64_t starts_stride) {
-    prefetch_indices(block_table, cu_seq_lens, token_to_seq, seq_starts, num_rows, num_seqs, max_blocks, table_stride,
-                     table_entry_stride, lens_stride, owner_stride, starts_stride);
+             int64_t lens_stride, int64_t owner_stride, int64_t starts_stride, int64_t early_blocks) {
+    const Early early = prefetch_entries(Rows{block_table,
+                                              cu_seq_lens,
+                                              token_to_seq,
+                                              seq_starts,
+                                              {num_blocks, block_stride, slot_stride},
+                                              num_rows,
+                                              num_seqs,
+                                              max_blocks,
+                                              table_stride,
+                                              table_entry_stride,
+                                              lens_stride,
+                                              owner_stride,
+                                              starts_stride},
+                                         src_cache, early_blocks);
     await_previous_kernel();
     __shared__ int64_t entries[TOKENS];
-    const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
     const int64_t first = int64_t(blockIdx.x) * TOKENS;
-
-    const auto entry_of = [&](int64_t row) {
-        if (row >= num_rows) return NOWHERE;
-        const int64_t sequence = HAS_OWNER ? int64_t(token_to_seq[row * owner_stride])
-                                           : count_up_to(cu_seq_lens + lens_stride, num_seqs, lens_stride, row);
-        if (sequence < 0 || sequence >= num_seqs) return NOWHERE;
-        const int64_t begin = cu_seq_lens[sequence * lens_stride], end = cu_seq_lens[(sequence + 1) * lens_stride];
-        const int64_t start = HAS_STARTS ? int64_t(seq_starts[sequence * starts_stride]) : 0;
-        if (begin < 0 || row < begin || row >= end || start < 0 || start > max_blocks * BLOCK_SIZE) return NOWHERE;
-        return pages.at_position(row - begin + start, block_table + sequence * table_stride, max_blocks,
-                                 table_entry_stride);
-    };
-    if (threadIdx.x < TOKENS) entries[threadIdx.x] = entry_of(first + threadIdx.x);
+    if (threadIdx.x < TOKENS) {
+        // The block's number is loaded from its early place while the place is found again.
+        int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
+        keep_loads();
+        const Rows::Place place = early.rows.place_of<false>(first + threadIdx.x);
+        if (place.in_table != early.place.in_table && place.in_table != NOWHERE) block = block_table[place.in_table];
+        entries[threadIdx.x] = place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
+    }
     __syncthreads();
 
     constexpr int VEC_BYTES = VEC_SIZE * int(sizeof(cache_t));

@@ -16,10 +16,11 @@ template <typename T> inline double host_number(uint32_t word, int i) {
     return T::decode(word >> 8 * sizeof(T) * i & ((1u << 8 * sizeof(T)) - 1));
 }
 template <> inline double host_number<int8_t>(uint32_t word, int i) { return int8_t(word >> 8 * i); }
+template <> inline double host_number<uint8_t>(uint32_t word, int i) { return uint8_t(word >> 8 * i); }
 
 // mma.m16n8k16, or k32 for elements of 8 bits: d += a * b. Each sum is computed in double and rounded once to float32;
 // sums of integers are exact.
-template <typename T, typename Sum>
+template <typename T, typename TA = T, typename Sum>
 inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
     host_operands<Sum> own = {a, b, d};
     host::warp_collective(
@@ -32,7 +33,7 @@ inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
                 const int g = lane / 4, t = lane % 4;
                 for (int e = 0; e < N; ++e) {
                     for (int i = 0; i < 4; ++i) {
-                        A[g + i % 2 * 8][N * (t + i / 2 * 4) + e] = host_number<T>(operands.a[i], e);
+                        A[g + i % 2 * 8][N * (t + i / 2 * 4) + e] = host_number<TA>(operands.a[i], e);
                     }
                     for (int i = 0; i < 2; ++i) B[g][N * (t + i * 4) + e] = host_number<T>(operands.b[i], e);
                 }

@@ -85,24 +85,26 @@ DEVICE void cp_async_of_line(void* shared, const void* global, bool valid) {
 #endif
 }
 
-// The same as cp_async if `wanted`, else nothing; without a branch, so that addresses of several copies are sums with constants.
-template <int BYTES>
+// The same as cp_async, from OFFSET bytes behind `global` to OFFSET bytes behind `shared`, if `wanted`; else nothing. There is
+// no branch, and the offset is in the instruction: the compiler would make each address anew.
+template <int BYTES, int OFFSET>
 DEVICE void cp_async_if(bool wanted, void* shared, const void* global) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);
 #if PYOPS_CUDA
     const uint32_t to = __cvta_generic_to_shared(shared), is_wanted = wanted;
     const uint64_t from = __cvta_generic_to_global(global);
-#define PYOPS_COPY(CACHE, SIZE)                                                                                    \
-    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async." CACHE ".shared.global [%0], [%1], " SIZE ";}" \
-                 :                                                                                                 \
-                 : "r"(to), "l"(from), "r"(is_wanted)                                                              \
+#define PYOPS_COPY(CACHE, SIZE)                                            \
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async." CACHE \
+                 ".shared.global [%0 + %3], [%1 + %3], " SIZE ";}"         \
+                 :                                                         \
+                 : "r"(to), "l"(from), "r"(is_wanted), "n"(OFFSET)         \
                  : "memory")
     if constexpr (BYTES == 16) PYOPS_COPY("cg", "16");
     else if constexpr (BYTES == 8) PYOPS_COPY("ca", "8");
     else PYOPS_COPY("ca", "4");
 #undef PYOPS_COPY
 #else
-    if (wanted) cp_async<BYTES>(shared, global);
+    if (wanted) cp_async<BYTES>(static_cast<char*>(shared) + OFFSET, static_cast<const char*>(global) + OFFSET);
 #endif
 }
 

@@ -123,3 +123,49 @@ DEVICE void finish_probabilities(uint32_t (&words)[WORDS]) {
         for (int i = 0; i < WORDS; ++i) words[i] = transpose_8x8(words[i]);
     }
 }
+
+// P^T of a step: p_hi + p_lo, operands of two numbers of the products' type; of an fp8 cache p_hi alone.
+using probabilities_t = uint32_t[TILES][COLUMNS][HEAD_WORDS];
+
+// The online softmax of one column of tiles. On entry exp_sum and o, of the lane's heads of the column, are relative to
+// max_logit. `larger` is the largest logit with those of the step, s: it becomes max_logit, exp_sum and o become relative
+// to it, exp_sum holds the step's probabilities, too, and p_hi and p_lo become their operands.
+DEVICE void take_probabilities(const logits_t& s, int column, const float (&larger)[LANE_HEADS],
+                               float (&max_logit)[LANE_HEADS], float (&exp_sum)[LANE_HEADS],
+                               float (&o)[ROWS][PRODUCT_SUMS], probabilities_t& p_hi, probabilities_t& p_lo) {
+    bool grows = false;
+#pragma unroll
+    for (int i = 0; i < LANE_HEADS; ++i) grows |= larger[i] > max_logit[i];
+    if (any_lane(grows)) {
+        float shrink[LANE_HEADS];
+#pragma unroll
+        for (int i = 0; i < LANE_HEADS; ++i) {
+            shrink[i] = relative_exp2(max_logit[i], larger[i]);
+            exp_sum[i] *= shrink[i];
+            max_logit[i] = larger[i];
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS * PRODUCT_SUMS; ++i) o[i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i % LANE_HEADS];
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        float exact[PRODUCT_SUMS], hi[PRODUCT_SUMS];
+#pragma unroll
+        for (int i = 0; i < PRODUCT_SUMS; ++i) {
+            exact[i] = probability_of<product_t>(s[tile][column][i], max_logit[i % LANE_HEADS]);
+            exp_sum[i % LANE_HEADS] += exact[i];
+        }
+#pragma unroll
+        for (int pair = 0; pair < PRODUCT_SUMS / 2; ++pair) {
+            const uint32_t word = pack_pair<product_t>(exact[2 * pair], exact[2 * pair + 1]);
+            unpack_pair<product_t>(word, hi[2 * pair], hi[2 * pair + 1]);
+            p_hi[tile][column][pair] = word;
+            if constexpr (!IS_FP8) {
+                p_lo[tile][column][pair] =
+                    pack_pair<product_t>(exact[2 * pair] - hi[2 * pair], exact[2 * pair + 1] - hi[2 * pair + 1]);
+            }
+        }
+        finish_probabilities(p_hi[tile][column]);
+        if constexpr (!IS_FP8) finish_probabilities(p_lo[tile][column]);
+    }
+}

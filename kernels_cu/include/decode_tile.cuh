@@ -19,6 +19,7 @@ constexpr int CHUNKS = HEAD_SIZE / CHUNK;
 constexpr int STEP = TILE_TOKENS * TILES;
 constexpr int COLUMNS = HEADS / TILE_HEADS;
 constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // blocks of one key-value head
+constexpr int ROW_BLOCKS = NUM_KV_HEADS * HEAD_BLOCKS;    // blocks of one split of a sequence
 
 // Keys: KEY_LANES lanes share one, and take its chunks by turns. A product takes KEY_WORDS words of 16-bit elements, of
 // KEY_GROUP chunks.
@@ -124,12 +125,17 @@ DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
 constexpr int MAX_HEADS = HEADS < GROUP ? HEADS : GROUP;
 constexpr int OUTPUT_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
-// Prefetches what the block reads first: as far as addresses are known before the previous kernel has ended.
+// Prefetches what the block reads first: as far as addresses are known before the previous kernel has ended. Which splits
+// balanced blocks take is not known yet: together they prefetch the first lines of every row of the block table.
 DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* block_tables, const length_t* seq_lens,
                            int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t query_stride,
                            int64_t table_stride, int64_t table_step, int64_t length_step) {
-    const int64_t seq = balanced ? threadIdx.x : blockIdx.x / (NUM_KV_HEADS * HEAD_BLOCKS);
+    const int64_t seq = balanced ? threadIdx.x : blockIdx.x / ROW_BLOCKS;
     if (seq < num_seqs) prefetch_line(seq_lens + seq * length_step);
+    if (balanced && threadIdx.x == 0) {
+        const uint32_t row = blockIdx.x % uint32_t(num_seqs), line = blockIdx.x / uint32_t(num_seqs);
+        prefetch_part(block_tables + row * table_stride, (max_tokens / BLOCK_SIZE - 1) * table_step, line);
+    }
     if constexpr (CLUSTER > 1) {
         const int token = (blockIdx.y * blockDim.x + threadIdx.x) / 32 * STEP;
         if (token < max_tokens) prefetch_line(block_tables + seq * table_stride + token / BLOCK_SIZE * table_step);

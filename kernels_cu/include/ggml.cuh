@@ -6,6 +6,7 @@
 //     element = (code - OFFSET) * scale - minimum
 //
 //     codes(block, q, grid)    the codes of elements 4 q to 4 q + 3, one in each byte, none above LARGEST, 2^i - 1
+//     codes_in_place(block, q, grid)    if ODD_FACTOR > 1: likewise, but so many times as large in odd groups
 //     scale(block, g)          of group g, in float32; exact
 //     minimum(block, g)        likewise, if HAS_MINIMUM; else there is none
 //
@@ -20,7 +21,7 @@
 template <int ELEMENTS, int SIZE, int ALIGNED = 2>
 struct Blocks {
     static constexpr int LENGTH = ELEMENTS, BYTES = SIZE, ALIGNMENT = ALIGNED, GRID_SIZE = 0;
-    static constexpr int GROUP = 32, OFFSET = 0, LARGEST = 127;
+    static constexpr int GROUP = 32, OFFSET = 0, LARGEST = 127, ODD_FACTOR = 1;
     static constexpr bool HAS_MINIMUM = false;
     static DEVICE const uint16_t* table() { return nullptr; }
     static DEVICE float minimum(const uint8_t*, uint32_t) { return 0.0f; }
@@ -160,8 +161,12 @@ struct SixBits {
 struct Q4_K : Blocks<256, 144, 16> {
     static constexpr int LARGEST = 15;
     static constexpr bool HAS_MINIMUM = true;
-    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
-        return word_at<16>(block + 16 + q / 16 * 32 + q % 8 * 4) >> q / 8 % 2 * 4 & 15 * ONES;
+    static constexpr int ODD_FACTOR = 16;
+    static DEVICE uint32_t codes_in_place(const uint8_t* block, uint32_t q, const uint16_t*) {
+        return word_at<16>(block + 16 + q / 16 * 32 + q % 8 * 4) & 15 * ONES << q / 8 % 2 * 4;
+    }
+    static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
+        return codes_in_place(block, q, grid) >> q / 8 % 2 * 4;
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) { return SixBits::scale(block, g); }
     static DEVICE float minimum(const uint8_t* block, uint32_t g) { return SixBits::minimum(block, g); }

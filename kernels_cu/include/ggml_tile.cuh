@@ -5,6 +5,15 @@
 
 constexpr int UNIT = 256;  // elements of a row that are copied together: one format block, or eight
 
+// Copies pieces AT, AT + THREADS, ... below `count` of a row, ACCESS bytes each, of which there are at most PIECES.
+template <int AT, int ACCESS, int PIECES, int THREADS>
+DEVICE void copy_pieces(uint8_t* to, const uint8_t* from, int count) {
+    if constexpr (AT < PIECES) {
+        cp_async_if<ACCESS, AT * ACCESS>(AT < count, to, from);
+        copy_pieces<AT + THREADS, ACCESS, PIECES, THREADS>(to, from, count);
+    }
+}
+
 // Copies pieces 0 to `count` - 1 of a row, ACCESS bytes each, of which there are at most PIECES. The caller is thread
 // `thread` of THREADS threads that share the row.
 template <int ACCESS, int PIECES, int THREADS>
@@ -12,12 +21,11 @@ DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
     to += thread * ACCESS;
     from += thread * ACCESS;
     count -= thread;
-#pragma unroll(ACCESS >= 4 ? ceil_div(PIECES, THREADS) : 1)
-    for (int i = 0; i < PIECES; i += THREADS) {
-        if constexpr (ACCESS >= 4) {
-            cp_async_if<ACCESS>(i < count, to + i * ACCESS, from + i * ACCESS);
-        } else if (i < count) {
-            using word_t = typename word_of<ACCESS>::type;
+    if constexpr (ACCESS >= 4) {
+        copy_pieces<0, ACCESS, PIECES, THREADS>(to, from, count);
+    } else {
+        using word_t = typename word_of<ACCESS>::type;
+        for (int i = 0; i < count; i += THREADS) {
             *reinterpret_cast<word_t*>(to + i * ACCESS) = *reinterpret_cast<const word_t*>(from + i * ACCESS);
         }
     }

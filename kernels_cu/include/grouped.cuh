@@ -88,6 +88,15 @@ struct ExpertTiles {
         const int row = sorted_token_ids[place];
         return row >= 0 && row < num_rows ? row : -1;
     }
+    // Brings the rows of a tile, -1 for none, to shared memory. Returns whether any exists. Every thread of the block calls.
+    template <int NUM_THREADS>
+    DEVICE bool load(int tile, int (&rows_of_tile)[TILE_M]) const {
+        for (int i = threadIdx.x; i < TILE_M; i += NUM_THREADS) rows_of_tile[i] = row(tile * TILE_M + i);
+        __syncthreads();
+        bool any = false;
+        for (int i = threadIdx.x % WARP_SIZE; i < TILE_M; i += WARP_SIZE) any |= rows_of_tile[i] >= 0;
+        return any_lane(any);
+    }
     // What expert_ids says of a tile, whether there is such an expert or not.
     DEVICE int number(int tile) const { return expert_ids[tile / block_tiles]; }
 

@@ -114,12 +114,23 @@ DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
 // other blocks wrote before their arrival, by load_fresh. Every thread calls. `counter` is 0 before the first block
 // arrives and after the last; `is_last` is in shared memory.
 DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
+#if !PYOPS_CUDA
     __threadfence();
+#endif
     __syncthreads();
     if (threadIdx.x == 0) {
-        *is_last = atomicAdd(counter, 1u) == blocks - 1;
-        if (*is_last) atomicExch(counter, 0u);
+        uint32_t before;
+#if PYOPS_CUDA
+        // Behind the barrier, the release of one thread is that of the block. It takes less than a fence of every thread.
+        asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+#else
+        before = atomicAdd(counter, 1u);
+#endif
+        *is_last = before == blocks - 1;
+        if (before == blocks - 1) atomicExch(counter, 0u);
+#if !PYOPS_CUDA
         __threadfence();
+#endif
     }
     __syncthreads();
     return *is_last;
@@ -152,4 +163,10 @@ DEVICE T load_fresh(const T* address) {
         return value;
     }
 #endif
+}
+
+// An index that a kernel reads before the kernel before it has ended (FRESH), past the cache that would keep it, or after.
+template <bool FRESH, typename index_t>
+DEVICE index_t load_index(const index_t* address) {
+    return FRESH ? load_fresh(address) : *address;
 }

@@ -28,9 +28,7 @@ constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTE
 constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
 // Who fills a half at once says so once, not for each of its panels.
 constexpr bool HALF_BARRIERS = HALF_BOXES || IS_FP8;
-constexpr int LOADERS_BARRIER = 7;  // a named barrier
-// Pairs of tiles whose places a CodeLoader keeps: warps load for a pair and the next, one may be a pair behind.
-constexpr int KEPT_PAIRS = 3, PLACES = IS_FP8 ? KEPT_PAIRS * 2 * TOKENS : 1, SCALES = IS_DS_MLA ? PLACES : 1;
+constexpr int SCALES = IS_DS_MLA ? 2 * 2 * TOKENS : 1;  // that a CodeLoader keeps: of entries of two pairs of tiles
 using product_t =
     conditional_t<CONVERTS_QUERIES, half_t, query_t>;  // of the products' operands; float16 has every code
 static_assert(IS_FP8 ? CLUSTER == 1 && !HALF_BOXES : is_same<query_t, cache_t>);
@@ -52,13 +50,14 @@ struct EntryTiles {
         return panel(stage, of_panel) + token / 8 * TOKEN_STRIDE + token % 8 * ROW_BYTES;
     }
     DEVICE uint64_t* full_of(int stage, int panel) const {
+        if (IS_FP8 && panel == ROPE_PANEL) panel = (stage ^ 1) * HALF_PANELS;  // with the half they are filled with
         return full + stage * PANELS + (HALF_BARRIERS ? panel / HALF_PANELS * HALF_PANELS : panel);
     }
     // By one thread; a barrier of the cluster follows.
     DEVICE void init() const {
         for (int i = 0; i < STAGES * PANELS; ++i) {
-            const bool is_of_copies = IS_DS_MLA && i % PANELS == ROPE_PANEL;
-            mbarrier_init(full + i, is_of_copies ? 128 : IS_FP8 ? 4 : 1);
+            const bool has_copies = IS_DS_MLA && full + i == full_of(i / PANELS, ROPE_PANEL);
+            mbarrier_init(full + i, (IS_FP8 ? 4 : 1) + (has_copies ? 128 : 0));
         }
         // The warps of one warpgroup of each block give a half back.
         for (int i = 0; i < STAGES * 2; ++i) mbarrier_init(empty + i, 4 * CLUSTER);
@@ -172,71 +171,54 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
     sync_warp();
 }
 
-// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). Four neighbours have two rows of a tile,
-// half a tile apart, each 16 codes of every panel.
+// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). A warp has 32 entries of a pair: of each
+// tile 8 neighbours, and 8 half a tile further on. Four neighbouring lanes have one entry of each eight, each 16 codes
+// of every panel.
 struct CodeLoader {
-    static constexpr int HALVES = 4;  // of a pair, in the order in which they are given back: steps
-    static constexpr int CHUNK = 16;  // bytes that a thread loads at once
+    static constexpr int HALVES = 4;     // of a pair, in the order in which they are given back: steps
+    static constexpr int CHUNK = 16;     // bytes that a thread loads at once
+    static constexpr int WARP_ROWS = 8;  // neighbouring entries of a warp
     // Chunks of a thread, of a half and of rotated keys; rotated keys that are no codes are copied where they belong.
     static constexpr int LATENT_CHUNKS = 2 * HALF_PANELS, CHUNKS = LATENT_CHUNKS + (IS_DS_MLA ? 0 : 2);
     const EntryTiles& tiles;
     const Split& split;
     const cache_t* cache;
     int64_t page_stride, slot_stride;
-    int64_t* places;  // [KEPT_PAIRS][2 * TOKENS], shared: where each token of a pair lies in the cache
-    float4* scales;   // likewise: the scales of each token, if IS_DS_MLA
+    float4* scales;  // [4 warps][2 pairs][WARP_SIZE], shared: the scales of each entry, if IS_DS_MLA
     uint4 codes[CHUNKS];
 
     DEVICE void run() {
-        // Each thread finds the place of one token of a pair, a pair ahead; its page is asked for two pairs ahead.
-        const int thread = threadIdx.x % 128, warp = thread / 32;
+        // Each lane finds the place of one entry of the warp's, a pair ahead; its page is asked for two pairs ahead.
+        const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
         const auto page_at = [&](int pair) {
-            const int token = split.begin + pair * 2 * TOKENS + thread;
-            return token < split.end ? int64_t(split.pages[token / PAGE_SIZE * split.table_step]) : NOWHERE;
+            const int token = split.begin + pair * 2 * TOKENS + own;
+            return token < split.end ? split.pages[token / PAGE_SIZE * split.table_step] : table_t(-1);
         };
-        const auto place_on = [&](int64_t page, int pair) {
+        const auto place_on = [&](table_t page, int pair) {
             if (page < 0 || page >= split.num_pages) return NOWHERE;
-            const int slot = (split.begin + pair * 2 * TOKENS + thread) % PAGE_SIZE;
+            const int slot = (split.begin + pair * 2 * TOKENS + own) % PAGE_SIZE;
             const int64_t place = page * page_stride + slot * slot_stride;
             // Brought to L2 before its codes are loaded: registers hold no more than a step of what is on its way.
             for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
             return place;
         };
-        // Keeps the place, and starts a copy of the scales.
-        const auto keep = [&](int pair, int64_t place) {
-            const int at = pair % KEPT_PAIRS * (2 * TOKENS) + thread;
-            places[at] = max(place, int64_t(0));  // what is nowhere is zeroed by who multiplies
-            if constexpr (IS_DS_MLA) {
-                cp_async<16>(scales + at, cache + places[at] + SCALES_AT);
-                cp_async_commit();
-            }
-        };
-        int64_t place = place_on(page_at(0), 0), next_page = page_at(1);
-        keep(0, place);
-        named_barrier_sync<LOADERS_BARRIER>(128);
-        load_step<0>(rows_of<0>(0));
+        int64_t place = place_on(page_at(0), 0);
+        table_t next_page = page_at(1);
+        copy_scales(0, place);
+        load_step<0>(rows_of<0>(place));
         for (int pair = 0; pair < split.pairs(); ++pair) {
-            const uint32_t found = ballot(place != NOWHERE);
-            place = place_on(next_page, pair + 1);
+            const int64_t next_place = place_on(next_page, pair + 1);
             next_page = page_at(pair + 2);
-            if (IS_DS_MLA) cp_async_wait<0>();
-            keep(pair + 1, place);
-            named_barrier_sync<LOADERS_BARRIER>(128);
-            // Warps 2i and 2i + 1 have the tokens of stage i, of which the warpgroup reads that gives half i back.
-            const auto tell = [&](int stage) {
-                if (warp / 2 != stage || thread % 32 != 0) return;
-                reinterpret_cast<uint32_t*>(tiles.exists + stage)[warp % 2] = found;
-            };
-            tiles.await_empty(0, LEFT, pair);
-            tell(0);
-            pass<0>(pair);
-            tiles.await_empty(1, RIGHT, pair);
-            tell(1);
-            pass<1>(pair);
-            tiles.await_empty(0, RIGHT, pair);
-            pass<2>(pair);
-            tiles.await_empty(1, LEFT, pair);
-            pass<3>(pair);
+            if constexpr (IS_DS_MLA) {
+                cp_async_wait<0>();
+                sync_warp();
+                copy_scales(pair + 1, next_place);
+            }
+            pass<0>(pair, place, place);
+            pass<1>(pair, place, place);
+            pass<2>(pair, place, place);
+            pass<3>(pair, place, next_place);
+            place = next_place;
         }
     }
 
@@ -244,6 +226,8 @@ private:
     // Where the thread's codes of its rows begin.
     struct Rows { const cache_t* from[2]; };
 
+    static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
+    static DEVICE int warp() { return threadIdx.x % 128 / WARP_SIZE; }
     static constexpr DEVICE int stage_of(int step) { return step % 2; }
     static constexpr DEVICE int half_of(int step) { return step == 1 || step == 2 ? RIGHT : LEFT; }
     static constexpr DEVICE bool has_rope(int step) { return half_of(step) != stage_of(step); }
@@ -252,16 +236,25 @@ private:
     static constexpr DEVICE int panel_of(int step, int chunk) {
         return chunk < LATENT_CHUNKS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
     }
+    // `place`: of the entry of each lane. An entry that is nowhere is zeroed by who multiplies, and is the first one until then.
     template <int STEP>
-    DEVICE Rows rows_of(int pair) const {
-        const int64_t* const of_stage = places + pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(STEP) * TOKENS;
+    DEVICE Rows rows_of(int64_t place) const {
         Rows rows;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            rows.from[i] = cache + of_stage[i * (TOKENS / 2) + threadIdx.x % 128 / 4] + threadIdx.x % 4 * CHUNK;
+            const int64_t of_row = shfl<WARP_SIZE>(place, (stage_of(STEP) * 2 + i) * WARP_ROWS + lane() / 4);
+            rows.from[i] = cache + max(of_row, int64_t(0)) + lane() % 4 * CHUNK;
         }
         return rows;
     }
+    // Starts a copy of the scales of the lane's entry.
+    DEVICE void copy_scales(int pair, int64_t place) const {
+        if constexpr (IS_DS_MLA) {
+            cp_async<16>(scales_of(pair) + lane(), cache + max(place, int64_t(0)) + SCALES_AT);
+            cp_async_commit();
+        }
+    }
+    DEVICE float4* scales_of(int pair) const { return scales + (warp() * 2 + pair % 2) * WARP_SIZE; }
     template <int STEP>
     DEVICE void load(int chunk, const Rows& rows) {
         const cache_t* const from = rows.from[row_of(chunk)] + panel_of(STEP, chunk) * PANEL_SIZE;
@@ -274,14 +267,14 @@ private:
     }
     // `at`: the place of the thread's first codes in a panel. Rows half a tile apart are swizzled alike.
     template <int STEP>
-    DEVICE void store(int chunk, int at, const float* row_scales) const {
+    DEVICE void store(int chunk, int at, const float2 (&row_scales)[2]) const {
         uint8_t* const rows =
             tiles.panel(stage_of(STEP), panel_of(STEP, chunk)) + row_of(chunk) * (TOKENS / 2 * ROW_BYTES);
         uint4 elements[2];
         if constexpr (IS_DS_MLA) {
-            constexpr int ROWS_APART = TOKENS / 2 * (LATENT_SIZE / SCALED_SIZE);
-            const int tile = panel_of(STEP, chunk) * PANEL_SIZE / SCALED_SIZE;
-            widen_scaled_fp8<product_t>(codes[chunk], row_scales[row_of(chunk) * ROWS_APART + tile], elements);
+            const float2 of_half = row_scales[row_of(chunk)];
+            const bool is_second = panel_of(STEP, chunk) * PANEL_SIZE / SCALED_SIZE % 2;
+            widen_scaled_fp8<product_t>(codes[chunk], is_second ? of_half.y : of_half.x, elements);
         } else {
             widen_fp8<product_t>(codes[chunk], elements);
         }
@@ -290,8 +283,8 @@ private:
     }
     // Starts copies of rotated keys that are no codes, as they lie in L2 by now: two chunks of each row of the thread.
     template <int STEP>
-    DEVICE void copy_rope(int pair) const {
-        const Rows rows = rows_of<STEP>(pair);
+    DEVICE void copy_rope(int64_t place) const {
+        const Rows rows = rows_of<STEP>(place);
         const int at = swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * CHUNK);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -305,14 +298,26 @@ private:
     // Stores what has been loaded for a step of a pair, and loads for the next step in its place. The warps that multiply
     // fence: a fence here would wait for the loads.
     template <int STEP>
-    DEVICE void pass(int pair) {
-        constexpr int NEXT = (STEP + 1) % HALVES;
+    DEVICE void pass(int pair, int64_t place, int64_t next_place) {
+        constexpr int NEXT = (STEP + 1) % HALVES, STAGE = stage_of(STEP), HALF = half_of(STEP);
+        tiles.await_empty(STAGE, HALF, pair);
+        if (STEP < 2) {  // read by the warpgroup that gives this half back
+            const uint32_t found = ballot(place != NOWHERE) >> STAGE * 2 * WARP_ROWS;
+            uint8_t* const exists = reinterpret_cast<uint8_t*>(tiles.exists + STAGE);
+            if (lane() < 2) exists[lane() * (TOKENS / 2 / 8) + warp()] = found >> lane() * WARP_ROWS;
+        }
+        float2 row_scales[2] = {};
+        if constexpr (IS_DS_MLA) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float4* const of_row = scales_of(pair) + (STAGE * 2 + i) * WARP_ROWS + lane() / 4;
+                row_scales[i] = reinterpret_cast<const float2*>(of_row)[HALF];
+            }
+        }
+        const Rows next = rows_of<NEXT>(next_place);
+        if (IS_DS_MLA && has_rope(STEP)) copy_rope<STEP>(place);
         // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
         const int at = made_anew(swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 32));
-        if (IS_DS_MLA && has_rope(STEP)) copy_rope<STEP>(pair);
-        const float4* const of_stage = scales + pair % KEPT_PAIRS * (2 * TOKENS) + stage_of(STEP) * TOKENS;
-        const float* const row_scales = reinterpret_cast<const float*>(of_stage + threadIdx.x % 128 / 4);
-        const Rows next = rows_of<NEXT>(pair + (NEXT == 0));
         constexpr int BOTH = chunks_of(NEXT) < chunks_of(STEP) ? chunks_of(NEXT) : chunks_of(STEP);
 #pragma unroll
         for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) {
@@ -321,10 +326,7 @@ private:
             if (IS_DS_MLA || chunk % 2 == 1) keep_loads_of_warp();
         }
         sync_warp();
-        if (threadIdx.x % 32 == 0) {
-            mbarrier_arrive(tiles.full_of(stage_of(STEP), half_of(STEP) * HALF_PANELS));
-            if (!IS_DS_MLA && has_rope(STEP)) mbarrier_arrive(tiles.full_of(stage_of(STEP), ROPE_PANEL));
-        }
+        if (lane() == 0) mbarrier_arrive(tiles.full_of(STAGE, HALF * HALF_PANELS));
 #pragma unroll
         for (int chunk = BOTH; chunk < chunks_of(NEXT); ++chunk) load<NEXT>(chunk, next);
     }

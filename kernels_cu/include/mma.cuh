@@ -42,22 +42,24 @@ template <typename T>
 constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t> || ((PYOPS_HOST || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
                                                          (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
 
-// D += A * B, the elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t, and D in float; or int8_t, and D in int32_t.
-template <typename T, typename Sum>
+// D += A * B, the elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t, and D in float; or int8_t, and D in int32_t. With
+// integers those of A may be uint8_t.
+template <typename T, typename A = T, typename Sum>
 DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert((!PYOPS_HIP || sizeof(T) == 0) && MULTIPLIES_BYTES<T>);
 #if PYOPS_CUDA
-#define PYOPS_MMA(SUM, FORMAT, CONSTRAINT)                                       \
-    asm("mma.sync.aligned.m16n8k32.row.col." SUM "." FORMAT "." FORMAT "." SUM   \
+#define PYOPS_MMA(SUM, FORMATS, CONSTRAINT)                                      \
+    asm("mma.sync.aligned.m16n8k32.row.col." SUM "." FORMATS "." SUM             \
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"       \
         : CONSTRAINT(d[0]), CONSTRAINT(d[1]), CONSTRAINT(d[2]), CONSTRAINT(d[3]) \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-    if constexpr (is_same<T, int8_t>) PYOPS_MMA("s32", "s8", "+r");
-    else if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_MMA("f32", "e4m3", "+f");
-    else PYOPS_MMA("f32", "e5m2", "+f");
+    if constexpr (is_same<A, uint8_t>) PYOPS_MMA("s32", "u8.s8", "+r");
+    else if constexpr (is_same<T, int8_t>) PYOPS_MMA("s32", "s8.s8", "+r");
+    else if constexpr (is_same<T, fp8_e4m3_t>) PYOPS_MMA("f32", "e4m3.e4m3", "+f");
+    else PYOPS_MMA("f32", "e5m2.e5m2", "+f");
 #undef PYOPS_MMA
 #elif PYOPS_HOST
-    host_mma<T>(d, a, b);
+    host_mma<T, A>(d, a, b);
 #endif
 }
 

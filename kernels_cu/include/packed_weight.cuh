@@ -3,10 +3,10 @@
 // In a product of 16 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and of each the pairs q of rows
 // 2t + 8q and the next, as the fragment a of mma.cuh.
 //
-// A step is 64 rows and TILE_N columns. The copy engine brings its words of codes; the tensor's map is, from the fastest
-// dimension on,
+// A step is 64 rows, of layout_marlin BOXES times as many, and TILE_N columns. The copy engine brings its words of codes;
+// the tensor's map is, from the fastest dimension on,
 //
-//     layout_marlin     [32 BITS, N / 64, K / 16], boxes of 32 BITS x TILE_N / 64 x 4: whole tiles
+//     layout_marlin     [32 BITS, N / 64, K / 16], boxes of 32 BITS x TILE_N / 64 x 4 BOXES: whole tiles
 //     layout_gptq       [N, K BITS / 32, 1], boxes of TILE_N x 2 BITS x 1; layout_exllama likewise
 //     layout_awq        [N / 8, K, 1], boxes of TILE_N / 8 x 64 x 1, rows swizzled by their size
 //     layout_marlin_8   [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 2: whole tiles
@@ -48,7 +48,7 @@ struct Code {
     uint32_t words[WORDS];
 
     static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
-        if constexpr (LAYOUT == layout_marlin) tma_load(to, map, barrier, 0, first_column / 64, step * 4);
+        if constexpr (LAYOUT == layout_marlin) tma_load(to, map, barrier, 0, first_column / 64, step * (BOXES * 4));
         else if constexpr (IS_GPTQ) tma_load(to, map, barrier, first_column, step * 2 * BITS, 0);
         else if constexpr (LAYOUT == layout_marlin_8) tma_load(to, map, barrier, 0, first_column / 32, step * 2);
         else if constexpr (LAYOUT == layout_n32k16) tma_load(to, map, barrier, step * 64, first_column / 4, 0);

@@ -22,7 +22,11 @@ struct Pages {
     template <typename index_t>
     DEVICE int64_t at_position(int64_t position, const index_t* blocks, int64_t max_blocks, int64_t stride) const {
         if (position < 0 || position >= max_blocks * BLOCK_SIZE) return NOWHERE;
-        const int64_t block = blocks[int64_t(uint64_t(position) / BLOCK_SIZE) * stride];
+        return in_block(blocks[page_of(position) * stride], position);
+    }
+    // at_position for a position that exists, in two steps: what the table names as page_of(position) is `block`.
+    static DEVICE int64_t page_of(int64_t position) { return int64_t(uint64_t(position) / BLOCK_SIZE); }
+    DEVICE int64_t in_block(int64_t block, int64_t position) const {
         if (block < 0 || block >= num_blocks) return NOWHERE;
         return block * block_stride + int64_t(uint64_t(position) % BLOCK_SIZE) * slot_stride;
     }

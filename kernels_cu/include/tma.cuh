@@ -20,12 +20,6 @@ struct alignas(64) TensorMap { uint64_t words[16]; };
 // Offset of byte `column` of row `row` in a box of rows of 128 bytes, swizzled by 128 bytes.
 DEVICE int swizzle_128b(int row, int column) { return row * 128 + ((column >> 4 ^ row) & 7) * 16 + column % 16; }
 
-DEVICE void tma_prefetch_descriptor(const TensorMap* map) {
-#if PYOPS_CUDA
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-#endif
-}
-
 // Loads a box.
 #if PYOPS_CUDA
 #define PYOPS_TMA_LOAD(RANK, COORDINATES, MULTICAST, MASK, ...)                                                     \
@@ -141,13 +135,6 @@ DEVICE void tma_store_wait() {
 }
 
 // Brings a box into the L2 cache.
-DEVICE void tma_prefetch(const TensorMap* map, int x, int y) {
-#if PYOPS_CUDA
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y)
-                 : "memory");
-#endif
-}
-
 DEVICE void tma_prefetch(const TensorMap* map, int x, int y, int z) {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y),

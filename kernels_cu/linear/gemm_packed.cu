@@ -7,8 +7,9 @@
 //
 // Operands are swapped: columns of w are the 64 rows of a wgmma, which come from registers, and rows of a its TILE_M
 // columns. A tile is TILE_M rows and TILE_N columns of out, half of the columns for each of two warpgroups, 16 * PRODUCTS
-// of them for a warp. A step is 128 bytes of a row of a: 64 rows of w, with layout_w4a8 128. One thread of a block loads,
-// ahead by STAGES steps: a, codes, scales and zero points. The warpgroups make operands of the codes of CHUNK products while the products before are computed.
+// of them for a warp. A step is 128 bytes of a row of a, 64 rows of w, with layout_w4a8 128; or BOXES times as much. One
+// thread of a block loads, ahead by STAGES steps: a, codes, scales and zero points. The warpgroups make operands of the
+// codes of CHUNK products while the products before are computed.
 //
 // GROUPED: rows of out belong to experts, each with a weight; K is whole steps. Rows of a are places of lists that
 // moe_align_block_size has written (grouped.cuh), gathered before: place p holds row t of out, which is
@@ -27,6 +28,7 @@
 //                   of packed_weight.cuh; BITS is 4, 8 but for layout_awq, or of GPTQ 2
 //     TILE_M        rows of a tile: a multiple of 16, at most 256
 //     TILE_N        columns of a tile: 128 or 256
+//     BOXES         of 128 bytes of a row of a, in a step: 1, or 2 of layout_marlin
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2
 //     STAGES        steps of K in shared memory
 //     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
@@ -45,11 +47,11 @@
 #include "packed_table.cuh"
 #include "wgmma.cuh"
 
-constexpr int CONSUMER_WARPS = 8, ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t);
-constexpr int PRODUCT_K = 32 / sizeof(scalar_t);           // rows of w of a wgmma
-constexpr int PRODUCTS = TILE_N / 128, PARTS = 4 / CHUNK;  // wgmmas side by side; chunks of a step
+constexpr int CONSUMER_WARPS = 8, ROW_BYTES = 128, TILE_K = BOXES * ROW_BYTES / sizeof(scalar_t);
+constexpr int PRODUCT_K = 32 / sizeof(scalar_t);                   // rows of w of a wgmma
+constexpr int PRODUCTS = TILE_N / 128, PARTS = BOXES * 4 / CHUNK;  // wgmmas side by side; chunks of a step
 constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < TILE_K ? TILE_K / GROUP_SIZE : 1;  // of a step
-constexpr int A_BYTES = TILE_M * ROW_BYTES, CODE_BYTES = TILE_K * TILE_N * BITS / 8;
+constexpr int BOX_BYTES = TILE_M * ROW_BYTES, A_BYTES = BOXES * BOX_BYTES, CODE_BYTES = TILE_K * TILE_N * BITS / 8;
 constexpr int SCALE_BYTES = HAS_SCALES ? GROUPS * TILE_N * (IS_TABLE ? 8 : sizeof(scale_t)) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? GROUPS * TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? GROUPS * TILE_N * 2 : 0;
 constexpr int LOAD_BYTES = A_BYTES + CODE_BYTES + SCALE_BYTES + ZERO_BYTES;
@@ -68,8 +70,8 @@ static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPON
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 0));
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
-static_assert(!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128));
 static_assert((!CUT && NEIGHBOURS == 1) || (BY_STORES && SPLITS == 1 && NEIGHBOURS <= 2));
+static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || LAYOUT == layout_marlin));
 static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
@@ -78,11 +80,6 @@ using terms_t = conditional_t<IS_TABLE, TableTerms, Terms>;
 
 // A lane's sums in a fragment.
 struct alignas(16) Fragment { float sums[4]; };
-
-// Offset of the 16 bytes `chunk` of a row of a stored tile, as the copy engine swizzles it.
-DEVICE int stored_at(int row, int chunk) {
-    return row * STORE_ROW_BYTES + (chunk ^ row * STORE_ROW_BYTES / 128 % (STORE_ROW_BYTES / 16)) * 16;
-}
 
 extern "C" __global__ void CLUSTER_OF(SPLITS * NEIGHBOURS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M / NEIGHBOURS x TILE_K, swizzled
@@ -148,7 +145,10 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
                 code_t::load(to + A_BYTES, &codes_map, ring.full(), expert * steps + step, first_column);
-                load_rows<NEIGHBOURS, TILE_M, ROW_BYTES>(to, &a_map, ring.full(), neighbour, step * TILE_K, first_row);
+                for (int i = 0; i < BOXES; ++i) {
+                    load_rows<NEIGHBOURS, TILE_M, ROW_BYTES>(to + i * BOX_BYTES, &a_map, ring.full(), neighbour,
+                                                             step * TILE_K + i * (TILE_K / BOXES), first_row);
+                }
                 const int group = expert * int(groups) + (GROUP_SIZE > 0 ? step * TILE_K / max(1, GROUP_SIZE) : 0);
                 to += A_BYTES + CODE_BYTES;
                 if constexpr (HAS_SCALES) tma_load(to, &scales_map, ring.full(), first_column, group);
@@ -229,7 +229,8 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
 #pragma unroll
                     for (int j = 0; j < PRODUCTS; ++j) {
                         const int slice = part * CHUNK + i;
-                        wgmma<scalar_t, TILE_M>(d[j], operands[i][j], advance_smem_desc(a, slice * 32),
+                        wgmma<scalar_t, TILE_M>(d[j], operands[i][j],
+                                                advance_smem_desc(a, slice / 4 * BOX_BYTES + slice % 4 * 32),
                                                 APART ? i > 0 : slice > 0 || step > tile.first);
                     }
                 }
@@ -290,7 +291,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                         }
                         pairs[l] = pack_pair<out_t>(x[0], x[1]);
                     }
-                    stmatrix<4, true>(to + stored_at(lane % 16, j * 2 + lane / 16), pairs);
+                    stmatrix<4, true>(to + swizzle_chunk<STORE_ROW_BYTES>(lane % 16, j * 2 + lane / 16), pairs);
                 }
                 fence_proxy_async();
                 sync_warp();
@@ -344,7 +345,5 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             }
         }
     }
-    if constexpr (BY_STORES) {
-        if (lane == 0) tma_store_wait<0>();
-    }
+    if (BY_STORES && lane == 0) tma_store_wait<0>();
 }

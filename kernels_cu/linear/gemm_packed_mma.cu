@@ -4,16 +4,16 @@
 //     ADDED: w[k, n] = T(scale[g, n] * (code[k, n] - ZERO_POINT) + zeros[g, n])
 //     out[m, n] = what gemm_epilogue.cuh makes of sum_k a[m, k] * w[k, n], in float32
 //
-// Bound by the bandwidth of reading the codes. w is the first operand of products, so that columns of w are the 16 rows of a fragment and rows
-// of a its 8 columns.
-//
+// Bound by the bandwidth of reading the codes. w is the first operand of products: columns of w are the 16 rows of a
+// fragment, and rows of a its 8 columns.
 // Warps: a warp has a tile of TILE_N columns and TILE_M rows, and a part of K; the WARPS warps of a block and the SPLITS
 // blocks of a cluster share a tile. Their sums are added up in a fixed order. blockIdx.x counts tiles, those of the same
 // columns one after another.
 //
 // GROUPED: rows of out belong to experts, each with a weight. Rows of a tile are places of lists that
 // moe_align_block_size has written (grouped.cuh): row t of out is the product of row t / top_k of a and the weight of its
-// block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are.
+// block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are. The lists have
+// room for more tiles than are in use: blocks that have no tile come last, and end at once.
 //
 // Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns;
 // of 3 bits a step is one unit of 24 words, and where half of the rows have codes of 4 bits, two units: 128 rows.
@@ -109,7 +109,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     uint8_t* const own = shared + warp * WARP_BYTES;
-    const int64_t row_tiles = (m + TILE_M - 1) / TILE_M;
+    const int64_t in_use = GROUPED ? min(m, int64_t(*num_tokens_post_pad)) : m;
+    const int64_t row_tiles = max((in_use + TILE_M - 1) / TILE_M, int64_t(1));
     const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
     const int split = SPLITS > 1 ? blockIdx.y : 0;
     const auto [first_step, last_step] = part_of(k);
@@ -117,7 +118,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
     if constexpr (IS_SPARSE) fill_selectors(selectors);
     __shared__ int row_ids[GROUPED ? TILE_M : 1];  // of out; -1 for none
     if constexpr (GROUPED) {
-        if (first_row >= *num_tokens_post_pad) return;
+        if (first_column >= n || in_use <= 0) return;
         const int64_t expert = expert_ids[first_row / block_size];
         if (expert < 0 || expert >= num_experts) return;
         if (threadIdx.x < TILE_M) {

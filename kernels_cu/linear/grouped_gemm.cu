@@ -7,10 +7,10 @@
 // SCALE_BLOCK elements of K). The tensor cores add up what is in parentheses, the threads the rest.
 //
 // Tiles of TILE_M rows and TILE_N rows of b[e] are taken by as many blocks as the device holds at a time, one after
-// another. A step is 128 bytes of each row of a and of b. The threads of the last of three warpgroups load, ahead by
-// STAGES steps: one of them boxes of b, all of them the rows of a that exist, wherever they lie, by asynchronous copies
-// of 16 bytes. The other two multiply 64 rows each: with a TILE_M of 128 two halves of the rows by the same TILE_N rows
-// of b, with a TILE_M of 64 the same rows by half of TILE_N each. A warpgroup without rows only gives stages back.
+// another. A step is 128 bytes of each row of a and of b. The threads of the last warpgroup load, ahead by STAGES steps:
+// one of them boxes of b, all of them the rows of a that exist, wherever they lie, by asynchronous copies of 16 bytes.
+// The others multiply 64 rows each by TILE_N rows of b; with a TILE_M of 64 there are two, which halve TILE_N instead of
+// the rows. A warpgroup without rows only gives stages back.
 //
 // A thread has the sums of a gate and of its up: b's rows of a warpgroup are OUT_N gates and then OUT_N ups, or both by
 // turns. A warp stores 16 rows of out by way of shared memory.
@@ -19,14 +19,13 @@
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
 //     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
-//     TILE_M        rows of a tile: 64 or 128
+//     TILE_M        rows of a tile: 64, 128 or 192
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a
 //                   warpgroup. With SCALE_BLOCK no warpgroup's gates or ups lie under two scales, and columns under no
 //                   more than two
 //     STAGES        steps of K in shared memory
 //     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
 //     GROUP         tiles of one expert that are counted down together
-//     PREFETCHES    whether weights are asked for while the kernel before still runs
 //     ALIGNED_OUT   rows of out begin at multiples of 16 bytes
 
 #include "async.cuh"
@@ -35,7 +34,7 @@
 #include "wgmma.cuh"
 
 using sum_t = wgmma_sum_t<scalar_t>;
-constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int CONSUMERS = TILE_M > 128 ? TILE_M / 64 : 2, NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
 constexpr int CHUNK = 16 / sizeof(scalar_t), ROW_CHUNKS = 8, PASS_ROWS = 128 / ROW_CHUNKS;
 constexpr int OWN_ROWS = TILE_M / PASS_ROWS;  // of a thread that loads
@@ -43,45 +42,21 @@ constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_
 // Parts of b's rows that warpgroups have for themselves; of a part, boxes of gates and of ups; columns of out.
 constexpr int PARTS = TILE_M == 64 ? 2 : 1, PART_N = TILE_N / PARTS;
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = PART_N / HALVES, OUT_N = GATED ? PART_N / 2 : PART_N;
-constexpr int STORE_COLUMNS = 64, STORE_PITCH = STORE_COLUMNS + 8;  // of a warp's tile on its way to out
-constexpr int STORE_BYTES = 16 * STORE_PITCH * sizeof(out_t);
+constexpr int STORE_COLUMNS = ROW_BYTES / sizeof(out_t), STORE_BYTES = 16 * ROW_BYTES;  // of a warp's rows for out
 constexpr int OUT_CHUNK = 16 / sizeof(out_t);
 // Whether the columns of a warpgroup may lie under two scales, which meet between eights of columns.
 constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
 constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // scales of the columns of a warpgroup
 struct Factors { float rows[2], columns[FACTORS]; };
 // A thread's registers: what the producers give up, the consumers take.
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 
-static_assert(TILE_M == 64 || TILE_M == 128);
+static_assert(TILE_M == 64 || TILE_M == 128 || TILE_M == 192);
 static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
 static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<sum_t, float>));
 static_assert(!STRADDLES || GATED == 0);
 
 using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
-
-// Tiles beside each other, and the first row of b in box number `box` of a tile.
-DEVICE int columns_of(int64_t n) { return int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)); }
-DEVICE int box_row(int expert, int tile_column, int box, int n) {
-    const int column = (tile_column * PARTS + box / HALVES) * OUT_N;
-    return expert * (GATED ? 2 * n : n) + (GATED == 2 ? 2 * column : column + box % HALVES * n);
-}
-
-// Brings weights of the block's first tile into the L2 cache, as many steps as fit into shared memory, if the lists are
-// likely to be complete while the kernel before still runs. Whatever they hold leads to some expert, and no line of them is
-// left in the first-level cache.
-DEVICE void prefetch_weights(const TensorMap* b_map, const int32_t* expert_ids, int64_t n, int64_t num_experts,
-                             int64_t block_tiles, int64_t max_tiles) {
-    const int columns = columns_of(n), tile = int(blockIdx.x) / columns;
-    if (!PREFETCHES || threadIdx.x > 0 || tile >= max_tiles) return;
-    const int expert = load_fresh(expert_ids + tile / int(block_tiles));
-    if (expert < 0 || expert >= num_experts) return;
-    for (int step = 0; step < STAGES; ++step) {
-        for (int i = 0; i < PARTS * HALVES; ++i) {
-            tma_prefetch(b_map, step * TILE_K, box_row(expert, int(blockIdx.x) % columns, i, int(n)));
-        }
-    }
-}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes of BOX_N x TILE_K, swizzled
@@ -97,7 +72,6 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
              int64_t num_rows, int64_t n, int64_t k, int64_t top_k, int64_t num_experts, int64_t block_tiles,
              int64_t max_tiles, int64_t a_stride, int64_t out_stride, int64_t a_scale_step, int64_t a_scale_block_step,
              int64_t b_scale_expert_step, int64_t b_scale_step, int64_t b_scale_block_step) {
-    prefetch_weights(&b_map, expert_ids, n, num_experts, block_tiles, max_tiles);
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
@@ -114,7 +88,7 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
 
     const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                    block_tiles, max_tiles);
-    const int columns = columns_of(n), steps = int((k + TILE_K - 1) / TILE_K);
+    const int columns = int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)), steps = int((k + TILE_K - 1) / TILE_K);
     const int tiles = rows.tiles * columns, b_rows = int(GATED ? 2 * n : n);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
@@ -126,11 +100,17 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
+            // What is copied next of each of the thread's rows, which of them exist, and how many up to the warp's last that
+            // does. A step waits for its last copy: address and condition of each depend on no other, and are few.
             const scalar_t* from[OWN_ROWS];
+            uint32_t existing = 0;
+            int count = 0;
 #pragma unroll
             for (int i = 0; i < OWN_ROWS; ++i) {
                 const int row = rows.row(tile_row * TILE_M + own_row + i * PASS_ROWS);
-                from[i] = row < 0 ? nullptr : a + int64_t(row / int(top_k)) * a_stride + chunk * CHUNK;
+                from[i] = a + int64_t(max(row, 0) / int(top_k)) * a_stride + chunk * CHUNK;
+                existing |= uint32_t(row >= 0) << i;
+                if (any_lane(row >= 0)) count = i + 1;
             }
             for (int step = 0; step < steps; ++step, ring.advance()) {
                 ring.acquire();
@@ -139,16 +119,19 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                     mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
 #pragma unroll
                     for (int i = 0; i < PARTS * HALVES; ++i) {
+                        const int column = (tile_column * PARTS + i / HALVES) * OUT_N;
+                        const int b_row = GATED == 2 ? 2 * column : column + i % HALVES * int(n);
                         tma_load(to + A_BYTES + i * BOX_N * ROW_BYTES, &b_map, ring.full(), step * TILE_K,
-                                 box_row(expert, tile_column, i, int(n)));
+                                 expert * b_rows + b_row);
                     }
                 }
-                const bool exists = step * TILE_K + chunk * CHUNK < k;
+                uint8_t* own = to + swizzle_128b(own_row, chunk * 16);
+                const uint32_t valid = step * TILE_K + chunk * CHUNK < k ? existing : 0u;
+                const int copied = step < STAGES ? OWN_ROWS : count;
 #pragma unroll
-                for (int i = 0; i < OWN_ROWS; ++i) {
-                    if (from[i] == nullptr && step >= STAGES) continue;
-                    cp_async<16>(to + swizzle_128b(own_row + i * PASS_ROWS, chunk * 16), from[i] + step * TILE_K,
-                                 exists && from[i] != nullptr);
+                for (int i = 0; i < OWN_ROWS; ++i, own += PASS_ROWS * ROW_BYTES) {
+                    if (i < copied) cp_async<16>(own, from[i], valid >> i & 1);
+                    from[i] += TILE_K;
                 }
                 cp_async_mbarrier_arrive_noinc(ring.full());
             }
@@ -157,7 +140,7 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const int part = PARTS > 1 ? warpgroup : 0, first_row = PARTS > 1 ? 0 : warpgroup * 64;
-        out_t* own_store = reinterpret_cast<out_t*>(stores + (warpgroup * 4 + warp) * STORE_BYTES);
+        uint8_t* own_store = stores + (warpgroup * 4 + warp) * STORE_BYTES;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
@@ -226,7 +209,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                         }
 #pragma unroll
                         for (int j = 0; j < 2; ++j) {
-                            out_t* to = own_store + (lane / 4 + j * 8) * STORE_PITCH + column - first;
+                            uint8_t* to =
+                                own_store + swizzle_128b(lane / 4 + j * 8, (column - first) * int(sizeof(out_t)));
                             *reinterpret_cast<Vec<out_t, PAIR>*>(to) = Vec<out_t, PAIR>::from_floats(x[j]);
                         }
                     }
@@ -237,7 +221,8 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                         const int column = lane % 8 * OUT_CHUNK;
                         const int64_t n_at = first_column + first + column;
                         if (row < 0 || column >= width || n_at >= n) continue;
-                        const out_t* from = own_store + (i * 4 + lane / 8) * STORE_PITCH + column;
+                        const out_t* from =
+                            reinterpret_cast<const out_t*>(own_store + swizzle_128b(i * 4 + lane / 8, lane % 8 * 16));
                         out_t* to = out + row * out_stride + n_at;
                         if (ALIGNED_OUT && n_at + OUT_CHUNK <= n) {
                             Vec<out_t, OUT_CHUNK>::load(from).store(to);
@@ -263,29 +248,29 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 float scaled[PART_N / 2];
 #pragma unroll
                 for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
-                Factors factors[BUFFERS];
-                const auto start = [&](int step, sum_t(&sums)[PART_N / 2], Factors& of_step) {
+                const auto factors_of = [&](int step) {
+                    Factors factors;
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const int a_row = max(own_rows[i], 0) / int(top_k);
-                        of_step.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
+                        factors.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
                     }
 #pragma unroll
                     for (int i = 0; i < FACTORS; ++i) {
-                        const int64_t next = STRADDLES ? BOX_N - 1 : n;
-                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * next;
+                        const int64_t other = STRADDLES ? BOX_N - 1 : n;
+                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
                         const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
-                        of_step.columns[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
+                        factors.columns[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
                     }
-                    multiply(sums, false);
+                    return factors;
                 };
                 const int own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // of the first of two scales
-                const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& of_step) {
+                const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& factors) {
                     warpgroup_fence_operand(sums);
                     float scales[FACTORS][2];
 #pragma unroll
                     for (int i = 0; i < FACTORS * 2; ++i) {
-                        scales[i / 2][i % 2] = of_step.rows[i % 2] * of_step.columns[i / 2];
+                        scales[i / 2][i % 2] = factors.rows[i % 2] * factors.columns[i / 2];
                     }
 #pragma unroll
                     for (int i = 0; i < PART_N / 2; ++i) {
@@ -294,20 +279,29 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                         scaled[i] = fmaf(scale, sums[i], scaled[i]);
                     }
                 };
+                // Scales are asked for when the products of a step have started, which then hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {
+                    Factors factors = factors_of(0);
                     for (int step = 0; step < steps; ++step, ring.advance()) {
-                        start(step, d[0], factors[0]);
+                        multiply(d[0], false);
+                        const Factors next = factors_of(min(step + 1, steps - 1));
                         warpgroup_wait<0>();
                         ring.release(ring.stage);
-                        add(d[0], factors[0]);
+                        add(d[0], factors);
+                        factors = next;
                     }
                 } else {
-                    start(0, d[0], factors[0]);
+                    Factors factors[2];
+                    const auto start = [&](int step, int now) {
+                        multiply(d[now], false);
+                        factors[now] = factors_of(step);
+                    };
+                    start(0, 0);
                     // Starts step `step` into set `now`, and adds up the step before meanwhile.
                     const auto next = [&](int step, int now) {
                         const int before = ring.stage;
                         ring.advance();
-                        start(step, d[now], factors[now]);
+                        start(step, now);
                         warpgroup_wait<1>();
                         ring.release(before);
                         add(d[1 - now], factors[1 - now]);

@@ -55,11 +55,7 @@ grouped_gemm_mma(out_t* out,                          // [num_rows, N]
     int tile_row, tile_column;
     const int expert = rows.template locate<GROUP>(int(blockIdx.x), columns, int(gridDim.x), tile_row, tile_column);
     if (expert < 0) return;
-    for (int i = threadIdx.x; i < TILE_M; i += NUM_THREADS) rows_of_tile[i] = rows.row(tile_row * TILE_M + i);
-    __syncthreads();
-    bool has_rows = false;
-    for (int i = threadIdx.x % WARP_SIZE; i < TILE_M; i += WARP_SIZE) has_rows |= rows_of_tile[i] >= 0;
-    if (!any_lane(has_rows)) return;
+    if (!rows.template load<NUM_THREADS>(tile_row, rows_of_tile)) return;
 
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);

@@ -20,11 +20,8 @@
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    of the epilogue, as in grouped_gemm.cu
-//     BITS, EXPONENT    of a code: dequant.cuh. Integers of 8 bits without HAS_SCALES are two's complement
-//     HAS_SCALES    whether groups have scales; otherwise the epilogue has one for each row of w
-//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
-//     HAS_ZEROS     whether groups have zero points; otherwise that of integers is the middle of the codes
-//     GROUP_SIZE    elements of K under one scale: a multiple of those that a lane has in a step
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of coded_weight.cuh; GROUP_SIZE is a multiple of
+//                   the elements that a lane has in a step
 //     TILE_M        places of a tile: 8 or 16
 //     WARPS         of a block
 //     WHOLE_STEPS   whether a step divides K
@@ -32,13 +29,10 @@
 //     MIN_BLOCKS    blocks per multiprocessor that the compiler makes room for
 
 #include "async.cuh"
-#include "dequant.cuh"
-#include "group_scale.cuh"
+#include "coded_weight.cuh"
 #include "grouped.cuh"
 #include "mma.cuh"
 
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
-using pair_t = Vec<scalar_t, 2>;
 using four_t = Vec<uint32_t, 4>;
 using sums_t = Vec<float, 4>;
 constexpr int NUM_THREADS = WARPS * 32;
@@ -55,11 +49,7 @@ constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
 // Whether lanes load the terms of groups for each other, and of how many steps terms are loaded at once.
 constexpr bool IN_TURN = HAS_SCALES && GROUP_SIZE % STEP_K == 0;
 constexpr int TERM_STEPS = IN_TURN ? 4 : 1;
-constexpr uint32_t MIDDLE = EXPONENT > 0 ? 0 : 1u << (BITS - 1);
-static_assert(BITS == 4 || BITS == 8);
 static_assert(TILE_M == 8 || TILE_M == 16);
-static_assert(HAS_SCALES || !HAS_ZEROS);
-static_assert(EXPONENT == 0 || (HAS_SCALES && !HAS_ZEROS));
 static_assert(GROUP_SIZE % LANE_K == 0);
 static_assert(!A_SCALES && is_same<scalar_t, out_t>);
 
@@ -69,31 +59,6 @@ using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
 DEVICE int chunk_place(int row, int chunk) {
     const int of_lane = chunk % LANE_CHUNKS, t = chunk / LANE_CHUNKS;
     return (row * CHUNKS + ((of_lane * 4 + t) ^ (row & 1) << 2)) * 16;
-}
-
-// The scale of a group of a row of w in the lower half of a word, and its zero point in the upper one. Both lie `entry`
-// behind those of the group of row 0; `nibble` is the number of the row in its byte of zero points.
-DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, uint32_t entry, uint32_t zero_entry, int nibble) {
-    if constexpr (!HAS_SCALES) return MIDDLE << 16;
-    uint16_t scale;
-    if constexpr (is_same<scale_t, scalar_t>) {
-        scale = reinterpret_cast<const uint16_t*>(scales)[entry];
-    } else {
-        const scalar_t number = from_float<scalar_t>(SCALE<scale_t>(scales, entry));
-        scale = reinterpret_cast<const uint16_t&>(number);
-    }
-    uint32_t zero = MIDDLE;
-    if constexpr (HAS_ZEROS) zero = uint32_t(zeros[zero_entry]) >> nibble * 4 & ((1u << BITS) - 1);
-    return scale | zero << 16;
-}
-
-// Pair number `i` of a word as numbers of w.
-DEVICE uint32_t weights_of(const codes_t& decode, uint32_t word, int i, const codes_t::Zero& zero,
-                           const pair_t& scale) {
-    pair_t pair = decode.pair(word, i, zero);
-    if constexpr (codes_t::FACTOR != 1.0f) pair = pair * pair_t::full(codes_t::FACTOR);
-    if constexpr (HAS_SCALES) pair = pair * scale;
-    return pair.template word<2>(0);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

@@ -65,8 +65,7 @@ grouped_gemm_simt(out_t* out,                          // [num_rows, N]
     int tile_row, tile_column;
     const int expert = rows.template locate<GROUP>(int(blockIdx.x), columns, int(gridDim.x), tile_row, tile_column);
     if (expert < 0) return;
-    for (int i = threadIdx.x; i < TILE_M; i += NUM_THREADS) rows_of_tile[i] = rows.row(tile_row * TILE_M + i);
-    __syncthreads();
+    if (!rows.template load<NUM_THREADS>(tile_row, rows_of_tile)) return;
 
     const int first_column = tile_column * TILE_N, b_rows = int(GATED ? 2 * n : n);
     const int thread_row = threadIdx.x / (TILE_N / 4) * 4, thread_column = threadIdx.x % (TILE_N / 4) * 4;

@@ -14,7 +14,7 @@ _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
 _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__\s+void\s+(?:(?:CLUSTER_OF|LAUNCH_BOUNDS)\s*\([^)]*\)\s*)*(\w+)\s*\(([^)]*)\)'
 )
-_AWAITS = re.compile(r"\{\s*(?:prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
+_AWAITS = re.compile(r"\{\s*(?:(?:const \w+ \w+ = )?prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
 TENSOR_MAP = "128s"
 # What a value on the Python side becomes in the eight bytes of a kernel parameter, or in the 128 of a tensor map.
 _FORMATS = {

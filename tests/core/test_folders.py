@@ -56,24 +56,31 @@ def test_one_of_many_processes_compiles(tmp_path: Path) -> None:
     assert sorted(file.suffix for file in files) in ([".so", ".so"], [".gch", ".so", ".so"])
 
 
+def damaged(content: bytes, how: str) -> bytes:
+    middle = len(content) // 2
+    if how == "flipped":
+        flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 512])
+        return content[:middle] + flipped + content[middle + len(flipped) :]
+    return {"half": content[:middle], "empty": b"", "zeros": bytes(len(content))}[how]
+
+
+@pytest.mark.parametrize("how", ["half", "flipped", "empty", "zeros"])
+def test_damage_is_seen(tmp_path: Path, how: str) -> None:
+    path = str(tmp_path / "file")
+    content = bytes(range(256)) * 8
+    folders.write_sealed(path, content)
+    assert folders.read_sealed(path) == content
+    Path(path).write_bytes(damaged(Path(path).read_bytes(), how))
+    assert folders.read_sealed(path) is None
+
+
 @pytest.mark.slow
 def test_damaged_libraries_are_made_anew(tmp_path: Path) -> None:
     """Loading one would kill the process."""
     compiles(started(tmp_path))
-    for damage in ("half", "flipped", "empty", "zeros"):
-        for file in (tmp_path / "pyops-host").iterdir():
-            content = file.read_bytes()
-            middle = len(content) // 2
-            flipped = bytes(byte ^ 0xFF for byte in content[middle : middle + 512])
-            file.write_bytes(
-                {
-                    "half": content[:middle],
-                    "flipped": content[:middle] + flipped + content[middle + 512 :],
-                    "empty": b"",
-                    "zeros": bytes(len(content)),
-                }[damage]
-            )
-        assert compiles(started(tmp_path)) == 2, damage
+    for file in (tmp_path / "pyops-host").iterdir():
+        file.write_bytes(damaged(file.read_bytes(), "flipped"))
+    assert compiles(started(tmp_path)) == 2
     assert compiles(started(tmp_path)) == 0
 
 

@@ -552,14 +552,6 @@ def test_disk_cache(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "pyops-host").iterdir()} == files
 
 
-@pytest.mark.slow
-def test_damaged_cache(tmp_path: Path) -> None:
-    _, path = in_a_process(tmp_path)
-    for file in (tmp_path / "pyops-host").iterdir():
-        file.write_bytes(b"no library, and no header")
-    assert in_a_process(tmp_path) == (0, path)
-
-
 def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -351,8 +351,6 @@ extern "C" __global__ void boxes(int* out, int* chunks, const __grid_constant__ 
     if (threadIdx.x == 0) {{
         mbarrier_init(barrier, 1);
         fence_mbarrier_init();
-        tma_prefetch_descriptor(&from_map);
-        tma_prefetch(&from_map, x, y);
         mbarrier_arrive_expect_tx(barrier, {8 * columns * 4});
         tma_load(tile, &from_map, barrier, x, y{", z" * (dimensions == 3)});
         mbarrier_wait(barrier, 0);

@@ -19,13 +19,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pyops
 
 from . import packages, saved, specialisations
-from .compile import Compiled, compile_all, digest, table
+from .compile import Compiled, Job, compile_all, digest, table
 from .emulator import cases
 from .emulator.checkout import COMMIT, Unavailable
 from .packages import Folder
@@ -78,24 +79,40 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _compile(folder: Folder, options: argparse.Namespace) -> int:
-    per_kernel = None if options.all else _PER_KERNEL
-    archs = options.arch or specialisations.ARCHS
-    chosen = [(arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel)]
-    chosen += specialisations.of_relatives(archs)
-    jobs = {digest(folder, job): job for job in chosen if options.k in job[1].kernel.file}
-    part, parts = options.part
-    jobs = {key: job for key, job in jobs.items() if int(key, 16) % parts == part - 1}
     started = time.monotonic()
-    found = [one for one in saved.read(options.save) if one.digest in jobs] if options.save else []
-    known = {one.digest for one in found}
-    made: Iterable[Compiled] = compile_all(folder, [job for key, job in jobs.items() if key not in known], options.n)
-    found += saved.append(options.save, made) if options.save else made
+    saved_before = {one.digest: one for one in saved.read(options.save)} if options.save else {}
+    known = []
+
+    def unknown() -> Iterator[Job]:
+        """The jobs that were asked for, found while others compile; the results of the others go to `known`."""
+        for key, job in _jobs(folder, options):
+            if key in saved_before:
+                known.append(saved_before[key])
+            else:
+                yield job
+
+    made: Iterable[Compiled] = compile_all(folder, unknown(), options.n)
+    found = [*(saved.append(options.save, made) if options.save else made), *known]
     bad = [one for one in found if one.trouble]
     print(table(found))
     for one in bad:
         print(f"{one.kernel} for {one.arch}: {one.trouble}\n    {one.constants}")
     print(f"hiprtc: {len(found) - len(bad)} of {len(found)} compiled in {time.monotonic() - started:.0f} s")
     return int(bool(bad))
+
+
+def _jobs(folder: Folder, options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    """The jobs that the command line asks for with their digests, each once."""
+    archs = options.arch or specialisations.ARCHS
+    per_kernel = None if options.all else _PER_KERNEL
+    chosen = ((arch, one) for arch in archs for one in specialisations.sample(arch, per_kernel))
+    part, parts = options.part
+    seen = set()
+    for job in chain(chosen, specialisations.of_relatives(archs)):
+        if options.k in job[1].kernel.file and (key := digest(folder, job)) not in seen:
+            seen.add(key)
+            if int(key, 16) % parts == part - 1:
+                yield key, job
 
 
 def _emulate(folder: Folder, options: argparse.Namespace) -> int:

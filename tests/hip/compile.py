@@ -6,9 +6,10 @@ import hashlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pyops._core.kernel import Specialisation
@@ -51,11 +52,15 @@ def digest(folder: Folder, job: Job) -> str:
     return hashlib.sha256(f"{folder.library.resolve().name} {arch}\n{one.text}".encode()).hexdigest()
 
 
-def compile_all(folder: Folder, jobs: Sequence[Job], processes: int) -> Iterator[Compiled]:
-    """Compile each (architecture, specialisation), by so many processes at a time. Results come in any order."""
-    batches = [jobs[i : i + _BATCH] for i in range(0, len(jobs), _BATCH)]
+def compile_all(folder: Folder, jobs: Iterable[Job], processes: int) -> Iterator[Compiled]:
+    """Compile each (architecture, specialisation), by so many processes at a time. Results come in any order.
+
+    The first jobs compile while `jobs` finds the next ones.
+    """
+    waiting = iter(jobs)
     with ThreadPoolExecutor(processes) as pool:
         try:
+            batches = iter(lambda: list(islice(waiting, _BATCH)), [])
             for done in as_completed([pool.submit(_compile_batch, folder, batch) for batch in batches]):
                 yield from done.result()
         finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 EQUIVALENT: dict[str, str] = {
     "attention/attention_decode_simt.cu:cast:0f8816a5": "a head's number times HEAD_SIZE fits in 32 bits",
     "attention/attention_varlen.cu:predicate:f9c38b89": "without ALiBi the slopes are 0, which add nothing",
-    "cache/gather_cache.cu:arithmetic:df411b4a": "what is asked of a cache ahead of its use changes no result",
+    "cache/gather_cache.cu:arithmetic:4b48e09d": "what is asked of a cache ahead of its use changes no result",
     "include/chunk_scan.cuh:bound:5c7a8024": "where part_tokens are left, both ends are the same",
     "include/cluster.cuh:comparison:d7d748c7": "every thread of a cluster of one block arrives at the barrier",
     "include/cluster.cuh:predicate:7faa5560": "block 0 of a cluster of one block is the block itself",

@@ -19,8 +19,9 @@ NUM_WARPS = 4  # of a block, where nothing speaks for another number
 
 # "Three warps to a block, of which exactly four fit, are one round of 512": 136 to 129 us.
 _WARPS_OF_ONE_WAVE = (4, 3)
-# "A round that is not full costs half a round at least."
-_WARPS_OF_MANY_WAVES = (4, 2, 1)
+# "A round that is not full costs half a round at least." Three warps before two and one: "The last block of a row joins
+# its splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
+_WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
 _MIN_TAIL = 0.5  # of the time of a full wave
 
 # "One short sequence: two launches were a third of it": clusters of eight blocks of eight warps 7.2 to 5.5 us.
@@ -39,6 +40,10 @@ _WAVE_PER_SATURATION = 1.5
 _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
+
+# "The last block of a row joins its splits": up to 49 planned for 8 sequences, of which six come, it is faster than a
+# kernel of its own; 64 for 3 sequences, and all of one sequence, are slower.
+_MAX_SPLITS_OF_LAST_BLOCK = 50
 
 # "Products on AMD's matrix cores": a product has 16 heads, and two blocks keep enough in flight.
 _MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
@@ -63,7 +68,7 @@ class Config:
         cluster_size: blocks that share a sequence and join their results in shared memory; 1 for none.
         max_splits: splits of a sequence, at most; a block takes one split.
         min_split: tokens of a split, at least.
-        join: how the splits are joined.
+        join: the kernel that joins the splits; None: the last block of a row joins the row's.
         pieces: registers hold one of so many pieces of keys or of values; 1 unless one_at_a_time.
     """
 
@@ -75,7 +80,7 @@ class Config:
     cluster_size: int
     max_splits: int
     min_split: int
-    join: JoinConfig
+    join: JoinConfig | None
     pieces: int = 1
 
     def __post_init__(self) -> None:
@@ -147,15 +152,18 @@ def choose(problem: Problem, device: Device) -> Config:
         cluster_size,
         max_splits,
         _MIN_SPLIT,
-        choose_join(
-            problem.num_seqs,
-            problem.num_heads,
-            max_splits,
-            lanes_of(problem.head_size, problem.join_vector_width, device),
-            device,
-        ),
+        _choose_join(problem, max_splits, device),
         pieces,
     )
+
+
+def _choose_join(problem: Problem, max_splits: int, device: Device) -> JoinConfig | None:
+    """The kernel that joins the splits; None where the last block of a row does."""
+    joins_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
+    if not problem.partials and (max_splits == 1 or joins_itself):
+        return None
+    lanes = lanes_of(problem.head_size, problem.join_vector_width, device)
+    return choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
 
 
 def _choose_step(problem: Problem, device: Device) -> tuple[int, int, int]:

@@ -20,7 +20,9 @@ NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
 def launch(problem: Problem, config: Config) -> list[Launch]:
-    """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
+    """The kernel that computes the splits, and where a sequence may have several, what joins them: a kernel of its own,
+    or the last block of each row of the first one.
+    """
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
     arguments = {
         **absent(lse=problem.options.lse, sinks=problem.options.sinks, query_start_loc=problem.query_start_loc),
@@ -36,6 +38,7 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
     if not problem.partials:
         rows = problem.num_seqs * problem.num_heads * max_splits if is_joined else 0
         arguments |= workspace(rows, problem.head_size)
+    joins = config.join if is_joined else None
     constants = {
         "partial_t": problem.partial_dtype,
         "PARTITION": problem.partition,
@@ -48,10 +51,12 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
             wave = wave_splits(
                 problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
             )
-        launches = [_launch_mma(problem, config, wave, constants, arguments)]
+        blocks = blocks_of_one_split(problem, config.heads_per_block)
+        arrived = Scratch(blocks * 4, zeroed=True) if is_joined and not joins else 0
+        launches = [_launch_mma(problem, config, wave, constants, arguments | {"arrived": arrived})]
     else:
         launches = [_launch_simt(problem, config, constants, arguments)]
-    if is_joined:
+    if joins:
         constants |= {
             "length_t": problem.kv.seq_lens.dtype,
             "out_t": problem.out_dtype,
@@ -62,7 +67,7 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
         arguments |= {**absent(fp8_out_scale=problem.fp8_out_scale), "wave_splits": wave}
         launches.append(
             launch_join(
-                config.join,
+                joins,
                 problem.num_seqs,
                 problem.out,
                 problem.join_vector_width,

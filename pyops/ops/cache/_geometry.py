@@ -17,15 +17,19 @@ _MAX_BATCH = 4
 _MIN_WAVES = 2  # blocks to a multiprocessor below which a block takes fewer tokens
 _MAX_TOKENS = 64
 _SMALLEST_BLOCK_VECS = 64  # vectors of a block when tokens are few: at least one token
+# "Entries are asked for before the kernel before has ended": blocks of a multiprocessor that look entries up by then.
+# Smaller blocks look up more entries by then: 4 rows of 1152 bytes to 160 threads.
+_EARLY_BLOCKS, _EARLY_THREADS, _EARLY_BATCH = 4, 160, 2
 _CANDIDATE_THREADS = 64, 128, 256, 512  # threads of a block that tuning tries
 
 
 class Problem(NamedTuple):
-    """What the geometry depends on: tokens, their vectors, and what the vectors hold."""
+    """What the geometry depends on: tokens, their vectors, what the vectors hold, and whether blocks look up early."""
 
     num_tokens: int
     token_vecs: int
     dtype: DType
+    early: bool = False
 
     def bucket(self) -> str:
         return f"tokens={tuning.power_of_two(self.num_tokens)} vectors={self.token_vecs} {self.dtype.name}"
@@ -63,9 +67,12 @@ class Config:
         )
 
 
-def config(arg: TensorArg, num_tokens: int, token_vecs: int) -> Config:
-    """The Config of a plan for `num_tokens` tokens of `token_vecs` vectors; `arg` gives op, dtype and device."""
-    return tuning.config(arg.op, Problem(num_tokens, token_vecs, arg.dtype), arg.device, choose)
+def config(arg: TensorArg, num_tokens: int, token_vecs: int, early: bool = False) -> Config:
+    """The Config of a plan for `num_tokens` tokens of `token_vecs` vectors; `arg` gives op, dtype and device.
+
+    `early`: the kernel takes `early_blocks`.
+    """
+    return tuning.config(arg.op, Problem(num_tokens, token_vecs, arg.dtype, early), arg.device, choose)
 
 
 def choose(problem: Problem, device: Device) -> Config:
@@ -73,9 +80,12 @@ def choose(problem: Problem, device: Device) -> Config:
 
     Many tokens: every thread of a block has four vectors, so that enough bytes are in flight. Fewer: one vector to a
     thread, if the blocks then fill the device. Else the fewest tokens to a block, because the latency of one block is
-    what counts.
+    what counts. Blocks that look up early, where there are many of them, are smaller.
     """
-    num_tokens, token_vecs, _ = problem
+    num_tokens, token_vecs, _, early = problem
+    tokens = min(_MAX_TOKENS, max(1, _EARLY_BATCH * _EARLY_THREADS // token_vecs))
+    if early and early_blocks(num_tokens // tokens, device):
+        return _config(tokens, token_vecs, _EARLY_THREADS)
     for batch in (_MAX_BATCH, 1):
         tokens = min(_MAX_TOKENS, max(1, batch * _NUM_THREADS // token_vecs))
         if num_tokens >= tokens * _MIN_WAVES * device.multiprocessors:
@@ -86,3 +96,9 @@ def choose(problem: Problem, device: Device) -> Config:
 
 def _config(tokens: int, token_vecs: int, num_threads: int) -> Config:
     return Config(tokens, min(_MAX_BATCH, -(-tokens * token_vecs // num_threads)), num_threads)
+
+
+def early_blocks(num_blocks: int, device: Device) -> int:
+    """Blocks that look their entries up while the kernel before runs: the first ones, if there are many more."""
+    early = _EARLY_BLOCKS * device.multiprocessors
+    return early if device.overlaps and num_blocks > early else 0

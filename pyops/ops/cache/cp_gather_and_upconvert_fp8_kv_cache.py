@@ -12,6 +12,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
+from . import _geometry
 from ._common import DS_MLA_BYTES, bad_table_entries, check_rows, entry_layout, existing_positions, first_stride
 from ._sequences import example_sequences, padded_mask
 
@@ -92,6 +93,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
         check_rows(arg, batch_size, "batch_size")
     num_rows, warps = dst.shape[0], _NUM_THREADS // 32
     rows = _ROWS if num_rows >= warps * _ROWS * dst.device.multiprocessors else 1
+    num_blocks = -(-num_rows // (warps * rows))
     return _cp_gather_and_upconvert_fp8_kv_cache(
         table_t=block_table.dtype,
         lens_t=seq_lens.dtype,
@@ -102,7 +104,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
         ROWS=rows,
         NUM_THREADS=_NUM_THREADS,
     ).launch(
-        grid=-(-num_rows // (warps * rows)) if batch_size and src_cache.numel and block_table.numel else 0,
+        grid=num_blocks if batch_size and src_cache.numel and block_table.numel else 0,
         block=_NUM_THREADS,
         num_rows=num_rows,
         max_blocks=block_table.shape[1],
@@ -111,6 +113,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
         table_entry_stride=block_table.strides[1],
         lens_stride=first_stride(seq_lens),
         starts_stride=first_stride(workspace_starts),
+        early_blocks=_geometry.early_blocks(num_blocks, dst.device),
         **entry.fixed,
     )
 

@@ -47,7 +47,7 @@ def _launch(
         for arg, dims in ((src_cache, 2), (dst, 1))
     )
     vec_size = check.vector_width(entry.size, flat_entries, rows)
-    config = _geometry.config(dst, num_rows, max(1, entry.size // vec_size))
+    config = _geometry.config(dst, num_rows, max(1, entry.size // vec_size), early=token_to_seq is not None)
     return _gather_cache(
         **types,
         table_t=block_table.dtype,
@@ -72,6 +72,7 @@ def _launch(
         lens_stride=first_stride(cu_seq_lens),
         owner_stride=first_stride(token_to_seq),
         starts_stride=first_stride(seq_starts),
+        early_blocks=_geometry.early_blocks(config.num_blocks(num_rows), dst.device),
         **entry.fixed,
         **dict.fromkeys(absent, 0),
     )

@@ -9,11 +9,14 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float16
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
-from . import grouped_plan, packed_tile
+from . import coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
+from .coded_hopper import CodedHopperConfig
+from .coded_problem import CodedProblem
 from .gemm_problem import Operand
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists, GroupedProblem
+from .packed_experts import block_size_of_packed
 from .packed_tile import TileGeometry
 
 _grouped_gemm_packed = Kernel("linear/grouped_gemm_packed.cu")
@@ -33,21 +36,10 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CodedProblem:
-    """A grouped product whose weights are codes. `product` is that with the weights in full, in memory of the call."""
-
-    product: GroupedProblem
-    weight: CodedExperts
-
-    @property
-    def device(self) -> Device:
-        return self.product.device
-
-    def bucket(self) -> str:
-        return f"{self.product.bucket()} {self.weight.type} of {self.weight.group_size}"
+# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance.md, "Codes along K by wgmma". Of
+# mxfp4, 3 and 128 rows of gpt-oss were measured.
+_BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
+_MAX_WGMMA_ROWS = 512  # by arithmetic: tiles of 96 rows make numbers of all codes anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +141,23 @@ class CodedTileConfig(TileGeometry):
         return [launch]
 
 
-Config = CodedConfig | CodedTileConfig
+Config = CodedConfig | CodedTileConfig | CodedHopperConfig
 
 
-def block_size_of_codes(num_rows: int, num_experts: int) -> int:
-    """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
+def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
+    """Places of a block that suits so many rows and such codes: how `moe_align_block_size` is to sort them."""
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
+    if _BY_WGMMA.get(kind, num_rows) * num_experts < num_rows <= _MAX_WGMMA_ROWS * num_experts:
+        return max(_FEW_ROWS_BLOCK, block_size_of_packed(num_rows, num_experts))
     few = num_rows <= _MAX_ROWS * num_experts
     return _FEW_ROWS_BLOCK if few else block_size_for(num_rows, num_experts)
+
+
+def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
+    """Whether grouped_gemm_packed_hopper.cu serves this problem, faster than other kernels."""
+    p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
+    return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
@@ -175,7 +175,8 @@ def serves(problem: CodedProblem, device: Device) -> bool:
         return groups and p.rows_of_expert <= packed_tile.MAX_ROWS
     # Scales of e8m0 do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
-    return kind and p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+    few = p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
+    return kind and (few or _by_wgmma(problem, device))
 
 
 def choose(problem: CodedProblem, device: Device) -> Config:
@@ -184,13 +185,16 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     if device.supports("matrix_cores"):
         tile = packed_tile.choose(p.rows_of_expert, w.k, p.b_rows, device, p.chosen_experts, p.lists.block_size)
         return CodedTileConfig(tile.tile_m, tile.tile_n, tile.warps_m, tile.warps_n, tile.depth)
+    if _by_wgmma(problem, device):
+        return coded_hopper.choose(problem)
     tile_m = 8 if p.rows_of_expert <= 8 or p.lists.block_size % 16 else 16
     tiles = p.row_tiles(tile_m) * (p.b_rows // _ROWS)
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
     fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")
     resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
-    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
-    warps = min(resident // -(-tiles // device.multiprocessors) or _WARPS_OF_MANY, steps)
+    blocks = -(-tiles // device.multiprocessors)  # of a multiprocessor
+    # Half of the warps that there is room for, or more: one token of Mixtral takes 49 us so, 71 with two to a tile.
+    warps = min(max(resident // 2, resident // blocks) if blocks <= resident else _WARPS_OF_MANY, steps)
     warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w, _MIN_STAGES)))
     return CodedConfig(tile_m, warps, resident // warps)
 

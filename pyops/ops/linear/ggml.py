@@ -10,7 +10,8 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
-from .ggml_plan import MAX_FUSED_ROWS, Problem, plan
+from .ggml_plan import MAX_FUSED_ROWS, plan
+from .ggml_problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +68,8 @@ def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out:
     """A linear layer of a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
 
     The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
-    X is multiplied as it is, where upstream rounds it to 8 bits; sums are float32. Any number of tokens is served.
+    X is multiplied as it is, where upstream rounds it to 8 bits; but elements of a single token may be rounded by up to
+    2^-21 of the largest of the 32, or 16, that share a scale. Sums are float32. Any number of tokens is served.
     Scales multiply sums of a few elements: an infinity in X may make NaN of what would be infinite.
 
     Args:

@@ -12,7 +12,8 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml import random_weight
-from .ggml_plan import BLOCK_ROWS, Choices, Problem, plan
+from .ggml_plan import BLOCK_ROWS, plan
+from .ggml_problem import Choices, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

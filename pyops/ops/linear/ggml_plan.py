@@ -5,138 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core import check, tuning
+from ..._core import tuning
 from ..._core.device import Device
-from ..._core.dtypes import float32, int32
-from ..._core.kernel import Kernel, Launch, Scratch, Specialisation
-from ..._core.tensor import TensorArg
+from ..._core.dtypes import float32
+from ..._core.kernel import Kernel, Launch, Scratch
 from .._shared import ggml_formats
-from .._shared.ggml_formats import Format
 from . import gemm_plan
 from .gemm_problem import Epilogue, Operand
 from .gemm_problem import Problem as DenseProblem
+from .ggml_problem import UNIT, Problem
 
 _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
-_simt = Kernel("linear/ggml_mul_mat_simt.cu")
+_digits, _simt = Kernel("linear/ggml_mul_mat_digits.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
 # Measured on an H200: docs/performance.md, "Products of GGUF weights".
 MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
 BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
-_UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
 _MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
-_VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it: blocks of this product and of the next share a multiprocessor
+_VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it, if that is enough for two warps along K
 # Threads of a multiprocessor, for which registers of ggml_mul_mat_vec.cu are bounded, by rows of X: more spill.
 _RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
+# Types that ggml_mul_mat_digits.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
+_DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
 # Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
 # docs/performance.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
 _WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Choices:
-    """How rows of out belong to experts: ggml_rows.cuh.
+def _spread(problem: Problem, blocks: int, shared_memory: int) -> int:
+    """Bytes of shared memory of a block; so many that one or two blocks to a multiprocessor leave no room for one more.
 
-    Attributes:
-        ids: the expert of each row of out; or, with `expert_ids`, rows of out in the order of their experts,
-            `BLOCK_ROWS` of them for each expert of `expert_ids`.
-        num_experts: how many W has.
-        top_k: rows of out for each row of X.
+    Else blocks of the next product, which start before this one ends, find room where they like: three on some
+    multiprocessors, one on others.
     """
-
-    ids: TensorArg
-    expert_ids: TensorArg | None
-    num_experts: int
-    top_k: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
-    """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`.
-
-    With `choices`, W has a matrix for each expert, and X as many rows as tokens.
-    """
-
-    out: TensorArg
-    W: TensorArg
-    X: TensorArg
-    format: Format
-    choices: Choices | None = None
-
-    @property
-    def m(self) -> int:
-        return self.out.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.X.shape[1]
-
-    @property
-    def n(self) -> int:
-        return self.out.shape[1]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.k // self.format.length * self.format.nbytes
-
-    @property
-    def access(self) -> int:
-        """Bytes of one access to W."""
-        return ggml_formats.access_of(self.W, self.row_bytes)
-
-    @property
-    def x_access(self) -> int:
-        """Elements of one access to X."""
-        return Operand.of_rows(self.X).vec_size(self.k)
-
-    def bucket(self) -> str:
-        weight = f"weight={self.n}x{self.k} {self.format.name} access={self.access}"
-        experts = "" if self.choices is None else f" experts={self.choices.num_experts}"
-        return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}{experts}"
-
-    def pitch(self, units: int) -> int:
-        """Bytes of shared memory of a row's part of so many units, as ggml_tile.cuh places it."""
-        part = units * _UNIT // self.format.length * self.format.nbytes
-        pieces = -(-part // self.access) + (part % self.access != 0)
-        return (pieces * self.access + 15) // 32 * 32 + 16
-
-    def specialised(self, kernel: Kernel, tokens: int, **constants: Any) -> Specialisation:
-        """A kernel whose blocks take `tokens` rows of out."""
-        choices = self.choices
-        return (kernel if choices is None else kernel.renamed(ids=choices.ids.name))(
-            scalar_t=self.X.dtype,
-            index_t=int32 if choices is None else choices.ids.dtype,
-            CHOICES=0 if choices is None else 1 if choices.expert_ids is None else 2,
-            FORMAT=self.format.name,
-            TOKENS=tokens,
-            ACCESS=self.access,
-            **constants,
-        )
-
-    def tiles(self, tokens: int) -> int:
-        """Blocks of `tokens` rows of out."""
-        choices = self.choices
-        rows = self.m if choices is None or choices.expert_ids is None else choices.ids.numel
-        return -(-rows // tokens) if self.m else 0
-
-    def arguments(self) -> dict[str, int]:
-        """What every kernel takes beside the op's tensors; null for those that there are not."""
-        choices = self.choices
-        absent = ["ids"] if choices is None else []
-        absent += ["expert_ids", "num_tokens_post_padded"] if choices is None or choices.expert_ids is None else []
-        return {
-            "m": self.m,
-            "n": self.n,
-            "k": self.k,
-            "row_bytes": self.row_bytes,
-            "out_stride": check.row_stride(self.out),
-            "x_stride": check.row_stride(self.X),
-            "num_experts": 1 if choices is None else choices.num_experts,
-            "top_k": 1 if choices is None else choices.top_k,
-            **dict.fromkeys(absent, 0),
-        }
+    device = problem.out.device
+    each = -(-blocks // device.multiprocessors)
+    if not device.supports("clusters") or not 0 < each <= 2:  # before sm_90 kernels start when the one before has ended
+        return shared_memory
+    return max(shared_memory, device.shared_memory // (each + 1) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +77,7 @@ class MulMatConfig:
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages, whose place sums take in the end."""
         padding = 8 if problem.out.device.supports("matrix_cores") else 16
-        stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * _UNIT + padding) * 2
+        stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * UNIT + padding) * 2
         return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
 
     def candidates(self, problem: Problem, device: Device) -> list[MulMatConfig]:
@@ -188,6 +97,7 @@ class MulMatConfig:
     def launch(self, problem: Problem) -> Launch:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
         count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads(problem)
+        shared = _spread(problem, count * self.splits, self.shared_memory(problem))
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if self.splits > 1 and count:
             results = -(-self.tokens * self.rows // threads)
@@ -202,7 +112,16 @@ class MulMatConfig:
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
             MIN_BLOCKS=max(1, _RESIDENT_THREADS // threads) if self.tokens <= _MAX_BOUNDED_TOKENS else 1,
-        ).launch((count, self.splits), threads, self.shared_memory(problem), **problem.arguments(), **partial)
+        ).launch((count, self.splits), threads, shared, **problem.arguments(), **partial)
+
+
+def _resident(problem: Problem, grid: int, most: int) -> int:
+    """Blocks of a multiprocessor, at most so many, for which the registers of one or two rows are bounded."""
+    if problem.choices is None:
+        blocks = -(-grid // problem.out.device.multiprocessors)
+        # Two find room anyway, and with fewer registers took longer.
+        most = min(most, blocks) if blocks > 2 else 1
+    return max(1, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +141,7 @@ class VecConfig:
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes: the grid of the type, then stages."""
-        stage = 16 * self.row_warps * problem.pitch(self.k_warps) + self.tokens * self.k_warps * _UNIT * 2
+        stage = 16 * self.row_warps * problem.pitch(self.k_warps) + self.tokens * self.k_warps * UNIT * 2
         return 2 * problem.format.grid_size + self.stages * stage
 
     def candidates(self, problem: Problem, device: Device) -> list[VecConfig]:
@@ -238,11 +157,6 @@ class VecConfig:
     def launch(self, problem: Problem) -> Launch:
         grid = -(-problem.n // (16 * self.row_warps)) * problem.tiles(self.tokens)
         threads = 32 * self.row_warps * self.k_warps
-        resident = max(1, _RESIDENT_VEC_THREADS.get(self.tokens, 0) // threads)
-        if problem.choices is None:
-            blocks = -(-grid // problem.out.device.multiprocessors)  # of a multiprocessor
-            # Two find room anyway, and with fewer registers took longer.
-            resident = min(resident, blocks) if blocks > 2 else 1
         return problem.specialised(
             _vec,
             self.tokens,
@@ -250,8 +164,46 @@ class VecConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=problem.x_access,
-            MIN_BLOCKS=resident,
-        ).launch(grid, threads, self.shared_memory(problem), **problem.arguments())
+            MIN_BLOCKS=_resident(problem, grid, _RESIDENT_VEC_THREADS.get(self.tokens, 0) // threads),
+        ).launch(grid, threads, _spread(problem, grid, self.shared_memory(problem)), **problem.arguments())
+
+
+@dataclass(frozen=True, slots=True)
+class DigitsConfig:
+    """The geometry of ggml_mul_mat_digits.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        k_warps: warps, along K.
+        stages: steps of K that are in shared memory or on the way there.
+    """
+
+    k_warps: int
+    stages: int
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes: the grid of the type, zeros, stages of 16 rows of the weight, and two of the digits of a row of X."""
+        digits = 3 * (self.k_warps * UNIT + 16) + self.k_warps * UNIT // 16 * 8
+        return 2 * problem.format.grid_size + 128 + self.stages * 16 * problem.pitch(self.k_warps) + 2 * digits
+
+    def candidates(self, problem: Problem, device: Device) -> list[DigitsConfig]:
+        """Other numbers of warps and stages."""
+        found = tuning.varied(
+            self, k_warps=tuning.beside(self.k_warps, 2, 8), stages=(self.stages - 1, self.stages + 1)
+        )
+        return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
+
+    def launch(self, problem: Problem) -> Launch:
+        grid, threads = -(-problem.n // 16) * problem.tiles(1), 32 * self.k_warps
+        arguments = problem.arguments()
+        del arguments["expert_ids"], arguments["num_tokens_post_padded"]
+        return problem.specialised(
+            _digits,
+            1,
+            K_WARPS=self.k_warps,
+            STAGES=self.stages,
+            X_ACCESS=min(8, problem.x_access),
+            MIN_BLOCKS=_resident(problem, grid, _RESIDENT_VEC_THREADS[1] // threads),
+        ).launch(grid, threads, _spread(problem, grid, self.shared_memory(problem)), **arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +235,7 @@ class SimtConfig:
         ).launch(row_groups * problem.tiles(self.tokens), self.num_threads, **problem.arguments())
 
 
-Config = VecConfig | MulMatConfig | SimtConfig
+Config = VecConfig | DigitsConfig | MulMatConfig | SimtConfig
 
 
 def choose(problem: Problem, device: Device) -> Config:
@@ -295,11 +247,13 @@ def choose(problem: Problem, device: Device) -> Config:
     is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
     if problem.X.dtype is float32 or not device.supports("products") or is_slow:
         return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
-    units = max(2, tuning.power_of_two(-(-problem.k // _UNIT)))
+    units = max(2, tuning.power_of_two(-(-problem.k // UNIT)))
     if device.supports("matrix_cores"):
         return _of_waves(problem, device, tokens, units)
-    config: VecConfig | MulMatConfig
-    if tokens <= _MAX_VEC_TOKENS:
+    config: VecConfig | DigitsConfig | MulMatConfig
+    if tokens == 1 and problem.format.name in _DIGIT_TYPES:
+        config, most = DigitsConfig(min(8, units), stages=2), _DIGIT_SHARED_MEMORY
+    elif tokens <= _MAX_VEC_TOKENS:
         config, most = VecConfig(tokens, 1, min(8, units), stages=2), _VEC_SHARED_MEMORY
     else:
         config, most = MulMatConfig(tokens, 2, min(4, units), stages=2, splits=1), device.shared_memory

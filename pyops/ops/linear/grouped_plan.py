@@ -17,15 +17,16 @@ _simt = Kernel("linear/grouped_gemm_simt.cu")
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
-_STORE_BYTES = 8 * 16 * (64 + 8) * 2  # of grouped_gemm.cu: 16 rows of each of eight warps, on their way to out
+_STORE_BYTES = 64 * 128  # of a warpgroup of grouped_gemm.cu: 64 rows on their way to out
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 16
 _BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance.md)
 _GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
 _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
-# Rows of an expert from which on tiles of 128 rows are faster than tiles of 64; with scales of blocks, where the former
-# have half as many columns. Measured on an H200: docs/performance.md, "Mixtures of experts".
-_MANY_ROWS, _MANY_BLOCKED_ROWS = 56, 192
+# Rows of an expert from which on tiles of 128 rows are faster than tiles of 64. With scales of blocks, where larger
+# tiles have half as many columns, tiles of 192 rows are faster while most experts have one each: from so many rows up
+# to so many. Measured on an H200: docs/performance.md, "Mixtures of experts".
+_MANY_ROWS, _MANY_BLOCKED_ROWS, _MOST_BLOCKED_ROWS = 56, 56, 160
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
 # Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs, by
 # arithmetic.
@@ -37,7 +38,7 @@ class GroupedConfig:
     """The geometry of grouped_gemm.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m: rows of a tile: 64, whose two warpgroups divide tile_n, or 128, which they divide.
+        tile_m: rows of a tile: 64, whose two warpgroups divide tile_n, or 128 or 192, of which each warpgroup has 64.
         tile_n: rows of weights of a tile.
         group: row tiles of one expert that are counted down together.
     """
@@ -47,22 +48,29 @@ class GroupedConfig:
     group: int = _GROUP
 
     def __post_init__(self) -> None:
-        if self.tile_m not in (64, 128) or self.tile_n % 32 or not 0 < self.tile_n <= 256:
+        if self.tile_m not in (64, 128, 192) or self.tile_n % 32 or not 0 < self.tile_n <= 256:
             raise ValueError(f"no geometry of grouped_gemm.cu: {self}")
 
     @property
     def part_n(self) -> int:
         """Rows of weights of a warpgroup."""
-        return self.tile_n * self.tile_m // 128
+        return self.tile_n // (2 if self.tile_m == 64 else 1)
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return max(2, self.tile_m // 64)
 
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedConfig]:
         """Other tiles and orders of tiles."""
-        found = tuning.varied(self, tile_m=(64, 128), tile_n=range(32, 257, 32), group=tuning.beside(self.group, 4, 32))
+        found = tuning.varied(
+            self, tile_m=(64, 128, 192), tile_n=range(32, 257, 32), group=tuning.beside(self.group, 4, 32)
+        )
         return [one for one in found if one.fits(problem)]
 
     def fits(self, problem: GroupedProblem) -> bool:
         """Whether it divides blocks of rows, and columns as scales do."""
-        if problem.lists.block_size % self.tile_m:
+        if problem.lists.block_size % self.tile_m or (self.tile_m == 192 and not problem.block_scaled):
             return False
         if not problem.block_scaled:
             return True
@@ -80,7 +88,8 @@ class GroupedConfig:
         columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
         stage = (self.tile_m + self.tile_n) * _STEP_BYTES + _BARRIER_BYTES
         most = _BYTES_IN_FLIGHT // (self.tile_n * _STEP_BYTES)
-        stages = max(2, min(_MAX_STAGES, (device.shared_memory - _STORE_BYTES) // stage, most))
+        stores = self.consumers * _STORE_BYTES
+        stages = max(2, min(_MAX_STAGES, (device.shared_memory - stores) // stage, most))
         k, itemsize = problem.k, problem.dtype.itemsize
         stride = problem.b.stride * itemsize if problem.b.rows > 1 else -(-k * itemsize // 16) * 16
         box = _STEP_BYTES // itemsize, self.part_n // halves
@@ -89,14 +98,13 @@ class GroupedConfig:
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
             STAGES=stages,
-            BUFFERS=2 if problem.block_scaled else 1,
+            BUFFERS=2 if problem.block_scaled and self.consumers == 2 else 1,
             GROUP=self.group,
-            PREFETCHES=problem.lists_are_old,
             ALIGNED_OUT=problem.out_is_aligned,
         ).launch(
             min(problem.max_tiles(self.tile_m) * columns, device.multiprocessors),
-            384,
-            _STORE_BYTES + stages * stage,
+            128 * (self.consumers + 1),
+            stores + stages * stage,
             b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, _STEP_BYTES),
             **problem.arguments(kernel, self.tile_m),
         )
@@ -201,8 +209,9 @@ def serves(problem: GroupedProblem, device: Device) -> bool:
 
 def block_size_for(num_rows: int, num_experts: int, block_scaled: bool = False) -> int:
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
-    many = _MANY_BLOCKED_ROWS if block_scaled else _MANY_ROWS
-    return 128 if num_rows >= many * num_experts else 64
+    if block_scaled:
+        return 192 if _MANY_BLOCKED_ROWS * num_experts <= num_rows <= _MOST_BLOCKED_ROWS * num_experts else 64
+    return 128 if num_rows >= _MANY_ROWS * num_experts else 64
 
 
 def choose(problem: GroupedProblem, device: Device) -> Config:
@@ -225,7 +234,8 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
 
 def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
     """The tile of which the busiest block loads the fewest rows of weights."""
-    tile_m = 128 if problem.lists.block_size % 128 == 0 else 64
+    places = problem.lists.block_size
+    tile_m = 192 if problem.block_scaled and places % 192 == 0 else 128 if places % 128 == 0 else 64
     row_tiles = problem.row_tiles(tile_m)
 
     def cost(one: GroupedConfig) -> tuple[int, int]:

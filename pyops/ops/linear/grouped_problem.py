@@ -138,14 +138,6 @@ class GroupedProblem:
         return 0 in (self.num_rows, self.n, self.num_experts, self.lists.num_blocks)
 
     @property
-    def lists_are_old(self) -> bool:
-        """Whether another launch is likely to lie between this one and that which writes the lists.
-
-        In a layer of experts, rows are quantised, or a first product made, in between.
-        """
-        return isinstance(self.lists.expert_ids, TensorArg) and (self.top_k == 1 or self.dtype.itemsize == 1)
-
-    @property
     def chosen_experts(self) -> int:
         """Experts that rows choose which choose at random."""
         experts = max(1, self.num_experts)

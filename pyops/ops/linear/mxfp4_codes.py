@@ -10,7 +10,8 @@ from .._shared.fp4_tiles import TILE_COLUMNS
 from .._shared.scalar_type import SCALAR_TYPES
 from .block_scaled import MXFP4, dense_bytes
 from .coded_experts import CodedExperts
-from .coded_plan import CodedProblem, block_size_of_codes, launches_of, serves
+from .coded_plan import block_size_of_codes, launches_of, serves
+from .coded_problem import CodedProblem
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .grouped_rows import lists_of
@@ -33,7 +34,7 @@ def few_rows(
     (num_rows, n), num_experts, k = out.shape, problem_sizes.shape[0], 2 * a.shape[1]
     if out.dtype is not bfloat16 or check.row_stride(b) != b.shape[2] or not num_experts:
         return None
-    block_size = block_size_of_codes(num_rows, num_experts)
+    block_size = block_size_of_codes(num_rows, num_experts, "float4_e2m1f")
     lists, launch, scale_rows = lists_of(out, problem_sizes, expert_offsets, scale_offsets, block_size=block_size)
     groups = k // MXFP4.scale_size
     dense_a, scales = Scratch(dense_bytes(num_rows, k)), Scratch(max(1, num_experts * n * groups))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ..._core.kernel import Launch, Scratch
 from . import dequantize_packed, grouped_plan, packed_tile
+from .gather_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
-from .packed_hopper import PackedConfig, step_rows
+from .packed_hopper import PackedConfig, most_boxes, step_rows
 from .packed_plan import (
     Config,
     choose_mma,
@@ -25,15 +25,26 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-_gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
-_NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
-# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs, and than
-# weights written in full. Chosen by the times of products without experts: docs/performance.md, "Products with packed
-# weights".
-_MAX_FEW_ROWS, _MAX_ROWS = 16, 64
+# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs (4 and 8 rows of
+# Mixtral, 8 of gpt-oss: docs/performance.md, "Marlin's experts: tiles"), and than weights in full, by products without
+# experts.
+_MAX_FEW_ROWS, _MAX_ROWS = 4, 64
+_FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
-_TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
+TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
+_BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # places of a block of lists
+_MANY_ROWS_BLOCK = 96  # places of a block of experts whose rows fill several: 1700 us where 160 took 1755 on an H200
+_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
+
+
+def block_size_of_packed(num_rows: int, num_experts: int, most: int = _BLOCK_SIZES[-1]) -> int:
+    """Places of a block, up to `most`, as suit so many rows of experts with packed weights: for `moe_align_block_size`.
+
+    It has room for all rows of most experts, where such a block is there.
+    """
+    fits = (size for size in _BLOCK_SIZES if size <= most and num_rows < _FULL * size * max(1, num_experts))
+    return next(fits, min(most, _MANY_ROWS_BLOCK))
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
@@ -83,33 +94,8 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
     w, a, lists = problem.weight, problem.a, experts.lists
     if w.perm is None and not by_place:
         return [], problem
-    assert isinstance(a.source, TensorArg)
-    rows = problem.places if by_place else problem.m
-    gathered = Scratch(rows * w.k * a.dtype.itemsize)
-    named = {name: getattr(lists, name) for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")}
-    named |= {"a": a.source} | ({} if w.perm is None else {"perm": w.perm})
-    kernel = _gather_expert_columns.renamed(**{name: one.name for name, one in named.items()})
-    vec_size = _VEC_SIZE if w.perm is not None else a.vec_size(w.k)
-    gather = kernel(
-        scalar_t=a.dtype,
-        PERMUTED=w.perm is not None,
-        BY_PLACE=by_place,
-        VEC_SIZE=vec_size,
-        NUM_THREADS=_NUM_THREADS,
-    ).launch(
-        -(-problem.places * -(-w.k // vec_size) // _NUM_THREADS),
-        _NUM_THREADS,
-        gathered=gathered,
-        places=problem.places,
-        num_rows=problem.m,
-        num_experts=experts.num_experts,
-        block_size=lists.block_size,
-        top_k=experts.top_k,
-        k=w.k,
-        a_stride=a.stride,
-        **({"perm": 0} if w.perm is None else {}),
-    )
-    operand = Operand.of_scratch(gathered, a.dtype, rows, w.k)
+    sizes = experts.num_experts, problem.m, experts.top_k, w.k
+    gather, operand = gathered(a, lists, *sizes, perm=w.perm, by_place=by_place)
     return [gather], replace(problem, a=operand, weight=replace(w, perm=None), experts=replace(experts, top_k=1))
 
 
@@ -125,12 +111,13 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         weights = -(-tuning.power_of_two(problem.m) // rows)
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
-        tile_m = next(size for size in _TILES if block_size % size == 0)
-        return PackedConfig(tile_m, _TILES[tile_m], chunk=2, splits=1, min_blocks=1)
+        tile_m = next(size for size in TILES if block_size % size == 0)
+        boxes = most_boxes(problem)
+        return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1, boxes=boxes)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
     most_rows = 8 if block_size % 16 else 16
-    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows)
+    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows, _FEWEST_WARPS)
     return fitting(config, problem, device)
 
 

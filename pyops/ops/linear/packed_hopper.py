@@ -51,6 +51,7 @@ class PackedConfig:
         splits: blocks of a cluster that share a tile, each with a part of K.
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
         max_parts: parts of a tile of the last round, along K; 1: none is cut.
+        boxes: of 128 bytes of a row of a, in a step.
         neighbours: blocks of a cluster whose tiles lie side by side, and which share the rows of a that they load.
     """
 
@@ -60,6 +61,7 @@ class PackedConfig:
     splits: int
     min_blocks: int
     max_parts: int = 1
+    boxes: int = 1
     neighbours: int = 1
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class PackedConfig:
         roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
         alone = self.max_parts == self.neighbours == 1
         large = self.min_blocks == self.splits == 1 and self.tile_m > _MAX_SHARED_ROWS
-        counts = self.chunk in (1, 2) and self.max_parts > 0 and self.neighbours in (1, 2)
+        counts = self.max_parts > 0 and all(one in (1, 2) for one in (self.chunk, self.boxes, self.neighbours))
         if not (shape and shared and roomy and (alone or large) and counts):
             raise ValueError(f"no geometry of gemm_packed.cu: {self}")
 
@@ -85,8 +87,10 @@ class PackedConfig:
                 min_blocks=(1, 2),
                 max_parts=(1, _MAX_PARTS),
                 neighbours=(1, 2),
+                boxes=(1, 2),
             )
-            if one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
+            if one.boxes <= most_boxes(problem)
+            and one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
             and (one.max_parts == one.neighbours == 1 or problem.experts is None)
             and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
         ]
@@ -98,9 +102,12 @@ class PackedConfig:
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
         weight, device, constants, apart = problem.weight, problem.device, problem.constants(), sums_apart(problem)
-        size, step = constants["GROUP_SIZE"], step_rows(weight.layout)
+        size, step = constants["GROUP_SIZE"], self.boxes * step_rows(weight.layout)
         groups = step // size if 0 < size < step else 1
-        loads = self.tile_m * _ROW_BYTES + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
+        loads = (
+            self.boxes * self.tile_m * _ROW_BYTES
+            + (step * weight.bits + groups * problem.group_bits()) * self.tile_n // 8
+        )
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
         sums = self.tile_m * self.tile_n * 4 if self.splits > 1 else 0
         by_stores = self.tile_m > _MAX_SHARED_ROWS and problem.experts is None
@@ -117,6 +124,7 @@ class PackedConfig:
             **constants,
             TILE_M=self.tile_m,
             TILE_N=self.tile_n,
+            BOXES=self.boxes,
             CHUNK=self.chunk,
             STAGES=stages,
             SPLITS=self.splits,
@@ -131,7 +139,7 @@ class PackedConfig:
             partial=Scratch(self.neighbours * parts * self.tile_m * self.tile_n * 4) if parts else 0,
             arrived=Scratch(self.neighbours * rest * _WARPS * 4, zeroed=True) if parts else 0,
             sharers=blocks,
-            **_maps(problem, self.tile_m, self.tile_n, groups, self.neighbours),
+            **_maps(problem, self.tile_m, self.tile_n, step, groups, self.neighbours),
             **problem.arguments(kernel),
         )
         return [launch]
@@ -206,6 +214,14 @@ def step_rows(layout: str) -> int:
     return 128 if layout == "w4a8" else 64
 
 
+def most_boxes(problem: PackedProblem) -> int:
+    """2 where K is of whole steps of two boxes, each of whole groups or within one; else 1."""
+    w = problem.weight
+    step = 2 * step_rows(w.layout)
+    fits = w.groups == 1 or w.group_size % step == 0 or step % w.group_size == 0
+    return 2 if w.layout == "marlin" and w.k % step == 0 and fits else 1
+
+
 def _step_cycles(config: PackedConfig, layout: str) -> float:
     """Of a step of a tile, by the model."""
     is_table, step_k = layout == "w4a8", step_rows(layout)
@@ -217,11 +233,10 @@ def _step_cycles(config: PackedConfig, layout: str) -> float:
     return max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
 
 
-def _maps(problem: PackedProblem, tile_m: int, tile_n: int, groups: int, neighbours: int) -> dict[str, Any]:
+def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: int, neighbours: int) -> dict[str, Any]:
     """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
-    step = step_rows(weight.layout)
-    maps = load_maps(problem, tile_m // neighbours, step, tile_n, step, groups)
+    maps = load_maps(problem, tile_m // neighbours, step_rows(weight.layout), tile_n, step, groups)
     columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
     stored = TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)
     return {**maps, "out_map": maps["a_map"] if problem.experts else stored}  # rows of experts are stored by threads

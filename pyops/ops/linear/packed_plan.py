@@ -248,12 +248,13 @@ def choose_mma(
     several_groups: bool = False,
     weights: int = 1,
     most_rows: int = 16,
+    fewest_warps: int = 1,
 ) -> PackedMmaConfig:
     """As many warps as the device holds at a time, and their parts of K, for m rows of each of `weights` weights.
 
     Eight warps to a block at most, unless blocks that clusters do not fit for would leave half of a device's warps out.
     `most_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
-    and one of 16 rows would spill.
+    and one of 16 rows would spill. `fewest_warps`: of a block, as far as steps and registers allow.
     """
     tile_m = min(m, 8 if several_groups else most_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
@@ -264,7 +265,7 @@ def choose_mma(
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = resident // blocks or _WARPS_OF_MANY
     most_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
-    warps = max(1, min(most_warps, warps, -(-steps // splits)))
+    warps = max(1, min(most_warps, resident, max(warps, fewest_warps), -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 

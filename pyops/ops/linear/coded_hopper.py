@@ -1,0 +1,101 @@
+"""Products with coded weights of experts by wgmma on compute capability 9.0: grouped_gemm_packed_hopper.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import uint8
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor_map import TensorMap
+from .coded_experts import CodedExperts
+from .coded_problem import CodedProblem
+from .gather_rows import gathered
+from .packed_experts import TILES
+
+_grouped_gemm_packed_hopper = Kernel("linear/grouped_gemm_packed_hopper.cu")
+
+_STEPS = 128, 64  # elements of K, of which the first that divides K is a step
+_BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a box, and their bytes
+_BARRIER_BYTES = 2 * 8  # of a stage
+_MAX_STAGES = 8
+_MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
+
+
+@dataclass(frozen=True, slots=True)
+class CodedHopperConfig:
+    """The geometry of grouped_gemm_packed_hopper.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m: places of a tile.
+        tile_n: rows of weights of a tile.
+        step: elements of K of a step.
+    """
+
+    tile_m: int
+    tile_n: int
+    step: int
+
+    def __post_init__(self) -> None:
+        shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
+        if not (shape and self.step in _STEPS):
+            raise ValueError(f"no geometry of grouped_gemm_packed_hopper.cu: {self}")
+
+    def candidates(self, problem: CodedProblem, device: Device) -> list[CodedHopperConfig]:
+        """Other tiles."""
+        found = tuning.varied(self, tile_m=tuning.beside(self.tile_m, 16, 160), tile_n=(128, 256))
+        return [one for one in found if problem.product.lists.block_size % one.tile_m == 0]
+
+    def launches(self, problem: CodedProblem) -> list[Launch]:
+        """The launch that gathers rows, and as many blocks as the device holds at a time, or as there may be tiles."""
+        product, weight, device = problem.product, problem.weight, problem.device
+        sizes = product.num_experts, product.num_rows, product.top_k, product.k
+        gather, a = gathered(product.a, product.lists, *sizes, by_place=True, lane_step=self.step)
+        others = weight.tensors()
+        kernel = product.kernel(_grouped_gemm_packed_hopper.for_arch(device.arch_feature), **others)
+        constants = product.constants()
+        del constants["SCALE_BLOCK"]
+        halves = 2 if product.gated == 1 else 1
+        stage = (4 * self.tile_m + self.tile_n) * self.step // 2 + _BARRIER_BYTES
+        stages = min(_MAX_STAGES, device.shared_memory // stage)
+        columns = -(-product.n // (self.tile_n // (2 if product.gated else 1)))
+        code_rows, row_bytes = product.num_experts * product.b_rows, product.k // 2
+        launch = kernel(
+            **constants,
+            **weight.constants(),
+            GROUP_SIZE=weight.group_size,
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            TILE_K=self.step,
+            STAGES=stages,
+        ).launch(
+            min(product.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            384 if self.tile_m * self.tile_n > _MAX_SUMS else 288,
+            max(stages * stage, device.shared_memory // 2 + 1),  # one block to a multiprocessor
+            a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),
+            codes_map=TensorMap(
+                weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (self.step // 2, self.tile_n // halves)
+            ),
+            **replace(product, a=a).arguments(kernel, self.tile_m, **others),
+        )
+        return [gather, launch]
+
+
+def serves(problem: CodedProblem, device: Device) -> bool:
+    """Whether grouped_gemm_packed_hopper.cu runs on the device and takes this problem."""
+    p, w = problem.product, problem.weight
+    codes = w.bits == 4 and w.scales is not None and _step(w) > 0
+    return device.supports("wgmma") and codes and p.lists.block_size % 16 == 0
+
+
+def choose(problem: CodedProblem) -> CodedHopperConfig:
+    """The largest tile that divides blocks of the lists: codes are made numbers once for all places of a tile."""
+    tile_m = next(size for size in TILES if problem.product.lists.block_size % size == 0)
+    return CodedHopperConfig(tile_m, TILES[tile_m], step=_step(problem.weight))
+
+
+def _step(weight: CodedExperts) -> int:
+    """Elements of K of a step, of which a lane has a quarter under one scale; 0 where none is there."""
+    fits = (step for step in _STEPS if weight.k % step == 0 and weight.group_size % (step // 4) == 0)
+    return next(fits, 0)

@@ -1,0 +1,120 @@
+"""A product of rows and a matrix in one of GGUF's quantised types, as the kernels of `ggml_plan` take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.dtypes import int32
+from ..._core.kernel import Kernel, Specialisation
+from ..._core.tensor import TensorArg
+from .._shared import ggml_formats
+from .._shared.ggml_formats import Format
+from .gemm_problem import Operand
+
+UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """How rows of out belong to experts: ggml_rows.cuh.
+
+    Attributes:
+        ids: the expert of each row of out; or, with `expert_ids`, rows of out in the order of their experts,
+            `BLOCK_ROWS` of them for each expert of `expert_ids`.
+        num_experts: how many W has.
+        top_k: rows of out for each row of X.
+    """
+
+    ids: TensorArg
+    expert_ids: TensorArg | None
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`.
+
+    With `choices`, W has a matrix for each expert, and X as many rows as tokens.
+    """
+
+    out: TensorArg
+    W: TensorArg
+    X: TensorArg
+    format: Format
+    choices: Choices | None = None
+
+    @property
+    def m(self) -> int:
+        return self.out.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.X.shape[1]
+
+    @property
+    def n(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.k // self.format.length * self.format.nbytes
+
+    @property
+    def access(self) -> int:
+        """Bytes of one access to W."""
+        return ggml_formats.access_of(self.W, self.row_bytes)
+
+    @property
+    def x_access(self) -> int:
+        """Elements of one access to X."""
+        return Operand.of_rows(self.X).vec_size(self.k)
+
+    def bucket(self) -> str:
+        weight = f"weight={self.n}x{self.k} {self.format.name} access={self.access}"
+        experts = "" if self.choices is None else f" experts={self.choices.num_experts}"
+        return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}{experts}"
+
+    def pitch(self, units: int) -> int:
+        """Bytes of shared memory of a row's part of so many units, as ggml_tile.cuh places it."""
+        part = units * UNIT // self.format.length * self.format.nbytes
+        pieces = -(-part // self.access) + (part % self.access != 0)
+        return (pieces * self.access + 15) // 32 * 32 + 16
+
+    def specialised(self, kernel: Kernel, tokens: int, **constants: Any) -> Specialisation:
+        """A kernel whose blocks take `tokens` rows of out."""
+        choices = self.choices
+        return (kernel if choices is None else kernel.renamed(ids=choices.ids.name))(
+            scalar_t=self.X.dtype,
+            index_t=int32 if choices is None else choices.ids.dtype,
+            CHOICES=0 if choices is None else 1 if choices.expert_ids is None else 2,
+            FORMAT=self.format.name,
+            TOKENS=tokens,
+            ACCESS=self.access,
+            **constants,
+        )
+
+    def tiles(self, tokens: int) -> int:
+        """Blocks of `tokens` rows of out."""
+        choices = self.choices
+        rows = self.m if choices is None or choices.expert_ids is None else choices.ids.numel
+        return -(-rows // tokens) if self.m else 0
+
+    def arguments(self) -> dict[str, int]:
+        """What every kernel takes beside the op's tensors; null for those that there are not."""
+        choices = self.choices
+        absent = ["ids"] if choices is None else []
+        absent += ["expert_ids", "num_tokens_post_padded"] if choices is None or choices.expert_ids is None else []
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "row_bytes": self.row_bytes,
+            "out_stride": check.row_stride(self.out),
+            "x_stride": check.row_stride(self.X),
+            "num_experts": 1 if choices is None else choices.num_experts,
+            "top_k": 1 if choices is None else choices.top_k,
+            **dict.fromkeys(absent, 0),
+        }
