@@ -20,6 +20,12 @@ struct alignas(64) TensorMap { uint64_t words[16]; };
 // Offset of byte `column` of row `row` in a box of rows of 128 bytes, swizzled by 128 bytes.
 DEVICE int swizzle_128b(int row, int column) { return row * 128 + ((column >> 4 ^ row) & 7) * 16 + column % 16; }
 
+// Offset of the 16 bytes `chunk` of a row in a box whose rows are swizzled by their size.
+template <int ROW_BYTES>
+DEVICE int swizzle_chunk(int row, int chunk) {
+    return row * ROW_BYTES + (chunk ^ row * ROW_BYTES / 128 % (ROW_BYTES / 16)) * 16;
+}
+
 // Loads a box.
 #if PYOPS_CUDA
 #define PYOPS_TMA_LOAD(RANK, COORDINATES, MULTICAST, MASK, ...)                                                     \
