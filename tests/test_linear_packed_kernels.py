@@ -20,6 +20,7 @@ from pyops.ops._shared.scalar_type import ScalarType
 from pyops.ops.linear import packed_hopper
 from pyops.ops.linear.gemm_problem import Epilogue, Operand
 from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_narrow import PackedNarrowConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig, choose, choose_mma, plan, serves
 from pyops.ops.linear.packed_problem import PackedProblem, PackedWeight
 from pyops.ops.linear.packed_tile import PackedTileConfig
@@ -83,6 +84,13 @@ FEW = [
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
     (marlin, 4, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 272, 17),  # groups of one product of a unit's two
 ]
+NARROW = [
+    (marlin, 4, PackedNarrowConfig(4), 13, 320, 1296, 1),  # the last step has 16 rows
+    (marlin, 4, PackedNarrowConfig(4), 17, 64, 768, 3),  # a second tile of rows
+    (awq, 4, PackedNarrowConfig(8), 16, 576, 1024, 8),
+    (awq, 4, PackedNarrowConfig(8), 1, 128, 200, 1),
+    (exllama, 4, PackedNarrowConfig(4), 16, 320, 552, 1),  # the last step has 40 rows
+]
 MANY = [
     (marlin, 4, PackedConfig(16, 128, 2, 4, 1), 13, 192, 272, 17),
     (marlin, 4, PackedConfig(128, 256, 1, 1, 1), 130, 320, 192, 3),
@@ -102,7 +110,7 @@ MANY = [
 @needs_compiler
 @pytest.mark.parametrize(
     ("call", "bits", "one", "m", "n", "k", "groups", "dtype"),
-    [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + MANY)],
+    [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + NARROW + MANY)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_product(
@@ -199,40 +207,57 @@ def test_product_on_matrix_cores(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
+_LAST_ROUND = PackedConfig(80, 128, 2, 1, 1, 4)
 CUT = [
-    # (call, dtype, m, n, multiprocessors, sharers): tiles of 80 x 128, of 5 steps
-    (awq, torch.float16, 70, 640, 3, 3),  # a whole round, then two tiles by three blocks: more steps than stages
-    (gptq, torch.bfloat16, 70, 128, 6, 5),  # a tile by five blocks, a step each
+    # (call, dtype, config, m, n, k, multiprocessors, sharers): of tiles of 80 x 128 a step has 64 rows of K
+    (
+        awq,
+        torch.float16,
+        _LAST_ROUND,
+        70,
+        640,
+        320,
+        3,
+        3,
+    ),  # a round, then two tiles by three blocks: more steps than stages
+    (gptq, torch.bfloat16, _LAST_ROUND, 70, 128, 320, 6, 5),  # a tile by five blocks, a step each
+    # A round of two clusters, which share the last tile and none beside it.
+    (gptq, torch.float16, replace(_LAST_ROUND, neighbours=2), 70, 640, 320, 4, 2),
 ]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("call", "dtype", "m", "n", "multiprocessors", "sharers"), CUT)
+@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "multiprocessors", "sharers"), CUT)
 def test_last_round_is_cut(
     monkeypatch: pytest.MonkeyPatch,
     call: Callable[..., Tensor],
     dtype: torch.dtype,
+    one: Any,
     m: int,
     n: int,
+    k: int,
     multiprocessors: int,
-    sharers: int,
+    sharers: int | None,
 ) -> None:
     """Sums of parts are added up in the order of K, whichever block comes last."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=multiprocessors))
-    monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
-    codes, zeros = packed.draw(0, 16, 320, n), packed.draw(0, 16, 5, n, seed=1)
-    a, scales, first = activations(m, 320, dtype, "cpu"), scales_of(5, n, dtype), None
-    with forced("awq_gemm" if call is awq else "gptq_gemm", PackedConfig(80, 128, 2, 1, 1, 4)):
+    if sharers is not None:
+        monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
+    groups = k // (64 if sharers else 128)
+    codes, zeros = packed.draw(0, 16, k, n), packed.draw(0, 16, groups, n, seed=1)
+    a, scales, first = activations(m, k, dtype, "cpu"), scales_of(groups, n, dtype), None
+    with forced({awq: "awq_gemm", marlin: "marlin_gemm"}.get(call, "gptq_gemm"), one):
         for schedule in SCHEDULES:
             with scheduled(schedule):
                 out = call(a, codes, zeros, scales, 4)
             first = out if first is None else first
             assert torch.equal(out, first)
-    check_scaled(out, a, codes - each(zeros, 320), scales)
+    check_scaled(out, a, codes - each(zeros, k), scales)
 
 
 FLOATS = [  # a kernel of few rows rounds no weight; that of many, differences
     (marlin, PackedMmaConfig(16, 64, 2, 1, 1), 11, 64, 272, 17, False),
+    (marlin, PackedNarrowConfig(4), 11, 64, 256, 2, False),
     (allspark, PackedMmaConfig(4, 64, 1, 2, 1), 3, 128, 512, 1, False),
     (allspark, PackedConfig(16, 128, 2, 2, 1), 13, 192, 144, 1, True),
 ]
@@ -376,11 +401,14 @@ def problem(m: int, n: int, k: int, on: Device, layout: Any = "marlin", group_si
 CHOICES = [
     ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 64, 4, 1, 4)),
     ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
-    ("sm_90", 16, 28672, 4096, PackedMmaConfig(16, 64, 3, 1, 4)),
+    ("sm_90", 16, 28672, 4096, PackedNarrowConfig()),
+    ("sm_90", 16, 24576, 4096, PackedMmaConfig(16, 64, 4, 1, 3)),  # 96 tiles would leave 36 multiprocessors without one
     ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
     ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),
     ("sm_90", 256, 4096, 4096, PackedConfig(64, 128, 2, 1, 1)),
+    ("sm_90", 1024, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4, neighbours=2)),
+    ("sm_90", 8192, 4992, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),  # an odd number of tiles side by side
     ("sm_80", 20, 4096, 4096, PackedMmaConfig(16, 64, 6, 1, 2)),
     ("sm_80", 200, 4096, 4096, None),
     ("gfx942", 1, 4096, 4096, PackedTileConfig(16, 64, 1, 2, 4, 8)),
@@ -397,8 +425,12 @@ def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
         on = device.model(arch)
         one = problem(m, n, k, on, layout)
         found = choose(one, on) if serves(one, on) else None
-        if layout == "awq" and arch == "sm_90" and m <= 16 and n == 28672:  # columns enough for tiles twice as wide
-            assert found == PackedMmaConfig(*((16, 128, 4, 1, 2) if m == 16 else (expected.tile_m, 128, 6, 1, 2)))
+        if layout == "awq" and m <= 16 and arch == "sm_90" and n == 28672:
+            assert found == PackedNarrowConfig()
+        elif layout == "awq" and arch == "sm_90" and n == 24576:  # columns enough for tiles twice as wide
+            assert found == PackedMmaConfig(16, 128, 4, 1, 2)
+        elif layout == "gptq" and expected == PackedNarrowConfig():
+            assert found == PackedMmaConfig(16, 64, 3, 1, 4)
         elif layout in ("gptq", "exllama") and m <= 8 and n == 28672:  # lanes hold codes of the next step
             assert found == replace(expected, held=True)
         else:

@@ -16,6 +16,16 @@ DEVICE void start_cluster() {
     else __syncthreads();
 }
 
+// Loads rows of a tile that all BLOCKS blocks of a cluster need. The block number `rank` brings a part for all of them, of
+// which boxes of the map are; x and y are where the tile begins.
+template <int BLOCKS, int ROWS, int ROW_BYTES>
+DEVICE void load_rows(uint8_t* to, const TensorMap* map, uint64_t* barrier, int rank, int x, int y) {
+    constexpr int PART = ROWS / BLOCKS;
+    uint8_t* const part = to + rank * PART * ROW_BYTES;
+    if constexpr (BLOCKS > 1) tma_load_multicast(part, map, barrier, (1 << BLOCKS) - 1, x, y + rank * PART);
+    else tma_load(to, map, barrier, x, y);
+}
+
 template <int STAGES>
 struct Ring {
     uint64_t* barriers;  // full, then empty

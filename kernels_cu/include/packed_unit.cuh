@@ -300,11 +300,13 @@ struct Terms {
 
     // Of group number `group` of the step.
     DEVICE void load(const uint8_t* groups, int group) {
-        const uint8_t* points = groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES;
+        load(groups + group * SCALE_BYTES, groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES);
+    }
+    // Of a group whose scales, of the warp's columns, and zero points are there.
+    DEVICE void load(const uint8_t* entries, const uint8_t* points) {
         if constexpr (HAS_SCALES) {
             constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
-            spread<scale_t>(scales, groups + group * SCALE_BYTES,
-                            [](scale_t x) { return SCALE<scale_t>(&x, 0) * FACTOR; });
+            spread<scale_t>(scales, entries, [](scale_t x) { return SCALE<scale_t>(&x, 0) * FACTOR; });
         }
         if constexpr (ADDED || ZERO_FLOATS) spread<scalar_t>(shifts, points, to_float<scalar_t>);
         const int g = threadIdx.x % 32 / 4;

@@ -20,6 +20,12 @@ struct alignas(64) TensorMap { uint64_t words[16]; };
 // Offset of byte `column` of row `row` in a box of rows of 128 bytes, swizzled by 128 bytes.
 DEVICE int swizzle_128b(int row, int column) { return row * 128 + ((column >> 4 ^ row) & 7) * 16 + column % 16; }
 
+// Offset of the 16 bytes `chunk` of a row in a box whose rows are swizzled by their size.
+template <int ROW_BYTES>
+DEVICE int swizzle_chunk(int row, int chunk) {
+    return row * ROW_BYTES + (chunk ^ row * ROW_BYTES / 128 % (ROW_BYTES / 16)) * 16;
+}
+
 // Loads a box.
 #if PYOPS_CUDA
 #define PYOPS_TMA_LOAD(RANK, COORDINATES, MULTICAST, MASK, ...)                                                     \
@@ -131,6 +137,15 @@ DEVICE void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(GROUPS_IN_FLIGHT) : "memory");
 #elif PYOPS_HOST
     host::bulk_wait(GROUPS_IN_FLIGHT);
+#endif
+}
+
+// Brings a box into the L2 cache.
+DEVICE void tma_prefetch(const TensorMap* map, int x, int y, int z) {
+#if PYOPS_CUDA
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y),
+                 "r"(z)
+                 : "memory");
 #endif
 }
 

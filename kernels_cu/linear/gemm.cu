@@ -152,13 +152,8 @@ gemm(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M x TI
                     uint8_t* to = shared + ring.stage * STAGE_BYTES;
                     mbarrier_arrive_expect_tx(ring.full(), STAGE_BYTES);
                     tma_load(to, &a_map, ring.full(), step * TILE_K, first_row);
-                    if constexpr (CLUSTER > 1) {
-                        constexpr int PART = TILE_N / CLUSTER;
-                        tma_load_multicast(to + A_BYTES + rank * PART * ROW_BYTES, &b_map, ring.full(),
-                                           (1 << CLUSTER) - 1, step * TILE_K, first_column + rank * PART);
-                    } else {
-                        tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, first_column);
-                    }
+                    load_rows<CLUSTER, TILE_N, ROW_BYTES>(to + A_BYTES, &b_map, ring.full(), rank, step * TILE_K,
+                                                          first_column);
                 }
             }
             ring.drain();

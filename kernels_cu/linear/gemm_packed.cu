@@ -17,7 +17,8 @@
 //
 // SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
 // and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine, but
-// those of experts; with CUT, those of the last round are cut along K (cut_tiles.cuh).
+// those of experts; with CUT, those of the last round are cut along K (cut_tiles.cuh). NEIGHBOURS: the blocks of a cluster
+// have tiles of the same rows, side by side, and the same steps. Each loads a part of the rows of a, and multicasts it.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
@@ -31,6 +32,7 @@
 //     CHUNK         products of 16 rows of w, of 8-bit numbers 32, in flight: 1 or 2
 //     STAGES        steps of K in shared memory
 //     SPLITS        blocks of a cluster, of tiles of at most 64 rows; there is a step of K for each
+//     NEIGHBOURS    blocks of a cluster whose tiles lie side by side: 1 or 2; of tiles that the copy engine stores
 //     APART         whether the sums of each chunk are added up by threads, in float32: tensor cores' sums of fp8 have 14
 //                   bits (wgmma.cuh), which a result of float16 would show. CHUNK is 2, a tile has 128 x 128 sums at most
 //     CUT           whether tiles of the last round are cut; of tiles of more than 64 rows
@@ -68,8 +70,8 @@ static_assert(!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8 && EXPON
 static_assert(EXPONENT == 0 || (!ZERO_CODES && ZERO_POINT == 0), "floats have no zero points");
 static_assert(!ZERO_FLOATS || !(HAS_SCALES || ZERO_CODES || ADDED || EXPONENT > 0));
 static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
-static_assert(!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128));
-static_assert((!CUT || (BY_STORES && SPLITS == 1)) && (BOXES == 1 || (BOXES == 2 && LAYOUT == layout_marlin)));
+static_assert((!CUT && NEIGHBOURS == 1) || (BY_STORES && SPLITS == 1 && NEIGHBOURS <= 2));
+static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || LAYOUT == layout_marlin));
 static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
 static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
@@ -79,13 +81,8 @@ using terms_t = conditional_t<IS_TABLE, TableTerms, Terms>;
 // A lane's sums in a fragment.
 struct alignas(16) Fragment { float sums[4]; };
 
-// Offset of the 16 bytes `chunk` of a row of a stored tile, as the copy engine swizzles it.
-DEVICE int stored_at(int row, int chunk) {
-    return row * STORE_ROW_BYTES + (chunk ^ row * STORE_ROW_BYTES / 128 % (STORE_ROW_BYTES / 16)) * 16;
-}
-
-extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x TILE_K, swizzled
+extern "C" __global__ void CLUSTER_OF(SPLITS * NEIGHBOURS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M / NEIGHBOURS x TILE_K, swizzled
             const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a step of TILE_N columns
             const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of GROUPS x TILE_N
             const __grid_constant__ TensorMap zeros_map,   // [groups, N] or words of codes, boxes of as many columns
@@ -110,21 +107,25 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     uint64_t* all_received =
         reinterpret_cast<uint64_t*>(behind + (BY_STORES ? CONSUMER_WARPS * STORES * STORE_BYTES : SUM_BYTES));
     Ring<STAGES> ring(all_received + 1);
-    const int split = SPLITS > 1 ? blockIdx.y : 0;
+    const int split = SPLITS > 1 ? blockIdx.y : 0, neighbour = NEIGHBOURS > 1 ? blockIdx.y : 0;
     if (threadIdx.x == 0) {
         mbarrier_init(all_received, 1);
-        ring.init(CONSUMER_WARPS);
+        ring.init(CONSUMER_WARPS * NEIGHBOURS);
         if constexpr (SPLITS > 1) mbarrier_arrive_expect_tx(all_received, SUM_BYTES);
     }
-    start_cluster<SPLITS>();
+    start_cluster<SPLITS * NEIGHBOURS>();
 
     // Of places, only those in use are dealt out: tiles without an expert would fall to some blocks more than to others.
     const int num_places = GROUPED ? int(min(int64_t(max(*num_tokens_post_pad, 0)), m)) : 0;
     const int rows = int(((GROUPED ? num_places : m) + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
-    const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
+    const int tiles = rows * int((n + NEIGHBOURS * TILE_N - 1) / (NEIGHBOURS * TILE_N));  // of neighbours together
     const int first_step = int(int64_t(steps) * split / SPLITS);
     const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
     CutTile<CUT> tile(tiles, first_step, last_step, int(sharers));
+    const auto first_column_of = [&](int place) { return (place * NEIGHBOURS + neighbour) * TILE_N; };
+    const int64_t rest = tiles - tile.whole;  // neighbours have sums and counters of their own
+    partial += neighbour * (sharers + rest - 1) * (TILE_M * TILE_N);
+    arrived += neighbour * rest * CONSUMER_WARPS;
     // The expert of a tile of rows; -1 if it has none.
     const auto expert_of = [&](int first_row) {
         if constexpr (!GROUPED) return 0;
@@ -136,7 +137,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
         if constexpr (MANY_SUMS) warpgroup_reg_dealloc<40>();
         if (warp > CONSUMER_WARPS || !elect_one()) return;
         for (; tile.exists(); tile.advance()) {
-            const int first_row = tile.number % rows * TILE_M, first_column = tile.number / rows * TILE_N;
+            const int first_row = tile.number % rows * TILE_M, first_column = first_column_of(tile.number / rows);
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
             for (int step = tile.first; step < tile.last; ++step, ring.advance()) {
@@ -144,9 +145,9 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
                 mbarrier_arrive_expect_tx(ring.full(), LOAD_BYTES);
                 code_t::load(to + A_BYTES, &codes_map, ring.full(), expert * steps + step, first_column);
-#pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
-                    tma_load(to + i * BOX_BYTES, &a_map, ring.full(), step * TILE_K + i * (TILE_K / BOXES), first_row);
+                    load_rows<NEIGHBOURS, TILE_M, ROW_BYTES>(to + i * BOX_BYTES, &a_map, ring.full(), neighbour,
+                                                             step * TILE_K + i * (TILE_K / BOXES), first_row);
                 }
                 const int group = expert * int(groups) + (GROUP_SIZE > 0 ? step * TILE_K / max(1, GROUP_SIZE) : 0);
                 to += A_BYTES + CODE_BYTES;
@@ -156,6 +157,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                 if constexpr (ZERO_CODES) tma_load(to, &zeros_map, ring.full(), first_column * BITS / 32, group);
             }
         }
+        if constexpr (NEIGHBOURS > 1) ring.drain();
         return;
     }
 
@@ -172,7 +174,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
     for (int j = 0; j < PRODUCTS * 2; ++j) places[j / 2][j % 2] = place_of(column_of(warp, j / 2, j % 2));
     int store = 0;
     for (; tile.exists(); tile.advance()) {
-        const int first_row = tile.number % rows * TILE_M, first_column = tile.number / rows * TILE_N;
+        const int first_row = tile.number % rows * TILE_M, first_column = first_column_of(tile.number / rows);
         if constexpr (GROUPED) {
             const int expert = expert_of(first_row);
             if (expert < 0) continue;
@@ -244,7 +246,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                     }
                 }
                 if (part == 0) {
-                    if (step > tile.first) ring.release(previous);
+                    if (step > tile.first) ring.template release<NEIGHBOURS>(previous);
                     previous = ring.stage;
                 }
             }
@@ -257,7 +259,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             d[i / (TILE_M / 2)][i % (TILE_M / 2)] = totals[i / (TILE_M / 2)][i % (TILE_M / 2)];
         }
         sync_warp();
-        ring.release(previous);
+        ring.template release<NEIGHBOURS>(previous);
         if (!tile.template complete<CONSUMER_WARPS>(d, partial, arrived)) continue;
 
         if constexpr (BY_STORES) {
@@ -289,7 +291,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                         }
                         pairs[l] = pack_pair<out_t>(x[0], x[1]);
                     }
-                    stmatrix<4, true>(to + stored_at(lane % 16, j * 2 + lane / 16), pairs);
+                    stmatrix<4, true>(to + swizzle_chunk<STORE_ROW_BYTES>(lane % 16, j * 2 + lane / 16), pairs);
                 }
                 fence_proxy_async();
                 sync_warp();
@@ -343,7 +345,5 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             }
         }
     }
-    if constexpr (BY_STORES) {
-        if (lane == 0) tma_store_wait<0>();
-    }
+    if (BY_STORES && lane == 0) tma_store_wait<0>();
 }

@@ -24,6 +24,8 @@ _BARRIER_BYTES = 8
 _MAX_STAGES = 8
 _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
 _MAX_SHARED_ROWS = 64  # of a tile whose sums several blocks add up, or threads store
+# From how many rows on neighbours share rows of a: measured on an H200 (docs/performance.md); W4A8 gains nothing.
+_ROWS_OF_NEIGHBOURS = 1024
 _STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
 
 # The model of the device, fitted to a few measurements on an H200: docs/performance.md, "Products with packed weights".
@@ -50,6 +52,7 @@ class PackedConfig:
         min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
         max_parts: parts of a tile of the last round, along K; 1: none is cut.
         boxes: of 128 bytes of a row of a, in a step.
+        neighbours: blocks of a cluster whose tiles lie side by side, and which share the rows of a that they load.
     """
 
     tile_m: int
@@ -59,15 +62,16 @@ class PackedConfig:
     min_blocks: int
     max_parts: int = 1
     boxes: int = 1
+    neighbours: int = 1
 
     def __post_init__(self) -> None:
         shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
         shared = self.splits == 1 or (self.splits in (2, 4, 8) and self.tile_m <= _MAX_SHARED_ROWS)
         roomy = self.min_blocks == 1 or (self.min_blocks == 2 and self.tile_m * self.tile_n <= _MAX_SUMS // 2)
-        cut = self.max_parts == 1 or (self.min_blocks == self.splits == 1 and self.tile_m > _MAX_SHARED_ROWS)
-        if not (
-            shape and shared and roomy and cut and self.chunk in (1, 2) and self.boxes in (1, 2) and self.max_parts > 0
-        ):
+        alone = self.max_parts == self.neighbours == 1
+        large = self.min_blocks == self.splits == 1 and self.tile_m > _MAX_SHARED_ROWS
+        counts = self.max_parts > 0 and all(one in (1, 2) for one in (self.chunk, self.boxes, self.neighbours))
+        if not (shape and shared and roomy and (alone or large) and counts):
             raise ValueError(f"no geometry of gemm_packed.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedConfig]:
@@ -82,13 +86,18 @@ class PackedConfig:
                 splits=tuning.beside(self.splits, 1, 8),
                 min_blocks=(1, 2),
                 max_parts=(1, _MAX_PARTS),
+                neighbours=(1, 2),
                 boxes=(1, 2),
             )
             if one.boxes <= most_boxes(problem)
             and one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
-            and (one.max_parts == 1 or problem.experts is None)
+            and (one.max_parts == one.neighbours == 1 or problem.experts is None)
             and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
         ]
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Of an output of this size; those of neighbours count as one."""
+        return -(-rows // self.tile_m) * -(-columns // (self.tile_n * self.neighbours))
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
@@ -105,11 +114,11 @@ class PackedConfig:
         stores = self.tile_n * 4 * _STORE_BYTES if by_stores else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
-        tiles = -(-problem.places // self.tile_m) * -(-weight.n // self.tile_n)
-        rest = tiles % device.multiprocessors if self.max_parts > 1 else 0
-        blocks = sharers(self, rest, -(-weight.k // step), device.multiprocessors, weight.layout)
+        tiles, clusters = self.tiles(problem.places, weight.n), device.multiprocessors // self.neighbours
+        rest = tiles % clusters if self.max_parts > 1 else 0
+        blocks = sharers(self, rest, -(-weight.k // step), clusters, weight.layout)
         parts = rest + blocks - 1 if blocks > rest > 0 else 0  # of all tiles of the rest
-        grid = tiles if self.splits > 1 else min(max(tiles, blocks), device.multiprocessors * self.min_blocks)
+        grid = tiles if self.splits > 1 else min(max(tiles, blocks), clusters * self.min_blocks)
         kernel = problem.kernel(_gemm_packed.for_arch(device.arch_feature))
         launch = kernel(
             **constants,
@@ -119,17 +128,18 @@ class PackedConfig:
             CHUNK=self.chunk,
             STAGES=stages,
             SPLITS=self.splits,
+            NEIGHBOURS=self.neighbours,
             APART=apart,
             CUT=self.max_parts > 1,
             MIN_BLOCKS=self.min_blocks,
         ).launch(
-            (grid, self.splits),
+            (grid, self.splits * self.neighbours),
             384 if self.tile_m * self.tile_n * (2 if apart else 1) > _MAX_SUMS else 32 * (_WARPS + 1),
             max(fixed + stages * stage, device.shared_memory // (self.min_blocks + 1) + 1),
-            partial=Scratch(parts * self.tile_m * self.tile_n * 4) if parts else 0,
-            arrived=Scratch(rest * _WARPS * 4, zeroed=True) if parts else 0,
+            partial=Scratch(self.neighbours * parts * self.tile_m * self.tile_n * 4) if parts else 0,
+            arrived=Scratch(self.neighbours * rest * _WARPS * 4, zeroed=True) if parts else 0,
             sharers=blocks,
-            **_maps(problem, self.tile_m, self.tile_n, step, groups),
+            **_maps(problem, self.tile_m, self.tile_n, step, groups, self.neighbours),
             **problem.arguments(kernel),
         )
         return [launch]
@@ -151,8 +161,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
     step_k = step_rows(layout)
 
     def cycles(one: PackedConfig) -> float:
-        tiles = -(-m // one.tile_m) * -(-n // one.tile_n)
-        waves = -(-tiles // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
+        waves = -(-one.tiles(m, n) // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
         exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
         return waves * (_TILE_CYCLES + -(-k // (step_k * one.splits)) * _step_cycles(one, layout)) + exchange
 
@@ -174,11 +183,13 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
                 chunk = 2 if tile_m < 256 and tile_m * tile_n <= most else 1
                 found.append(PackedConfig(tile_m, tile_n, chunk, splits, 1))
     config = min(found, key=cycles)
-    rest = -(-m // config.tile_m) * -(-n // config.tile_n) % device.multiprocessors
-    if config.tile_m <= _MAX_SHARED_ROWS or not rest:
+    if config.tile_m <= _MAX_SHARED_ROWS:
         return config
-    cut = replace(config, max_parts=_MAX_PARTS)
-    return cut if sharers(cut, rest, -(-k // step_k), device.multiprocessors, layout) > rest else config
+    if m >= _ROWS_OF_NEIGHBOURS and layout != "w4a8" and -(-n // config.tile_n) % 2 == 0:
+        config = replace(config, neighbours=2)
+    clusters = device.multiprocessors // config.neighbours
+    rest, cut = config.tiles(m, n) % clusters, replace(config, max_parts=_MAX_PARTS)
+    return cut if sharers(cut, rest, -(-k // step_k), clusters, layout) > max(1, rest) else config
 
 
 @cache
@@ -222,14 +233,24 @@ def _step_cycles(config: PackedConfig, layout: str) -> float:
     return max(products + codes * _CODES_BESIDE, codes, loads / _L2_BYTES)
 
 
-def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: int) -> dict[str, Any]:
+def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: int, neighbours: int) -> dict[str, Any]:
     """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
+    maps = load_maps(problem, tile_m // neighbours, step_rows(weight.layout), tile_n, step, groups)
+    columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
+    stored = TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)
+    return {**maps, "out_map": maps["a_map"] if problem.experts else stored}  # rows of experts are stored by threads
+
+
+def load_maps(
+    problem: PackedProblem, a_rows: int, a_columns: int, tile_n: int, step: int, groups: int = 1
+) -> dict[str, Any]:
+    """Boxes of a, rows of 128 bytes, and of `step` rows and `groups` groups of `tile_n` columns of the weight."""
+    weight, a = problem.weight, problem.a
     n, k, bits, itemsize = weight.n, weight.k, weight.bits, a.dtype.itemsize
     # The stride of a single row says nothing.
     a_pitch = a.stride * itemsize if a.rows > 1 else -(-k * itemsize // 16) * 16
-    out_pitch = check.row_stride(out) * 2 if a.rows > 1 else -(-n // 8) * 16
-    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (step_rows(weight.layout), tile_m), _ROW_BYTES)
+    a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (a_columns, a_rows), _ROW_BYTES)
 
     def of_groups(tensor: TensorArg | None, bits: int) -> TensorMap:
         if tensor is None:
@@ -243,15 +264,11 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: i
     if weight.scales is not None and weight.scale_kind == "products":
         shape, box = (n, weight.groups), (tile_n, groups)
         scales_map = TensorMap(weight.scales, int64, shape, (n * _TABLE_BYTES,), box)
-    columns = 16 * tile_n // (16 * _WARPS)
     return {
         "a_map": a_map,
         "codes_map": _codes_map(problem, tile_n, step),
         "scales_map": scales_map,
         "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
-        "out_map": a_map  # rows of experts are stored by threads
-        if problem.experts
-        else TensorMap(out, out.dtype, (n, a.rows), (out_pitch,), (columns, 16), columns * 2),
     }
 
 

@@ -1,7 +1,8 @@
 """Which kernel serves a product with a weight of packed codes, and how: a Config for each, the choice, the launches.
 
-Three kernels read the codes themselves: gemm_packed_mma.cu for few rows, gemm_packed.cu on compute capability 9.0, and
-gemm_packed_tile.cu on AMD. What they do not serve is written in full and multiplied (`dequantize_packed`).
+Four kernels read the codes themselves: gemm_packed_mma.cu for few rows, gemm_packed_narrow.cu and gemm_packed.cu on
+compute capability 9.0, and gemm_packed_tile.cu on AMD. What they do not serve is written in full and multiplied
+(`dequantize_packed`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
 from ..._core.kernel import Kernel, Launch
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8
-from . import dequantize_packed, packed_hopper, packed_tile
+from . import dequantize_packed, packed_hopper, packed_narrow, packed_tile
 from .gemm_hopper import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
+from .packed_narrow import PackedNarrowConfig
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_tile import PackedTileConfig
 
@@ -48,6 +50,7 @@ _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
 # Chosen by arithmetic, measured nowhere yet.
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
+_MAX_HALF_ROWS = 8  # up to which gemm_packed_mma.cu is faster than gemm_packed_narrow.cu, but of AWQ
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
 _MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
@@ -131,7 +134,7 @@ class PackedMmaConfig:
         return [launch]
 
 
-Config = PackedConfig | PackedMmaConfig | PackedTileConfig
+Config = PackedConfig | PackedMmaConfig | PackedNarrowConfig | PackedTileConfig
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
@@ -157,6 +160,8 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         return packed_tile.choose(m, w.k, w.n, device)
     many = _serves_many(problem, device)
     if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
+        if _serves_narrow(problem, device, m):
+            return PackedNarrowConfig()
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
         step = rows_of_step(w, tile_n)
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
@@ -208,6 +213,14 @@ def serves_tile(problem: PackedProblem, device: Device) -> bool:
     """Whether gemm_packed_tile.cu serves this problem: on AMD, where no other kernel reads codes."""
     w = problem.weight
     return device.supports("matrix_cores") and reads_codes(problem) and not _is_for_few(w) and packed_tile.takes(w)
+
+
+def _serves_narrow(problem: PackedProblem, device: Device, m: int) -> bool:
+    """Whether gemm_packed_narrow.cu takes less time for at most `m` rows than gemm_packed_mma.cu."""
+    w = problem.weight
+    many = m > _MAX_HALF_ROWS or w.layout == "awq"
+    served = device.supports("wgmma") and packed_narrow.takes(w) and _is_mapped(problem)
+    return many and served and packed_narrow.fills(w, device)
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
@@ -308,6 +321,6 @@ def fits(weight: PackedWeight, step: int) -> bool:
 
 
 def _is_mapped(problem: PackedProblem) -> bool:
-    """Whether rows of out begin at multiples of 16 bytes, as a map asks."""
+    """Whether rows of out begin at multiples of 16 bytes, as a map and stores of 16 bytes ask."""
     out = problem.epilogue.out
     return out.alignment == 16 and (problem.m == 1 or check.row_stride(out) % 8 == 0)

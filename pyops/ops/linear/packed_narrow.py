@@ -1,0 +1,78 @@
+"""Products of few rows with packed weights by wgmma (compute capability 9.0): gemm_packed_narrow.cu, its geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch
+from . import packed_hopper
+from .packed_problem import PackedProblem, PackedWeight
+
+_gemm_packed_narrow = Kernel("linear/gemm_packed_narrow.cu")
+
+MAX_ROWS = 16  # of a tile
+STEP = 128  # rows of a weight
+_TILE_N, _WARP_COLUMNS = 256, 64
+_WARPS = 16  # that multiply
+_BARRIER_BYTES = 8
+_TURNS = 4  # warpgroups, which take steps in turn
+_STAGES = (4, 8)  # that shared memory has room for
+_LAYOUTS = ("marlin", "awq", "exllama")
+# Of multiprocessors, those that have a tile, from which on the kernel is faster than gemm_packed_mma.cu: measured on an
+# H200 (docs/performance.md, "Products with packed weights").
+_MIN_FULL = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedNarrowConfig:
+    """The geometry of gemm_packed_narrow.cu.
+
+    Attributes:
+        stages: steps in shared memory, of which a warpgroup has every fourth.
+    """
+
+    stages: int = 8
+
+    def __post_init__(self) -> None:
+        if self.stages not in _STAGES:
+            raise ValueError(f"no geometry of gemm_packed_narrow.cu: {self}")
+
+    def candidates(self, problem: PackedProblem, device: Device) -> list[PackedNarrowConfig]:
+        """Fewer stages."""
+        return tuning.varied(self, stages=_STAGES)
+
+    def launches(self, problem: PackedProblem) -> list[Launch]:
+        """A block for each tile."""
+        weight, device = problem.weight, problem.device
+        loads = MAX_ROWS * STEP * 2 + (STEP * weight.bits + problem.group_bits()) * _TILE_N // 8
+        stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
+        sums = MAX_ROWS * _TILE_N * 4
+        tiles = -(-problem.m // MAX_ROWS) * -(-weight.n // _TILE_N)
+        kernel = problem.kernel(_gemm_packed_narrow.for_arch(device.arch_feature))
+        launch = kernel(
+            **problem.constants(),
+            TILE_M=MAX_ROWS,
+            TILE_N=_WARP_COLUMNS,
+            HELD=False,
+            STAGES=self.stages,
+        ).launch(
+            tiles,
+            32 * (_WARPS + 4),
+            self.stages * stage + (_TURNS - 1) * sums,
+            **packed_hopper.load_maps(problem, MAX_ROWS, 64, _TILE_N, STEP),
+            **problem.arguments(kernel),
+        )
+        return [launch]
+
+
+def takes(weight: PackedWeight) -> bool:
+    """Whether the kernel has an instance for a weight whose codes kernels read."""
+    whole = weight.groups == 1 or weight.group_size % STEP == 0
+    return weight.layout in _LAYOUTS and weight.bits == 4 and whole
+
+
+def fills(weight: PackedWeight, device: Device) -> bool:
+    """Whether the tiles of a weight are one round of blocks, which leaves few multiprocessors without a tile."""
+    return _MIN_FULL * device.multiprocessors <= -(-weight.n // _TILE_N) <= device.multiprocessors
