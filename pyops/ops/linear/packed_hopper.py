@@ -237,9 +237,10 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: i
     """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     maps = load_maps(problem, tile_m // neighbours, step_rows(weight.layout), tile_n, step, groups)
+    if problem.experts is not None:
+        return {**maps, "out_map": maps["a_map"]}  # rows of experts are stored by threads
     columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
-    stored = TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)
-    return {**maps, "out_map": maps["a_map"] if problem.experts else stored}  # rows of experts are stored by threads
+    return {**maps, "out_map": TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)}
 
 
 def load_maps(
