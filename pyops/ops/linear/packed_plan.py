@@ -48,9 +48,9 @@ _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128):
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Up to how many rows lanes hold codes of the next step in registers, by layouts and bits.
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
+_MAX_HALF_ROWS = 8  # up to which gemm_packed_mma.cu is faster than gemm_packed_narrow.cu, or as fast
 # Chosen by arithmetic, measured nowhere yet.
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
-_MAX_HALF_ROWS = 8  # up to which gemm_packed_mma.cu is faster than gemm_packed_narrow.cu, but of AWQ
 _MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
 _MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
@@ -218,9 +218,8 @@ def serves_tile(problem: PackedProblem, device: Device) -> bool:
 def _serves_narrow(problem: PackedProblem, device: Device, m: int) -> bool:
     """Whether gemm_packed_narrow.cu takes less time for at most `m` rows than gemm_packed_mma.cu."""
     w = problem.weight
-    many = m > _MAX_HALF_ROWS or w.layout == "awq"
     served = device.supports("wgmma") and packed_narrow.takes(w) and _is_mapped(problem)
-    return many and served and packed_narrow.fills(w, device)
+    return m > _MAX_HALF_ROWS and served and packed_narrow.fills(w, device)
 
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
