@@ -31,6 +31,7 @@
 //     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
+#include "prefill_results.cuh"
 #include "prefill_tiles.cuh"
 #include "wgmma.cuh"
 
@@ -38,13 +39,8 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
-// Under a soft cap small products have small logits, up to MAX_MAGNITUDE in units of log 2 on either side of 0. Tiles of
-// such products are relative to MAX_MAGNITUDE, whatever their largest logit is, so that probabilities and their sum may
-// be smaller by its square, for which float16 has no room; EPSILON, which is relative to the largest probability, and is
-// the formula's in the join of splits, is smaller, too.
-constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
+// Whether a polynomial of two terms serves small products under a soft cap.
 constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
-constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 // The first tile of an item is computed in chunks of so many keys, of which those that no row sees are left out.
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 template <bool VALUE> struct IsFirst { static constexpr bool value = VALUE; };
@@ -132,6 +128,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
     if (warpgroup == CONSUMERS - 1) end_turn();
 
+    const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
+                          num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float s[TOKENS / 2], o[HEAD_SIZE / 2];
     uint32_t p[TOKENS / 16][4];
     const auto start_logits = [&] {  // S = Q K^T
@@ -369,60 +367,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         release(tiles.value);
         tiles.value.advance();
 
-        // The thread's place is made anew here: products leave no registers that could keep it.
-        const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
-        // Four threads have four neighbouring pairs of each 8 elements of a row. They exchange pairs, so that each
-        // stores 16 bytes.
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float row_max = max_logit[half], row_sum = exp_sum[half];
-            row_sum += shfl_xor(row_sum, 1);
-            row_sum += shfl_xor(row_sum, 2);
-            row_sum *= FULL_SCALE<scalar_t>;
-            const int row = own_row + half * 8;
-            const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
-            const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
-            if (HAS_SPLITS && work.splits > 1) {
-                // The formula's epsilon comes with the join; 1e-20 only guards against 0 / 0.
-                const float mean = FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f) / (row_sum + 1e-20f);
-                const int64_t part = (token * num_kv_heads * GROUP + head) * max_splits + work.split;
-                if (exists && t == 0) {
-                    max_logits[part] = row_max * LN_2;
-                    exp_sums[part] = row_sum;
-                }
-#pragma unroll
-                for (int i = 0; i < HEAD_SIZE / 8; ++i) {
-                    const float2 pair{o[4 * i + 2 * half] * mean, o[4 * i + 2 * half + 1] * mean};
-                    if (exists) *reinterpret_cast<float2*>(tmp_out + part * HEAD_SIZE + i * 8 + 2 * t) = pair;
-                }
-                continue;
-            }
-            float sink_shrink = 1.0f;
-            if (HAS_SINKS) {
-                const float sink = sinks[head] * LOG2_E, larger = fmaxf(row_max, sink);
-                sink_shrink = relative_exp2(row_max, larger);
-                row_sum = row_sum * sink_shrink + relative_exp2(sink, larger);
-                row_max = larger;
-            }
-            if (HAS_LSE && exists && t == 0) {
-                lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
-            }
-            const float share = sink_shrink / (row_sum + EPSILON) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
-            scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
-#pragma unroll
-            for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
-                Vec<uint32_t, 4> pairs;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const int at = (i + j) * 4 + 2 * half;
-                    pairs.data[j] = at < HEAD_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
-                }
-                transpose_4x4(pairs.data);
-                if (exists && i + t < HEAD_SIZE / 8) {
-                    pairs.store(reinterpret_cast<uint32_t*>(to + (i + t) * 8));
-                }
-            }
-        }
+        results.store(work, o, max_logit, exp_sum);
         // Results are stored first: the next item's queries come later than this one's last product ends.
         tiles.query.advance();
         tiles.query.wait();

@@ -47,10 +47,10 @@ struct Rows {
         const int64_t begin = load_index<FRESH>(cu_seq_lens + sequence * lens_stride);
         const int64_t end = load_index<FRESH>(cu_seq_lens + (sequence + 1) * lens_stride);
         const int64_t start = HAS_STARTS ? int64_t(load_index<FRESH>(seq_starts + sequence * starts_stride)) : 0;
-        const int64_t capacity = max_blocks * BLOCK_SIZE, position = row - begin + start;
-        if (begin < 0 || row < begin || row >= end || start < 0 || start > capacity || position >= capacity) {
-            return nowhere;
-        }
+        const int64_t capacity = max_blocks * BLOCK_SIZE;
+        if (begin < 0 || row < begin || row >= end || start < 0 || start > capacity) return nowhere;
+        const int64_t position = row - begin + start;
+        if (position >= capacity) return nowhere;
         return {position, sequence * table_stride + pages.page_of(position) * table_entry_stride};
     }
 };

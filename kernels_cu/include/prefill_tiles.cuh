@@ -1,10 +1,10 @@
 // prefill_tiles.cuh: the queries, keys and values of attention_varlen_hopper, whose constants it reads: where they lie in
 // shared memory, and the warps that bring them there.
 //
-// One warp, the finder, finds work, and another, the producer, loads by TMA. A tile of keys or values is loaded in boxes of BOX_TOKENS tokens,
-// which never lie in two blocks of the cache; a lane has a box. A block number that is out of range becomes num_blocks,
-// of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the item attends to, in the first and
-// last tile, may be NaN: the producer overwrites them with zeros.
+// One warp, the finder, finds work, and another, the producer, loads by TMA. A tile of keys or values is loaded in boxes
+// of BOX_TOKENS tokens, which never lie in two blocks of the cache; a lane has a box. A block number that is out of range
+// becomes num_blocks, of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the item attends
+// to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
 // Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
 // tiles of T of them.

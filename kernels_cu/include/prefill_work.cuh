@@ -3,8 +3,9 @@
 // A work item is ITEM_TOKENS query tokens of a sequence and one key-value head; its rows are the tokens times the GROUP
 // query heads that share the head, heads first. Items are numbered by sections of `section_heads` key-value heads, whose
 // keys and values the L2 cache has room for, in a section by tiles of tokens, and then by heads. The tiles of sequence s
-// begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no tokens. With HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may
-// take alone (split-KV); an item of few keys has fewer splits, and its other numbers have no work.
+// begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no tokens. With
+// HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may take alone
+// (split-KV); an item of few keys has fewer splits, and its other numbers have no work.
 #pragma once
 #include "arith.cuh"
 #include "vec.cuh"
