@@ -6,8 +6,16 @@
 //     CHOICES 1    ids[c] is the expert of choice c; a block has one choice
 //     CHOICES 2    ids are choices in the order of their experts, TOKENS of them to a block, whose expert expert_ids has;
 //                  `num_ids` of them count. A number that is no choice stands for nothing.
+//
+// Blocks of the same rows of out lie side by side: one for each tile of ROWS rows of the weight, which are columns of out.
 #pragma once
 #include "platform.cuh"
+
+template <int ROWS> DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
+// The first row of the weight of the block.
+template <int ROWS> DEVICE int64_t first_row_of_block(int64_t n) {
+    return int64_t(blockIdx.x % row_tiles<ROWS>(n)) * ROWS;
+}
 
 template <int CHOICES, int TOKENS, typename index_t>
 struct TokenRows {

@@ -57,8 +57,6 @@ using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
 // not codes for them, and AMD has no instruction that subtracts bfloat16.
 constexpr bool RAISES = FORMAT::HAS_MINIMUM || (ON_MATRIX_CORES && RAISED<FORMAT, scalar_t> != 0);
 
-DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
-DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
 // The first step of blocks number `split` of those that share rows.
 DEVICE int64_t step_of(int64_t k, unsigned split) {
     const int64_t steps = (k + STEP - 1) / STEP;
@@ -67,7 +65,7 @@ DEVICE int64_t step_of(int64_t k, unsigned split) {
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
         const int64_t begin = step_of(k, blockIdx.y) * tile_t::PART;
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, begin);
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, begin);
     }
 }
 
@@ -121,8 +119,8 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     const int units = int((k + UNIT - 1) / UNIT);
     const unsigned split = SPLITS > 1 ? blockIdx.y : 0;
     const int first_step = int(step_of(k, split)), end_step = int(step_of(k, split + 1));
-    const int64_t first_row = row_of(n);
-    const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
+    const int64_t first_row = first_row_of_block<ROWS>(n);
+    const rows_t rows{ids, expert_ids, blockIdx.x / row_tiles<ROWS>(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts);
     const int steps = expert < 0 ? 0 : end_step - first_step;

@@ -53,11 +53,9 @@ using digits_t = Digits<STEP, GROUP, HAS_SUMS>;
 static_assert(TOKENS == 1);
 constexpr int DIGIT_STAGES = 2, ZERO_BYTES = 128;
 
-DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
-DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 
@@ -75,8 +73,8 @@ ggml_mul_mat_digits(scalar_t* out,       // [M, N]
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int64_t first_row = row_of(n);
-    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, nullptr, blockIdx.x / row_tiles(n), m, top_k};
+    const int64_t first_row = first_row_of_block<ROWS>(n);
+    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, nullptr, blockIdx.x / row_tiles<ROWS>(n), m, top_k};
     const int64_t expert = rows.expert(num_experts), choice = rows.choice(0);
     const int units = expert < 0 ? 0 : int((k + UNIT - 1) / UNIT), steps = ceil_div(units, K_WARPS);
     W += expert < 0 ? 0 : expert * n * row_bytes;

@@ -36,9 +36,8 @@ ggml_mul_mat_simt(scalar_t* out,                          // [M, N]
     __shared__ alignas(16) uint8_t shared[GRID_BYTES + tile_t::SIZE];
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
-    const unsigned row_tiles = unsigned((n + ROWS - 1) / ROWS);
-    const int64_t first_row = int64_t(blockIdx.x % row_tiles) * ROWS;
-    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles, m, top_k};
+    const int64_t first_row = first_row_of_block<ROWS>(n);
+    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles<ROWS>(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts), units = expert < 0 ? 0 : (k + UNIT - 1) / UNIT;
     W += expert < 0 ? 0 : expert * n * row_bytes;

@@ -41,11 +41,9 @@ constexpr bool HAS_X_SUMS = FORMAT::HAS_MINIMUM || RAISED<FORMAT, scalar_t> != 0
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
 
-DEVICE unsigned row_tiles(int64_t n) { return unsigned((n + ROWS - 1) / ROWS); }
-DEVICE int64_t row_of(int64_t n) { return int64_t(blockIdx.x % row_tiles(n)) * ROWS; }  // the first of the block
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, row_of(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 
@@ -66,8 +64,8 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
-    const int64_t first_row = row_of(n);
-    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles(n), m, top_k};
+    const int64_t first_row = first_row_of_block<ROWS>(n);
+    const TokenRows<CHOICES, TOKENS, index_t> rows{ids, expert_ids, blockIdx.x / row_tiles<ROWS>(n), m, top_k};
     if (CHOICES == 2 && rows.tile * TOKENS >= *num_tokens_post_padded) return;
     const int64_t expert = rows.expert(num_experts);
     const int units = expert < 0 ? 0 : int((k + UNIT - 1) / UNIT), steps = ceil_div(units, K_WARPS);
