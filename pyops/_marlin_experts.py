@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._core.errors import OpError
 from ._core.tensor import new
+from .ops.activation.elementwise import gelu, relu2, silu
 from .ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from .ops.linear.marlin_moe import moe_wna16_marlin_gemm
 from .ops.linear.packed_experts import block_size_of_packed
@@ -23,6 +24,9 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu": gelu_and_mul,
     "swigluoai": swigluoai_and_mul,
     "swiglustep": swiglustep_and_mul,
+    "silu_no_mul": silu,
+    "gelu_no_mul": gelu,
+    "relu2_no_mul": relu2,
 }
 _MOST_IN_FULL = 64  # places of a block whose products take weights that are written in full: wgmma's rows
 
@@ -69,16 +73,18 @@ def fused_marlin_moe(
     Args:
         hidden_states: [num_tokens, hidden_size] float16 or bfloat16; rows of one stride.
         w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, and then ups (with "swigluoai" by
-            turns); w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2].
+            turns); half as many columns for activations without gates.
+        w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
         bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: of w1 and
             w2, as `moe_wna16_marlin_gemm` takes them; sort_indices1 and sort_indices2 are its perm.
         topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the codes, a number of `pyops.SCALAR_TYPES`.
         apply_router_weight_on_input: whether weights multiply the first product; then topk is 1.
         global_num_experts: experts on all devices; -1 for as many as expert_map, or w1, has.
-        activation: "silu", "gelu", "swigluoai" or "swiglustep".
-        activation_func: ``(activation, out, input)`` in the place of these; moe_sum: ``(input, out)`` in the place of
-            the sum over the choices of a token.
+        activation: "silu", "gelu", "swigluoai" or "swiglustep", whose gates multiply ups; "silu_no_mul", "gelu_no_mul"
+            or "relu2_no_mul", without gates.
+        activation_func: ``(activation, out, input)`` in the place of these, without gates if the name ends in
+            "_no_mul"; moe_sum: ``(input, out)`` in the place of the sum over the choices of a token.
         expert_map: [global_num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not
             here; or None.
         input_global_scale1, input_global_scale2, input_dtype: None: activations are not quantised.
@@ -127,7 +133,8 @@ def fused_marlin_moe(
 
     of_w1 = w1_scale, global_scale1, w1_zeros, g_idx1, sort_indices1
     of_w2 = w2_scale, global_scale2, w2_zeros, g_idx2, sort_indices2
-    between = multiply(hidden_states, w1, bias1, of_w1, topk, apply_router_weight_on_input, 2 * intermediate_size)
+    columns = intermediate_size * (1 if activation.endswith("_no_mul") else 2)
+    between = multiply(hidden_states, w1, bias1, of_w1, topk, apply_router_weight_on_input, columns)
     activated = new(hidden_states, (num_rows, intermediate_size))
     if activation_func is None:
         _ACTIVATIONS[activation](activated, between)
