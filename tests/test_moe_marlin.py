@@ -223,3 +223,14 @@ def test_refusals() -> None:
         with pytest.raises(OpError) as caught:
             pyops.fused_marlin_moe(*call, kind, **given)
         assert caught.value.argument == argument
+    for place, given, argument in (
+        (0, x.float(), "hidden_states"),
+        (1, of_w1["codes"][:, :, :64], "w1"),
+        (2, of_w2["codes"][:, :, :64], "w2"),
+        (4, torch.ones(EXPERTS, HIDDEN), "bias2"),
+        (6, of_w2["scales"][:, :, :-1], "w2_scale"),
+        (9, 7, "quant_type_id"),
+    ):
+        with pytest.raises(OpError) as caught:
+            pyops.fused_marlin_moe(*(*call, kind)[:place], given, *(*call, kind)[place + 1 :])
+        assert (caught.value.op, caught.value.argument) == ("fused_marlin_moe", argument)
