@@ -21,7 +21,7 @@ from .packed_reference import multiply, rounding_of_weights, values
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["marlin_gemm"]
+__all__ = ["gptq_marlin_gemm", "marlin_gemm"]
 
 
 def _absolute_error(
@@ -239,3 +239,6 @@ def example_marlin_gemm(
         *(False, True, False),
         make.empty(num_tokens, n, dtype=dtype),
     )
+
+
+gptq_marlin_gemm = marlin_gemm  # vLLM's name of it until 0.13
