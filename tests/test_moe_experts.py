@@ -85,7 +85,7 @@ def test_fused_experts(
 
 @needs_compiler
 def test_a_call_of_16_bits_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sort, a product with its activation, a product, a sum: neither inputs nor what the activation takes are written."""
+    """A sort, a product with its activation, a product, a sum: inputs are not copied, nor those of the activation."""
     names: list[str] = []
     launch = HostFunction.launch
 
