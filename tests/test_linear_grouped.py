@@ -319,7 +319,7 @@ def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
 @ANY_DEVICE
 def test_cutlass_w4a8_moe_mm(device: str) -> None:
     """Every code in every expert; rows of no expert are left. Numbers are small integers, whose sums are exact."""
-    counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 64, 96, 32
+    counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 80, 96, 32
     codes = packed.draw(-8, 8, experts, n, k)
     scales = packed.draw(-4, 5, experts, k // size, n, seed=1).float().to(FP8)
     w = (codes * scales.double().transpose(1, 2).repeat_interleave(size, 2)).to(FP8).double()
