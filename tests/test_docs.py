@@ -100,6 +100,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(linked), target
 
 
+def test_measurements_that_code_cites_are_on_the_page_named() -> None:
+    cited = re.compile(r'(docs/performance(?:/\w+)?\.md)(?:[,:] "([^"]+)")?')
+    for folder in ("pyops", "kernels_cu", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                for name, phrase in cited.findall(re.sub(r"\n\s*(?:#|//)", "", path.read_text())):
+                    assert phrase in " ".join((ROOT / name).read_text().split()), f"{path}: {name}, {phrase}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_command_lines_parse(page: Path) -> None:
     text = page.read_text()

@@ -47,8 +47,8 @@ template <bool VALUE> struct IsFirst { static constexpr bool value = VALUE; };
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 constexpr float SLACK = 8.0f;
-// Elements of a thread whose exponentials come before the wait for the product before: docs/performance.md, "The wait for
-// the product before".
+// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
+// wait for the product before".
 constexpr int BEFORE_WAIT = HAS_SOFTCAP ? TOKENS / 2 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);

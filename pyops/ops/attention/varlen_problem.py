@@ -13,7 +13,7 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
 
-# docs/performance.md, "64 rows of a sequence are enough".
+# docs/performance/prefill.md, "64 rows of a sequence are enough".
 _MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
 
 
