@@ -534,6 +534,16 @@ def other_mlp(model: Any) -> None:
     model.model.layers[0].mlp.__class__ = Doubled
 
 
+def bounded_mlp(model: Any) -> None:
+    """By a number that only large hidden states reach, as that of DeepSeek-V4."""
+
+    class Bounded(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10.0)) * self.up_proj(x))
+
+    model.model.layers[0].mlp.__class__ = Bounded
+
+
 def other_norm(model: Any) -> None:
     class Shifted(torch.nn.LayerNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -575,6 +585,7 @@ PAGED = "not every layer has an attention that reads a PagedCache"
     ("change", "left"),
     [
         (other_mlp, {"model.layers.0.mlp": "no op computes what it does with SiLUActivation"}),
+        (bounded_mlp, {"model.layers.0.mlp": "no op computes what it does with SiLUActivation"}),
         (other_norm, {"model.layers.1.input_layernorm": "no op computes what it does"}),
         (other_attention, {"model.layers.0.self_attn": "its forward asks no attention interface", "": PAGED}),
         (other_forward, {"model.layers.1.self_attn": "its forward is replaced already"}),
