@@ -792,6 +792,26 @@ def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[s
     assert calls["paged_attention_varlen"] == 2
 
 
+@pytest.mark.parametrize("hidden", [4, 13])
+def test_a_step_that_skips_a_token(hidden: int, model: Any, calls: Counter[str]) -> None:
+    """One of the prompt, or its own, behind a prompt that the ops have attended to."""
+    tokens, mask = prompts()
+    longer = torch.cat((mask, torch.ones_like(mask[:, :2])), -1)
+    longer[1, hidden] = 0
+
+    def logits(past: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(tokens, attention_mask=mask, **{CACHE: past})
+            steps = [model(tokens[:, :1], attention_mask=longer[:, :end], **{CACHE: past}).logits for end in (14, 15)]
+        return torch.cat(steps)
+
+    theirs = logits(transformers.DynamicCache(config=model.config))
+    accelerate(model)
+    calls.clear()
+    same_logits(logits(PagedCache(model.config)), theirs)
+    assert (calls["paged_attention_varlen"], calls["paged_attention_v1"]) == (2, 0)
+
+
 # On a GPU
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
