@@ -249,3 +249,17 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"PagedCache: max_cache_len: expected 1 or more, got {max_cache_len}")
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[PagedLayer(max_cache_len) for _ in range(layers)])
+        self.written: PagedLayer | None = None  # by an attention that has not attended yet
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values in a layer: see `PagedLayer.update`."""
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.written = self.layers[layer_idx]
+        return found
+
+    def take_written(self) -> PagedLayer | None:
+        """The layer whose keys and values an attention reads; None where the attention has written none before."""
+        layer, self.written = self.written, None
+        return layer
