@@ -360,6 +360,15 @@ def test_hooks_see_what_they_saw(name: str) -> None:
     same_logits(after, before)
 
 
+def test_norms_of_what_lies_in_columns(model: Any) -> None:
+    """As a convolution over tokens leaves hidden states."""
+    norm, x = model.model.norm, torch.randn(2, 64, 5).mT
+    with torch.no_grad():
+        theirs = norm(x)
+        accelerate(model)
+        same_logits(norm(x), theirs)
+
+
 def the_first_twice(model: Any) -> None:
     model.model.layers = torch.nn.ModuleList([model.model.layers[0]] * 2)
 
@@ -561,6 +570,20 @@ def other_attention(model: Any) -> None:
     model.model.layers[0].self_attn.__class__ = Doubled
 
 
+def shared_attention(model: Any) -> None:
+    """Of no layer until it runs, as that of Zamba."""
+
+    class Shared(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.layer_idx = 0
+            found = super().forward(*args, **kwargs)
+            self.layer_idx = None
+            return found
+
+    attention = model.model.layers[0].self_attn
+    attention.__class__, attention.layer_idx = Shared, None
+
+
 def other_forward(model: Any) -> None:
     attention = model.model.layers[1].self_attn
     attention.forward = attention.forward
@@ -588,6 +611,7 @@ PAGED = "not every layer has an attention that reads a PagedCache"
         (bounded_mlp, {"model.layers.0.mlp": "no op computes what it does with SiLUActivation"}),
         (other_norm, {"model.layers.1.input_layernorm": "no op computes what it does"}),
         (other_attention, {"model.layers.0.self_attn": "its forward asks no attention interface", "": PAGED}),
+        (shared_attention, {"model.layers.0.self_attn": "it is nothing that is tried", "": PAGED}),
         (other_forward, {"model.layers.1.self_attn": "its forward is replaced already"}),
         (other_activation, {"model.layers.0.mlp": "no op computes what it does with Softplus"}),
         (other_sum, {"model.layers.0": "its sums are others"}),

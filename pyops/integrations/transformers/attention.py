@@ -35,7 +35,7 @@ def is_attention(module: Any) -> bool:
     """Whether a module knows its layer, and updates a cache between its projections, or what it derives from does."""
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
     updates = any("update" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
-    is_one = hasattr(module, "layer_idx") and hasattr(module, "config")
+    is_one = isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config")
     return updates and is_one and any(width(part) for part in module.children())
 
 
