@@ -592,6 +592,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "kv_cache_dtype: expected auto or fp8 or fp8_e4m3 or fp8_e5m2, got int8",
     ),
     ("sliding_window", {"sliding_window": -1}, "sliding_window: expected 0 or more, got -1"),
+    ("logits_soft_cap", {"logits_soft_cap": -1.0}, "logits_soft_cap: expected 0 or more, finite, got -1.0"),
     (
         "sparse block",
         {"blocksparse_vert_stride": 2, "blocksparse_block_size": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from ..._core import check
@@ -125,6 +126,8 @@ def check_kv(query: TensorArg, kv: PagedKV, options: Options) -> CacheLayout:
             check.at_least(of_cache, float32, 1)
     if options.sliding_window < 0:
         raise check.refuse(query, "sliding_window", f"expected 0 or more, got {options.sliding_window}")
+    if not 0.0 <= options.logits_soft_cap < inf:
+        raise check.refuse(query, "logits_soft_cap", f"expected 0 or more, finite, got {options.logits_soft_cap}")
     return layout
 
 
