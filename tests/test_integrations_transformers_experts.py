@@ -143,6 +143,21 @@ def test_what_is_computed_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatc
         assert report(model).left_alone[f"{at}.router"] == why
 
 
+def test_an_approximation_of_an_activation() -> None:
+    """It is not taken for the activation; nor are other numbers of weights, as of LongCat's experts that do nothing."""
+    config = transformers.MixtralConfig(**SIZES | {"num_local_experts": 4, "hidden_act": "gelu_pytorch_tanh"})
+    model = transformers.MixtralForCausalLM(config).eval()
+    accelerate(model)
+    at = "model.layers.0.mlp.experts"
+    assert report(model).left_alone[at] == "its experts compute something else"
+    config.hidden_act = "gelu"
+    model = transformers.MixtralForCausalLM(config).eval()
+    assert at not in report(accelerate(model)).left_alone
+    of_one = model.model.layers[0].mlp.experts
+    of_one.gate_up_proj = torch.nn.Parameter(torch.cat((of_one.gate_up_proj, of_one.gate_up_proj[:2])))
+    assert report(accelerate(model)).left_alone[at] == "its weights are (6, 192, 64) and (4, 64, 96)"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_logits_on_a_gpu(case: str) -> None:

@@ -267,7 +267,7 @@ def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, dev
     bits, is_a_8bit = type.size_bits, dtype.itemsize == 1
     T = torch.float16 if is_a_8bit else dtype
     codes, points = packed.draw(0, 1 << bits, k, n), torch.full((groups, n), type.bias)
-    zeros = None
+    zeros = torch.empty(0, dtype=torch.int32)  # what vLLM's layers pass for none
     if type.bias == 0:
         points = packed.draw(0, 1 << bits, groups, n, seed=1)
         zeros = packed.marlin_zeros(points, bits, is_a_8bit)

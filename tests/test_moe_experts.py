@@ -238,6 +238,13 @@ def test_no_tokens() -> None:
         ({"w2": torch.ones(3, 4, 4)}, r"w2: expected shape \(2, 4, 4\), got \(3, 4, 4\)"),
         ({"topk_weights": torch.ones(3, 1)}, r"topk_weights: expected shape \(3, 2\), got \(3, 1\)"),
         ({"hidden_states": torch.ones(3)}, "hidden_states: expected 2 dimensions"),
+        ({"hidden_states": torch.ones(3, 4).double()}, "fused_experts: hidden_states: dtype torch.float64"),
+        ({"w1": torch.ones(2, 8, 4).half()}, "fused_experts: w1: expected dtype float32, got float16"),
+        ({"w2": torch.ones(2, 4, 4).half()}, "fused_experts: w2: expected dtype float32, got float16"),
+        (
+            {"quant_config": FusedMoEQuantConfig(w2_bias=torch.ones(2, 5))},
+            r"fused_experts: w2_bias: expected shape \(num_experts=2, rows=4\), got \(2, 5\)",
+        ),
         ({"quant_config": FusedMoEQuantConfig("int4")}, "quant_config: expected quant_dtype None"),
         ({"quant_config": FusedMoEQuantConfig(FP8, block_shape=[64, 64])}, "expected blocks of 128 x 128"),
         ({"quant_config": FusedMoEQuantConfig(weight_quant_dtype="nvfp4")}, "expected weight_quant_dtype None, int4"),

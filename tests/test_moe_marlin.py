@@ -52,6 +52,7 @@ CASES = [
     (3, "swigluoai", True, False, True),
     (20, "silu", True, True, False),
     (300, "gelu", False, False, True),  # more rows to an expert than the kernel takes that reads codes
+    *((3, f"{name}_no_mul", False, False, False) for name in ("silu", "gelu", "relu2")),
 ]
 
 
@@ -62,14 +63,15 @@ def test_fused_marlin_moe(
 ) -> None:
     """With choices of no expert, which add nothing."""
     top_k, in_all = 2, 2 * EXPERTS if with_map else EXPERTS
+    columns = CHANNELS if activation.endswith("_no_mul") else 2 * CHANNELS
     x = draw(tokens, HIDDEN, dtype=torch.bfloat16)
-    w1, of_w1 = weight(HIDDEN, 2 * CHANNELS, 1, permuted, with_zeros)
+    w1, of_w1 = weight(HIDDEN, columns, 1, permuted, with_zeros)
     w2, of_w2 = weight(CHANNELS, HIDDEN, 50, permuted, with_zeros)
     weights = positive(tokens, top_k, seed=3)
     ids = torch.randint(0, in_all, (tokens, top_k), generator=torch.Generator().manual_seed(4))
     ids[0, 0], ids[1, 0], ids[2] = -3, 10**7, in_all
     expert_map = torch.tensor([3, -1, 0, 9, 1, -7, 2, -1], dtype=torch.int32) if with_map else None
-    biases = tuple(draw(EXPERTS, n, dtype=torch.bfloat16, seed=n) for n in (2 * CHANNELS, HIDDEN))
+    biases = tuple(draw(EXPERTS, n, dtype=torch.bfloat16, seed=n) for n in (columns, HIDDEN))
     exact = experts_in_float64(x, w1, w2, weights, ids, activation, expert_map, biases=biases)
 
     def moved(one: Any) -> Any:
@@ -221,3 +223,14 @@ def test_refusals() -> None:
         with pytest.raises(OpError) as caught:
             pyops.fused_marlin_moe(*call, kind, **given)
         assert caught.value.argument == argument
+    for place, given, argument in (
+        (0, x.float(), "hidden_states"),
+        (1, of_w1["codes"][:, :, :64], "w1"),
+        (2, of_w2["codes"][:, :, :64], "w2"),
+        (4, torch.ones(EXPERTS, HIDDEN), "bias2"),
+        (6, of_w2["scales"][:, :, :-1], "w2_scale"),
+        (9, 7, "quant_type_id"),
+    ):
+        with pytest.raises(OpError) as caught:
+            pyops.fused_marlin_moe(*(*call, kind)[:place], given, *(*call, kind)[place + 1 :])
+        assert (caught.value.op, caught.value.argument) == ("fused_marlin_moe", argument)

@@ -21,7 +21,7 @@ from .packed_reference import multiply, rounding_of_weights, values
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["marlin_gemm"]
+__all__ = ["gptq_marlin_gemm", "marlin_gemm"]
 
 
 def _absolute_error(
@@ -109,7 +109,7 @@ def marlin_gemm(
         b_scales: see above, contiguous; num_groups divides K.
         a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
         global_scale: one element, where scales are e4m3; else None.
-        b_zeros: see above, contiguous.
+        b_zeros: see above, contiguous; empty or None where there are none.
         g_idx, perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
             ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. What leads nowhere counts as zeros.
         workspace, use_atomic_add, use_fp32_reduce: vLLM's; they have no effect.
@@ -239,3 +239,6 @@ def example_marlin_gemm(
         *(False, True, False),
         make.empty(num_tokens, n, dtype=dtype),
     )
+
+
+gptq_marlin_gemm = marlin_gemm  # vLLM's name of it until 0.13

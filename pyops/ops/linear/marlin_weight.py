@@ -64,7 +64,7 @@ def marlin_weight(
         form, exponent, scales = "int16", -_INT16_EXPONENT, {"scale_exponent": _INT16_EXPONENT}
     if not grouped:
         scales = {"b_scales": b_scales, "scale_exponent": exponent}
-    permuted = perm is not None and tuple(perm.shape) != (0,)
+    permuted, b_zeros = given(perm) is not None, given(b_zeros)
     weight = PackedWeight(
         b_q_weight,
         "marlin_8" if is_a_8bit else "marlin",
@@ -85,6 +85,11 @@ def marlin_weight(
         recoding="marlin_fp8" if dtype is float8_e4m3fn and kind.is_integer else "none",
     )
     return weight, scales
+
+
+def given(tensor: Any) -> Any:
+    """None for a tensor of shape (0,), which vLLM's layers pass where there is nothing."""
+    return None if tensor is None or tuple(tensor.shape) == (0,) else tensor
 
 
 def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> ColumnOrder:
@@ -144,7 +149,7 @@ def check_zeros(
     a: TensorArg, b_scales: TensorArg, b_zeros: TensorArg | None, kind: ScalarType, n: int, is_zp_float: bool
 ) -> None:
     """Check zero points, which unsigned integers without a bias have."""
-    wanted = kind in (uint4, uint8_codes)
+    wanted, b_zeros = kind in (uint4, uint8_codes), given(b_zeros)
     if (b_zeros is not None) != wanted:
         expected = "zero points" if wanted else "None"
         raise check.refuse(a, "b_zeros", f"expected {expected} with {kind} codes")
@@ -160,8 +165,8 @@ def check_order(g_idx: TensorArg | None, perm: TensorArg | None, k: int) -> None
     """Check the order of rows: both tensors are given, or none."""
     check.dtype(g_idx, int32)
     check.dtype(perm, int32)
-    given = [one for one in (g_idx, perm) if one is not None and one.shape != (0,)]
-    if len(given) == 1:
-        raise given[0].error("expected both g_idx and perm, or none of them")
-    for one in given:
+    both = [one for one in map(given, (g_idx, perm)) if one is not None]
+    if len(both) == 1:
+        raise both[0].error("expected both g_idx and perm, or none of them")
+    for one in both:
         check.shape(one, int32, K=k)
