@@ -18,7 +18,7 @@ from pyops._core.example import ArgMaker
 from pyops._core.host import toolchain
 from pyops.ops.sampling import draw as plan
 from pyops.ops.sampling._random import philox
-from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
+from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.calls import DEVICES, KERNELS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
