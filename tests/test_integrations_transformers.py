@@ -19,7 +19,7 @@ from pyops.integrations.transformers import PagedCache, accelerate, cache, norms
 from pyops.integrations.transformers.cache import CACHE
 from pyops.ops import activation
 from pyops.testing import cpu
-from tests.test_models import SIZES
+from tests.small_models import SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

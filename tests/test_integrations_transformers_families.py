@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import (
 from pyops._core.host import toolchain
 from pyops.integrations.transformers import PagedCache, Report, accelerate, report, restore
 from pyops.testing import cpu
+from tests.small_models import SIZES
 from tests.test_integrations_transformers import prompts, same_logits, steps
-from tests.test_models import SIZES
 
 PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
 HEADS, WINDOW = {"head_dim": 16}, {"sliding_window": 9}
