@@ -26,12 +26,12 @@ from .packed_plan import (
 from .packed_problem import PackedExperts, PackedProblem
 
 # Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs (4 and 8 rows of
-# Mixtral, 8 of gpt-oss: docs/performance.md, "Marlin's experts: tiles"), and than weights in full, by products without
-# experts.
+# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts: tiles"), and than weights in full, by products
+# without experts.
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
 _FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
-# products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
+# products and those of codes, which are made numbers once for all rows (docs/performance/experts.md).
 TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 _BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # places of a block of lists
 _MANY_ROWS_BLOCK = 96  # places of a block of experts whose rows fill several: 1700 us where 160 took 1755 on an H200
