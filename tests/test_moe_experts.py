@@ -11,7 +11,9 @@ import torch
 import pyops
 from pyops import FusedMoEQuantConfig, OpError
 from pyops._core import config, tuning
+from pyops._core.host.run import HostFunction
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
+from pyops.testing import cpu
 from tests.calls import DEVICES
 from tests.test_linear_grouped import activated, needs_compiler
 from tests.test_linear_products import draw, positive
@@ -79,6 +81,23 @@ def test_fused_experts(
     inplace = moved[0].clone()
     assert pyops.fused_experts(inplace, *moved[1:5], True, activation, **call) is inplace
     assert torch.equal(inplace, out)
+
+
+@needs_compiler
+def test_a_call_of_16_bits_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort, a product with its activation, a product, a sum: inputs are not copied, nor those of the activation."""
+    names: list[str] = []
+    launch = HostFunction.launch
+
+    def noted(function: HostFunction, *args: Any) -> None:
+        names.append(function.kernel.rpartition("/")[2])
+        launch(function, *args)
+
+    monkeypatch.setattr(HostFunction, "launch", noted)
+    x, ids = draw(5, 64, dtype=BF16), torch.zeros(5, 2, dtype=torch.int32)
+    with cpu("kernels"):
+        pyops.fused_experts(x, draw(3, 64, 64, dtype=BF16), draw(3, 64, 32, dtype=BF16), positive(5, 2), ids)
+    assert names == ["moe_align.cu", "grouped_gemm.cu", "grouped_gemm.cu", "moe_sum.cu"]
 
 
 def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

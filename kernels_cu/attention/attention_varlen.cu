@@ -27,6 +27,7 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8
+//     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
 //     GROUP          query heads of one key-value head
 //     TOKENS         keys of a tile; a multiple of 16
@@ -48,7 +49,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
                  const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                  const float* alibi_slopes,     // [num_heads]
                  const float* sinks,            // [num_heads]
-                 const float* k_scale, const float* v_scale,  // [1]
+                 const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
                  int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
                  int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
                  int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
@@ -129,7 +130,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     for (int i = 0; i < ROW_TILES * OUT_SUMS; ++i) {
         o[i / OUT_SUMS][i / PRODUCT_SUMS % (STEPS * COLUMN_TILES)][i % PRODUCT_SUMS] = 0.0f;
     }
-    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
+    const float unit =
+        logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
 
     int start = first / TOKENS * TOKENS, stage = 0;
     if (start <= last) {
@@ -291,7 +293,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         if (row >= num_rows) continue;
         const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
         const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
-        const float factor = shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
+        const float factor =
+            shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
         scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + t;
 #pragma unroll
         for (int l = 0; l < STEPS * COLUMN_TILES * ROW_SUMS; l += 2) {

@@ -58,6 +58,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     # What transformers asks of a layer.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        shapes = tuple(key_states.shape), tuple(value_states.shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"PagedCache: expected keys and values of one shape, got {shapes[0]} and {shapes[1]}")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
         self._one = torch.ones(1, device=self.device)  # what codes would be scaled by; not read for these

@@ -23,6 +23,7 @@ from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_qu
 from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
 from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
 from ...ops.sampling import top_k_per_row_decode as _top_k_per_row_decode
+from .weight_only import new_product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,8 +130,8 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
 @_adapter("0.16", "0.22")
 def moe_wna16_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     """moe_wna16_marlin_gemm, which returns c, or a new one"""
-    top_k, size_m, size_n = others[14], others[17], others[18]
-    c = a.new_empty(size_m * top_k, size_n) if c_or_none is None else c_or_none
+    b_scales, top_k, size_m, size_n = others[2], others[14], others[17], others[18]
+    c = new_product(a, b_scales, size_m * top_k, size_n) if c_or_none is None else c_or_none
     _moe_wna16_marlin_gemm(a, c, *others)
     return c
 

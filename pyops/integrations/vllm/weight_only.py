@@ -35,6 +35,14 @@ def _id(type: Any) -> int:
     return int(getattr(type, "id", type))
 
 
+def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Memory for a product with a weight in Marlin's layout, of the dtype that `pyops.marlin_gemm` gives it."""
+    dtype = a.dtype
+    if a.element_size() == 1:
+        dtype = b_scales.dtype if b_scales.element_size() == 2 else torch.bfloat16
+    return a.new_empty(rows, columns, dtype=dtype)
+
+
 def marlin_gemm(
     a: Tensor,
     c: Tensor | None,
@@ -116,7 +124,7 @@ def moe_wna16_marlin_gemm(
     blocks_per_sm: int = -1,
 ) -> Tensor:
     """`pyops.moe_wna16_marlin_gemm` into `output`, which is returned, or into a new tensor."""
-    c = input.new_empty(size_m * top_k, size_n) if output is None else output
+    c = new_product(input, b_scales, size_m * top_k, size_n) if output is None else output
     linear.moe_wna16_marlin_gemm(
         input,
         c,

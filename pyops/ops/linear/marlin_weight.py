@@ -111,6 +111,27 @@ def check_types(a: TensorArg, b_type_id: int) -> ScalarType:
     return kind
 
 
+def check_sizes(a: TensorArg, size_m: int, size_n: int, size_k: int) -> None:
+    """Check that a is [size_m, size_k], and that Marlin's tiles divide a weight of the other sizes."""
+    check.sizes(a, size_m=size_m, size_k=size_k)
+    for name, size, multiple in (("size_k", size_k, 16 if a.dtype.itemsize > 1 else 32), ("size_n", size_n, 64)):
+        if size % multiple or size < 0:
+            raise check.refuse(a, name, f"expected a multiple of {multiple}, got {size}")
+
+
+def check_out(c: TensorArg, a: TensorArg, b_scales: TensorArg, num_rows: int, n: int) -> None:
+    """Check c: of the dtype of a, or with 8-bit activations that of scales, and with those of e8m0 any of 16 bits."""
+    any_dtype = b_scales.dtype in E8M0 and a.dtype is float8_e4m3fn
+    check.dtype(c, *((float16, bfloat16) if any_dtype else (out_dtype(a, b_scales),)))
+    check.sizes(c, num_rows=num_rows, N=n)
+    check.row_size(c)
+
+
+def out_dtype(a: TensorArg, b_scales: TensorArg) -> DType:
+    """The dtype of a new result."""
+    return a.dtype if a.dtype.itemsize > 1 else bfloat16 if b_scales.dtype in E8M0 else b_scales.dtype
+
+
 def check_scales(
     a: TensorArg,
     b_scales: TensorArg,

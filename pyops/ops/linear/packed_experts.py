@@ -122,24 +122,31 @@ def choose(problem: PackedProblem, device: Device) -> Config:
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:
-    w, e, dtype, experts = problem.weight, problem.epilogue, problem.a.dtype, problem.experts
+    """Launches that write the weights, and activations of 8 bits in the dtype of the weights, and of their product.
+
+    Weights have all scales but those of activations.
+    """
+    w, e, dtype, experts = problem.weight, problem.epilogue, problem.compute_dtype, problem.experts
     assert experts is not None
+    gather, a = dequantize_packed.activations(problem)
+    scales, of_rows = (None, e.a_scales) if problem.a.dtype.itemsize == 1 else (e.a_scales, None)
     if w.scales is None:
         w = replace(w, scales=e.b_scales, scale_exponent=e.scale_exponent)
-    elif e.a_scales is not None:  # one of each weight, which the exponent is of
+    else:  # a_scales, of which there is one of each weight or of each row, have the exponent
         w = replace(w, scale_exponent=w.scale_exponent + e.scale_exponent)
     dense = Scratch(max(1, experts.num_experts * w.n * w.k) * dtype.itemsize)
     product = GroupedProblem(
         e.out,
-        problem.a,
+        a,
         Operand.of_scratch(dense, dtype, experts.num_experts * w.n, w.k),
         experts.num_experts,
         w.k,
         experts.lists,
         experts.topk_weights,
+        of_rows,
         bias=e.bias,
         top_k=experts.top_k,
         column_order=e.column_order,
     )
-    written = dequantize_packed.written(dense, dtype, w, experts.num_experts, e.a_scales)
-    return [written, grouped_plan.plan(product)] if w.k else [grouped_plan.plan(product)]
+    written = dequantize_packed.written(dense, dtype, w, experts.num_experts, scales)
+    return [*([written] if w.k else []), *gather, grouped_plan.plan(product)]
