@@ -2,10 +2,9 @@
 
 A file imports only files above it:
 
-schemas signature                vLLM's schemas and signatures; a schema read
-weight_only adapters             what takes vLLM's arguments where no op does
+schemas signature adapters       vLLM's schemas and signatures; a schema read; what takes its arguments where no op does
 table library plugin             which op serves which; torch.library; what vLLM calls when it starts
-newer custom_ops                 functions like those of ``vllm._custom_ops``
+newer weight_only custom_ops     functions like those of ``vllm._custom_ops``
 """
 
 from __future__ import annotations

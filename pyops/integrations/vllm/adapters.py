@@ -23,7 +23,6 @@ from ...ops.quantize import per_token_group_fp8_quant as _per_token_group_fp8_qu
 from ...ops.quantize import scaled_fp4_quant as _scaled_fp4_quant
 from ...ops.quantize import static_scaled_fp8_quant as _static_scaled_fp8_quant
 from ...ops.sampling import top_k_per_row_decode as _top_k_per_row_decode
-from .weight_only import new_product
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,6 +124,16 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     """marlin_gemm, where c comes second"""
     product: Tensor = _marlin_gemm(a, *others, c=c_or_none)
     return product
+
+
+def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Memory for a product with a weight in Marlin's layout, of the dtype that `pyops.marlin_gemm` gives it."""
+    from torch import bfloat16  # the module itself: torch.compile does not trace the lazy one
+
+    dtype = a.dtype
+    if a.element_size() == 1:
+        dtype = b_scales.dtype if b_scales.element_size() == 2 else bfloat16
+    return a.new_empty(rows, columns, dtype=dtype)
 
 
 @_adapter("0.16", "0.22")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import optional
 from ...ops import linear
+from .adapters import new_product
 
 if TYPE_CHECKING:
     import torch
@@ -33,14 +34,6 @@ __all__ = [
 def _id(type: Any) -> int:
     """The number of a type of codes."""
     return int(getattr(type, "id", type))
-
-
-def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for a product with a weight in Marlin's layout, of the dtype that `pyops.marlin_gemm` gives it."""
-    dtype = a.dtype
-    if a.element_size() == 1:
-        dtype = b_scales.dtype if b_scales.element_size() == 2 else torch.bfloat16
-    return a.new_empty(rows, columns, dtype=dtype)
 
 
 def marlin_gemm(
