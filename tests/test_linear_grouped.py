@@ -260,6 +260,9 @@ def problem(
     return GroupedProblem(out, *operands, ExpertLists.of(*lists, total, size), activation=activation, **options)
 
 
+SECOND = 256, 7168, 2048, dtypes.float8_e4m3fn  # experts, and weights of DeepSeek-V3's second product
+
+
 @pytest.mark.parametrize(
     ("one", "expected"),
     [
@@ -267,6 +270,8 @@ def problem(
         (problem(2, 8, 4096, 14336, activation="none"), GroupedConfig(64, 64)),
         (problem(8192, 8, 28672, 4096), GroupedConfig(128, 256)),
         (problem(32768, 256, 4096, 7168, dtypes.float8_e4m3fn, block_scaled=True), GroupedConfig(192, 128)),
+        (problem(8, *SECOND, activation="none", block_scaled=True), GroupedConfig(64, 224)),
+        (problem(64, *SECOND, activation="none", block_scaled=True), GroupedConfig(64, 256)),
         (problem(51, 8, 1024, 4096, dtypes.float32), GroupedSimtConfig(16, 64)),
         (problem(51, 8, 1024, 100), GroupedMmaConfig(16, 64, 1, 4, 6, 2)),
     ],

@@ -28,9 +28,9 @@ _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread ho
 # to so many. Measured on an H200: docs/performance/experts.md.
 _MANY_ROWS, _MANY_BLOCKED_ROWS, _MOST_BLOCKED_ROWS = 56, 56, 160
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
-# Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs, by
-# arithmetic.
-_STRADDLING_COST = 8
+# Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs.
+# Fitted to times of an H200: 224 and 256 rows of weights, 8 to 128 rows of DeepSeek-V3's second product.
+_STRADDLING_COST = 16
 
 
 @dataclass(frozen=True, slots=True)
