@@ -70,20 +70,33 @@ struct Codes {
     }
 
     static constexpr int TERMS = BY_NIBBLES ? 2 : 1;
-    static constexpr float RAW_OFFSET = IS_FLOAT || IS_HALF ? 0.0f : BY_NIBBLES ? 2048.0f + 128.0f : 128.0f;
+    // Integers of `raw` are multiples of 2^-RAW_PLACES: of bfloat16, the largest with which no multiplier overflows.
+    static constexpr int RAW_PLACES = IS_FLOAT ? 0 : IS_HALF ? 24 : BY_NIBBLES ? 6 : 6 - BITS;
+    static constexpr float RAW_OFFSET = IS_FLOAT || IS_HALF ? 0.0f : BY_NIBBLES ? 256.0f : 128.0f;
     // Floats of bfloat16 are multiplied here: their products with other numbers might be too small.
-    static constexpr float RAW_FACTOR = !IS_HALF ? 1.0f : IS_FLOAT ? FACTOR : 0x1p24f;
+    static constexpr float RAW_FACTOR = !IS_FLOAT ? float(1 << RAW_PLACES) : IS_HALF ? FACTOR : 1.0f;
     DEVICE uint32_t raw(uint32_t word, int i, int term) const {
         if constexpr (IS_FLOAT) {
             pair_t number = pair(word, i, {});
             if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
             return number.template word<2>(0);
-        } else if constexpr (BY_NIBBLES) {
-            // The last place of 2048 is worth 16.
-            return (word >> (8 * i + 4 * term) & mask) | (term ? 0x45004500 : RAISED_PAIR<T>);
         } else {
-            const uint32_t codes = word >> BITS * i & mask;
-            return IS_HALF ? codes : raised(codes);
+            // Bits of the mantissa and the lowest one of the exponent are an integer, if all others are 0: subnormal numbers
+            // and the first normal ones have the same last place. So all codes in these bits need one shift, and a
+            // multiplication, by another unit than that of shifts, brings them to the same last place.
+            constexpr int BITS_OF_ONE = BY_NIBBLES ? 4 : BITS, IN_PLACE = (IS_HALF ? 11 : 8) / BITS_OF_ONE;
+            constexpr uint32_t MASK = ((1 << BITS_OF_ONE) - 1) * 0x10001;
+            const int number = BY_NIBBLES ? 2 * i + term : i, at = number % IN_PLACE * BITS_OF_ONE;
+            const uint32_t codes = word >> number / IN_PLACE * IN_PLACE * BITS_OF_ONE & (MASK << at);
+            if (at == 0) return codes | raised_raw;
+            const pair_t in_place = word_pair<T>(codes);
+            if constexpr (IS_HALF) return (in_place * power_of_two_pair(-at)).template word<2>(0);
+            // The higher nibbles of bytes stay 16 times as large.
+            pair_t result;
+            multiply_add_pair<T>(result.data, in_place.data,
+                                 power_of_two_pair(133 - RAW_PLACES - (BY_NIBBLES ? 0 : at)).data,
+                                 word_pair<T>(raised_raw).data);
+            return result.template word<2>(0);
         }
     }
     // Pair i, 0 or 1, of integers of 4 bits of float16 without a shift: 16^i times as large.
@@ -92,6 +105,12 @@ struct Codes {
         return word & mask << 4 * i;
     }
 
+    // What `raw` or-es to integers of bfloat16, 2^(7 - RAW_PLACES) twice: not loaded anew for every use, as `mask`.
+    uint32_t raised_raw = IS_HALF || IS_FLOAT ? 0 : (127 + 7 - RAW_PLACES) * 0x00800080 ^ blockIdx.z;
+
 private:
+    static DEVICE pair_t power_of_two_pair(int exponent) {
+        return word_pair<T>(IS_HALF ? (15 + exponent) * 0x04000400 : (127 + exponent) * 0x00800080);
+    }
     static DEVICE uint32_t raised(uint32_t codes) { return codes | RAISED_PAIR<T>; }
 };
