@@ -272,16 +272,19 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                 if (!ends || !last_of_group) continue;
                 float row_sums[ROW_TILES][2];
 #pragma unroll
-                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j) row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2);
+                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j)
+                    row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2) * (1.0f / codes_t::RAW_FACTOR);
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * TILES * 4; ++j) {
                     const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
+                    const float of_one = of_group[tile][at][j % 4];
+                    of_group[tile][at][j % 4] = 0.0f;
+                    if (TILE_M == 1 && j % 2 == 1) continue;  // of a second row
                     float& sum = sums[tile][at][j % 4];
                     if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], row_sums[at][j % 2], sum);
-                    sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
-                    of_group[tile][at][j % 4] = 0.0f;
+                    sum = fmaf(terms.scales[tile][h], of_one, sum);
                 }
                 of_rows.clear();
             }
