@@ -126,10 +126,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             row_ids[threadIdx.x] = id >= 0 && id < num_rows ? id : -1;
         }
         __syncthreads();
-        int largest = -1;
-#pragma unroll
-        for (int i = 0; i < TILE_M; ++i) largest = max(largest, row_ids[i]);
-        if (largest < 0) return;
+        if (!any_lane(row_ids[lane % TILE_M] >= 0)) return;
         codes += expert * (k * n * BITS / 32);
         if constexpr (HAS_SCALES) scales += expert * groups * n;
         if constexpr (ZERO_BYTES > 0) {
@@ -331,23 +328,22 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x));
         }
     };
-    if constexpr (SPLITS == 1) {
-        for (int i = threadIdx.x; i < FRAGMENTS * 32; i += NUM_THREADS) finish(i, sum_of_block(i));
-    } else {
-        float* const block_sums = reinterpret_cast<float*>(shared);  // in the place of those of the first warp
-        for (int i = threadIdx.x; i < FRAGMENTS * 32; i += NUM_THREADS) {
-            reinterpret_cast<four_t*>(shared)[i] = sum_of_block(i);
-        }
-        sync_cluster<SPLITS>();
-        for (int i = split * NUM_THREADS + threadIdx.x; i < FRAGMENTS * 32; i += SPLITS * NUM_THREADS) {
-            four_t total = {};
+    const auto sum_of_cluster = [&](int i) {  // of those of blocks, in the place of those of the first warp
+        const float* const sums_of_block = reinterpret_cast<const float*>(shared) + i * 4;
+        four_t total = {};
 #pragma unroll
-            for (int one = 0; one < SPLITS; ++one) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) total.data[j] += load_of_block<SPLITS>(block_sums + i * 4 + j, one);
-            }
-            finish(i, total);
-        }
-        leave_cluster<SPLITS>();
+        for (int j = 0; j < SPLITS * 4; ++j) total.data[j % 4] += load_of_block<SPLITS>(sums_of_block + j % 4, j / 4);
+        return total;
+    };
+    // Of fewer than eight rows, those lanes alone whose rows exist.
+    constexpr int ROW_LANES = TILE_M < 8 ? ceil_div(TILE_M, 2) : 4, LANES = FRAGMENTS * 8 * ROW_LANES;
+    const auto lane_of = [](int i) { return i / ROW_LANES * 4 + i % ROW_LANES; };
+    for (int i = threadIdx.x; i < LANES && SPLITS > 1; i += NUM_THREADS) {
+        reinterpret_cast<four_t*>(shared)[lane_of(i)] = sum_of_block(lane_of(i));
     }
+    if constexpr (SPLITS > 1) sync_cluster<SPLITS>();
+    for (int i = split * NUM_THREADS + threadIdx.x; i < LANES; i += SPLITS * NUM_THREADS) {
+        finish(lane_of(i), SPLITS > 1 ? sum_of_cluster(lane_of(i)) : sum_of_block(lane_of(i)));
+    }
+    leave_cluster<SPLITS>();
 }
