@@ -14,6 +14,11 @@
 // the zero point: the difference of the two is exact. The bits of a float are moved to where T has its own, exponent
 // and mantissa together. The number, a subnormal one too, is then smaller by FACTOR, a power of two that belongs into
 // the scale.
+//
+// Codes in place, of `raw`: the bits of the mantissa and the lowest bit of the exponent, 8 of bfloat16 and 11 of float16, are an
+// integer where all other bits are 0, since the first normal numbers have the last place of subnormal ones. So the codes
+// there are masked where they are, and a power of two brings them to the last place of the lowest code. The unit that
+// multiplies takes an instruction of a warp in each cycle, and the one that shifts and masks in two.
 #pragma once
 #include "packed.cuh"
 
@@ -61,42 +66,35 @@ struct Codes {
             const pair_t low = word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
             const pair_t high = word_pair<T>(raised(codes >> 4 & mask)) - word_pair<T>(zero.high);
             const pair_t sixteen = word_pair<T>(0x41804180);
-            pair_t result;
-            multiply_add_pair<T>(result.data, high.data, sixteen.data, low.data);
-            return result;
+            return multiply_add(high, sixteen, low);
         } else {
             return word_pair<T>(raised(codes & mask)) - word_pair<T>(zero.low);
         }
     }
 
     static constexpr int TERMS = BY_NIBBLES ? 2 : 1;
-    // Integers of `raw` are multiples of 2^-RAW_PLACES: of bfloat16, the largest with which no multiplier overflows.
+    // Integers of `raw` are multiples of 2^-RAW_PLACES, of bfloat16 as 2^127 at most leaves them.
     static constexpr int RAW_PLACES = IS_FLOAT ? 0 : IS_HALF ? 24 : BY_NIBBLES ? 6 : 6 - BITS;
     static constexpr float RAW_OFFSET = IS_FLOAT || IS_HALF ? 0.0f : BY_NIBBLES ? 256.0f : 128.0f;
     // Floats of bfloat16 are multiplied here: their products with other numbers might be too small.
     static constexpr float RAW_FACTOR = !IS_FLOAT ? float(1 << RAW_PLACES) : IS_HALF ? FACTOR : 1.0f;
+    // What is or-ed to bfloat16's, 2^(7 - RAW_PLACES) twice; not loaded anew either.
+    uint32_t raw_raised = IS_HALF || IS_FLOAT ? 0 : (127 + 7 - RAW_PLACES) * 0x00800080 ^ blockIdx.z;
     DEVICE uint32_t raw(uint32_t word, int i, int term) const {
         if constexpr (IS_FLOAT) {
             pair_t number = pair(word, i, {});
             if constexpr (!IS_HALF) number = number * pair_t::full(FACTOR);
             return number.template word<2>(0);
         } else {
-            // Bits of the mantissa and the lowest one of the exponent are an integer, if all others are 0: subnormal numbers
-            // and the first normal ones have the same last place. So all codes in these bits need one shift, and a
-            // multiplication, by another unit than that of shifts, brings them to the same last place.
-            constexpr int BITS_OF_ONE = BY_NIBBLES ? 4 : BITS, IN_PLACE = (IS_HALF ? 11 : 8) / BITS_OF_ONE;
-            constexpr uint32_t MASK = ((1 << BITS_OF_ONE) - 1) * 0x10001;
-            const int number = BY_NIBBLES ? 2 * i + term : i, at = number % IN_PLACE * BITS_OF_ONE;
-            const uint32_t codes = word >> number / IN_PLACE * IN_PLACE * BITS_OF_ONE & (MASK << at);
-            if (at == 0) return codes | raised_raw;
-            const pair_t in_place = word_pair<T>(codes);
-            if constexpr (IS_HALF) return (in_place * power_of_two_pair(-at)).template word<2>(0);
-            // The higher nibbles of bytes stay 16 times as large.
-            pair_t result;
-            multiply_add_pair<T>(result.data, in_place.data,
-                                 power_of_two_pair(133 - RAW_PLACES - (BY_NIBBLES ? 0 : at)).data,
-                                 word_pair<T>(raised_raw).data);
-            return result.template word<2>(0);
+            constexpr int CODE_BITS = BY_NIBBLES ? 4 : BITS, IN_PLACE = (IS_HALF ? 11 : 8) / CODE_BITS;  // codes
+            constexpr uint32_t MASK = ((1 << CODE_BITS) - 1) * 0x10001;
+            const int number = BY_NIBBLES ? 2 * i + term : i, bit = number % IN_PLACE * CODE_BITS;
+            const uint32_t codes = word >> number / IN_PLACE * IN_PLACE * CODE_BITS & MASK << bit;
+            if (bit == 0) return codes | raw_raised;
+            if constexpr (IS_HALF) return (word_pair<T>(codes) * power_of_two_pair(-bit)).template word<2>(0);
+            // The place of bit 0 is worth 2^-133. Higher nibbles of bytes stay 16 times as large.
+            const pair_t factor = power_of_two_pair(133 - RAW_PLACES - (BY_NIBBLES ? 0 : bit));
+            return multiply_add(word_pair<T>(codes), factor, word_pair<T>(raw_raised)).template word<2>(0);
         }
     }
     // Pair i, 0 or 1, of integers of 4 bits of float16 without a shift: 16^i times as large.
@@ -105,10 +103,12 @@ struct Codes {
         return word & mask << 4 * i;
     }
 
-    // What `raw` or-es to integers of bfloat16, 2^(7 - RAW_PLACES) twice: not loaded anew for every use, as `mask`.
-    uint32_t raised_raw = IS_HALF || IS_FLOAT ? 0 : (127 + 7 - RAW_PLACES) * 0x00800080 ^ blockIdx.z;
-
 private:
+    static DEVICE pair_t multiply_add(const pair_t& a, const pair_t& b, const pair_t& c) {
+        pair_t result;
+        multiply_add_pair<T>(result.data, a.data, b.data, c.data);
+        return result;
+    }
     static DEVICE pair_t power_of_two_pair(int exponent) {
         return word_pair<T>(IS_HALF ? (15 + exponent) * 0x04000400 : (127 + exponent) * 0x00800080);
     }
