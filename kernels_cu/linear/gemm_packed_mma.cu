@@ -239,7 +239,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             // Of this layout, words that were read ahead for all units would have no registers left.
-            if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
+            if constexpr (LAYOUT == layout_marlin_8 || (LAYOUT == layout_marlin && BITS == 8)) keep_loads_of_warp();
             Unit unit;
             if constexpr (HELD) unit = held[i];
             else unit.read(stage + i * UNIT_BYTES, words_at);
