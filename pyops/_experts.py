@@ -31,6 +31,9 @@ __all__ = ["FusedMoEQuantConfig", "fused_experts", "fused_moe"]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
+# {argument of products: of the first, in `fused_experts`}
+_NAMES = {"b": "w1", "b_scales": "w1_scale", "b_zeros": "w1_zp", "bias": "w1_bias", "a_scales": "a1_scale"}
+_NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states") | {"scale": "a1_scale", "top_k": "topk_ids"}
 _SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # of the activation of this name
 
 
@@ -136,28 +139,33 @@ def fused_experts(
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
     def multiply(
-        out: Tensor, x: Tensor, a_scale: Any, of_weight: tuple[Any, ...], weights: Any, top_k: int, function: str
+        number: int, out: Tensor, x: Tensor, of_weight: tuple[Any, ...], weights: Any, top_k: int, function: str
     ) -> None:
-        w, scale, zeros, bias = of_weight
+        w, scale, zeros, bias, a_scale = of_weight
         options = top_k, block_size, function
-        if codes is None:
-            x, x_scales = _quantised(x, config, a_scale)
-            grouped_gemm(out, x, w, *lists, weights, x_scales, scale, bias, *options)
-        else:
-            grouped_gemm_packed(out, x, w, scale, zeros, *lists, weights, bias, *options, codes)
+        try:
+            if codes is None:
+                x, x_scales = _quantised(x, config, a_scale)
+                grouped_gemm(out, x, w, *lists, weights, x_scales, scale, bias, *options)
+            else:
+                grouped_gemm_packed(out, x, w, scale, zeros, *lists, weights, bias, *options, codes)
+        except OpError as error:
+            names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
+            raise error.within("fused_experts", names) from None
 
     between = new(hidden_states, (num_rows, intermediate_size))
     first = between if limit is None else new(hidden_states, (num_rows, 2 * intermediate_size))
     if _scale_is_of_all(config) and config.a2_scale is None:
         first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
-    of_w1, of_w2 = (w1, config.w1_scale, w1_zp, config.w1_bias), (w2, config.w2_scale, w2_zp, config.w2_bias)
+    of_w1 = w1, config.w1_scale, w1_zp, config.w1_bias, config.a1_scale
+    of_w2 = w2, config.w2_scale, w2_zp, config.w2_bias, config.a2_scale
     on_input, on_output = (topk_weights, None) if apply_router_weight_on_input else (None, topk_weights)
     function = activation if limit is None else "none"
-    multiply(first, hidden_states, config.a1_scale, of_w1, on_input, topk, function)
+    multiply(1, first, hidden_states, of_w1, on_input, topk, function)
     if limit is not None:
         silu_and_mul_with_clamp(between, first, limit)
     of_choices = new(hidden_states, (num_rows, hidden_size))
-    multiply(of_choices, between, config.a2_scale, of_w2, on_output, 1, "none")
+    multiply(2, of_choices, between, of_w2, on_output, 1, "none")
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
     return out
 

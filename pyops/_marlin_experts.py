@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ._core.errors import OpError
 from ._core.tensor import new
+from .ops.activation.elementwise import gelu, relu2, silu
 from .ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
 from .ops.linear.marlin_moe import moe_wna16_marlin_gemm
 from .ops.linear.packed_experts import block_size_of_packed
 from .ops.moe.align import moe_align
 from .ops.moe.rows import moe_sum_experts
+from .ops.quantize import scaled_fp8_quant, scaled_int8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +25,21 @@ _ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu": gelu_and_mul,
     "swigluoai": swigluoai_and_mul,
     "swiglustep": swiglustep_and_mul,
+    "silu_no_mul": silu,
+    "gelu_no_mul": gelu,
+    "relu2_no_mul": relu2,
 }
+# {argument of the product: of the first, in `fused_marlin_moe`}
+_NAMES = {
+    "a": "hidden_states",
+    "c": "hidden_states",
+    "b_q_weight": "w1",
+    "b_bias": "bias1",
+    "b_scales": "w1_scale",
+    "g_idx": "g_idx1",
+}
+_NAMES |= {"global_scale": "global_scale1", "b_zeros": "w1_zeros", "perm": "sort_indices1", "top_k": "topk_ids"}
+_NAMES |= {"b_type_id": "quant_type_id", "size_n": "w1", "size_k": "w1"}
 _MOST_IN_FULL = 64  # places of a block whose products take weights that are written in full: wgmma's rows
 
 
@@ -69,19 +85,24 @@ def fused_marlin_moe(
     Args:
         hidden_states: [num_tokens, hidden_size] float16 or bfloat16; rows of one stride.
         w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, and then ups (with "swigluoai" by
-            turns); w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2].
+            turns); half as many columns for activations without gates.
+        w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
         bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: of w1 and
             w2, as `moe_wna16_marlin_gemm` takes them; sort_indices1 and sort_indices2 are its perm.
         topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the codes, a number of `pyops.SCALAR_TYPES`.
         apply_router_weight_on_input: whether weights multiply the first product; then topk is 1.
         global_num_experts: experts on all devices; -1 for as many as expert_map, or w1, has.
-        activation: "silu", "gelu", "swigluoai" or "swiglustep".
-        activation_func: ``(activation, out, input)`` in the place of these; moe_sum: ``(input, out)`` in the place of
-            the sum over the choices of a token.
+        activation: "silu", "gelu", "swigluoai" or "swiglustep", whose gates multiply ups; "silu_no_mul", "gelu_no_mul"
+            or "relu2_no_mul", without gates.
+        activation_func: ``(activation, out, input)`` in the place of these, without gates if the name ends in
+            "_no_mul"; moe_sum: ``(input, out)`` in the place of the sum over the choices of a token.
         expert_map: [global_num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not
             here; or None.
-        input_global_scale1, input_global_scale2, input_dtype: None: activations are not quantised.
+        input_dtype: int8 or float8_e4m3fn: of the inputs of both products, quantised row by row, for weights as
+            `moe_wna16_marlin_gemm` takes them for activations of 8 bits; None: inputs are not quantised.
+        input_global_scale1, input_global_scale2: one float32 each, by which scales of the rows of int8 are multiplied;
+            or None.
         workspace, intermediate_cache13, intermediate_cache2: vLLM's; they have no effect.
         is_k_full: as in `moe_wna16_marlin_gemm`.
         output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
@@ -90,11 +111,13 @@ def fused_marlin_moe(
         [num_tokens, hidden_size].
     """
     num_tokens, hidden_size, topk, num_experts = _check(hidden_states, w1, w2, topk_weights, topk_ids)
+    quantised = None if input_dtype in (None, hidden_states.dtype) else str(input_dtype).removeprefix("torch.")
+    if quantised not in (None, "int8", "float8_e4m3fn"):
+        expected = f"expected None, {hidden_states.dtype}, int8 or float8_e4m3fn"
+        raise OpError("fused_marlin_moe", "input_dtype", f"{expected}, got {input_dtype}")
     for name, given in (("input_global_scale1", input_global_scale1), ("input_global_scale2", input_global_scale2)):
-        if given is not None:
-            raise OpError("fused_marlin_moe", name, "expected None: activations are not quantised")
-    if input_dtype not in (None, hidden_states.dtype):
-        raise OpError("fused_marlin_moe", "input_dtype", f"expected None or {hidden_states.dtype}, got {input_dtype}")
+        if given is not None and quantised != "int8":
+            raise OpError("fused_marlin_moe", name, f"expected None with an input_dtype of {input_dtype}")
     if apply_router_weight_on_input and topk != 1:
         raise OpError("fused_marlin_moe", "apply_router_weight_on_input", f"expected a topk of 1, got {topk}")
     if activation_func is None and activation not in _ACTIVATIONS:
@@ -109,37 +132,54 @@ def fused_marlin_moe(
     if num_tokens == 0:
         return output
     num_rows, intermediate_size = num_tokens * topk, w2.shape[1] * 16
-    block_size = block_size_of_packed(num_rows, num_experts, *([] if is_k_full else [_MOST_IN_FULL]))
+    block_size = _MOST_IN_FULL
+    if quantised is None:
+        block_size = block_size_of_packed(num_rows, num_experts, *([] if is_k_full else [_MOST_IN_FULL]))
     lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
 
     def multiply(
-        a: Tensor, weight: Tensor, bias: Any, of_weight: tuple[Any, ...], top_k: int, weighted: bool, n: int
+        number: int, a: Tensor, weight: Tensor, of_weight: tuple[Any, ...], top_k: int, weighted: bool, n: int
     ) -> Tensor:
         sizes = a.shape[0], n, a.shape[1]
         routing = *lists, topk_weights if weighted else None, block_size, top_k, weighted
         c = new(a, (num_rows, n))
         if expert_map is not None and moe_sum is not None:
             c[...] = 0  # who adds them up does not know which rows there are
-        scales, *others = of_weight
-        given: list[Any] = [bias, scales, None, *others, workspace, *routing, quant_type_id, *sizes, is_k_full]
-        moe_wna16_marlin_gemm(a, c, weight, *given)
+        bias, scales, factor, *others = of_weight
+        try:
+            x, a_scales = (a, None) if quantised is None else _quantised(a, quantised, factor)
+            given: list[Any] = [bias, scales, a_scales, *others, workspace, *routing, quant_type_id, *sizes, is_k_full]
+            moe_wna16_marlin_gemm(x, c, weight, *given)
+        except OpError as error:
+            names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
+            raise error.within("fused_marlin_moe", names) from None
         return c
 
-    of_w1 = w1_scale, global_scale1, w1_zeros, g_idx1, sort_indices1
-    of_w2 = w2_scale, global_scale2, w2_zeros, g_idx2, sort_indices2
-    between = multiply(hidden_states, w1, bias1, of_w1, topk, apply_router_weight_on_input, 2 * intermediate_size)
+    of_w1 = bias1, w1_scale, input_global_scale1, global_scale1, w1_zeros, g_idx1, sort_indices1
+    of_w2 = bias2, w2_scale, input_global_scale2, global_scale2, w2_zeros, g_idx2, sort_indices2
+    columns = intermediate_size * (1 if activation.endswith("_no_mul") else 2)
+    between = multiply(1, hidden_states, w1, of_w1, topk, apply_router_weight_on_input, columns)
     activated = new(hidden_states, (num_rows, intermediate_size))
     if activation_func is None:
         _ACTIVATIONS[activation](activated, between)
     else:
         activation_func(activation, activated, between)
-    of_choices = multiply(activated, w2, bias2, of_w2, 1, not apply_router_weight_on_input, hidden_size)
+    of_choices = multiply(2, activated, w2, of_w2, 1, not apply_router_weight_on_input, hidden_size)
     choices = of_choices.reshape(num_tokens, topk, hidden_size)
     if moe_sum is None:
         moe_sum_experts(choices, topk_ids, output, num_experts, expert_map)
     else:
         moe_sum(choices, output)
     return output
+
+
+def _quantised(x: Tensor, dtype: str, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(codes, scales of rows, times a factor)."""
+    if dtype == "int8":
+        codes, scales, _ = scaled_int8_quant(x)
+        return codes, scales if factor is None else scales * factor
+    codes = new(x, tuple(x.shape), dtype)
+    return scaled_fp8_quant(x, None, use_per_token_if_dynamic=True, output=codes)
 
 
 def _check(

@@ -49,6 +49,7 @@ PLAIN = {
     "gelu_fast": ((), lambda x: x / 2 * (1 + torch.tanh(SQRT_2_PI * (x + 0.044715 * x**3)))),
     "gelu_quick": ((), lambda x: x * sigmoid(1.702 * x)),
     "relu2": ((), lambda x: x.clamp(min=0) ** 2),
+    "silu": ((), lambda x: x * sigmoid(x)),
 }
 # What eager PyTorch computes, which kernels equal on the same device.
 EAGER = {

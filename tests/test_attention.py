@@ -283,6 +283,21 @@ def test_fp8_cache(on: str, dtype: torch.dtype, kind: str, code: torch.dtype) ->
             torch.testing.assert_close(call["out"][s].double().cpu(), right, rtol=tolerance, atol=tolerance)
 
 
+def in_codes_of_heads(call: dict[str, Any], keys: list[float], values: list[float]) -> dict[str, Any]:
+    """The call with a cache of fp8 in which each key-value head has its own scales: of keys, and of values."""
+    on, scales = call["query"].device, [torch.tensor(one) for one in (keys, values)]
+    found = dict(zip(("k_scale", "v_scale"), (one.to(on) for one in scales), strict=True))
+    found |= {name: call[name].to(FP8).view(torch.uint8) for name in ("key_cache", "value_cache")}  # NaN stays NaN
+    plain = [[x.to(FP8).double() * one[:, None] for x, one in zip(p, scales, strict=True)] for p in call["plain"]]
+    return call | found | {"kv_cache_dtype": "fp8", "plain": plain}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_heads(on: str, dtype: torch.dtype) -> None:
+    call = in_codes_of_heads(paged_call([70, 9], (6, 3), dtype=dtype, on=on), [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
+    _assert_is_attention(call)
+
+
 # Head size, block size, packed: steps of a warp that are longer than blocks, as long and shorter.
 _BLOCKS_OF_CODES = [
     *((64, block_size, False) for block_size in (1, 12, 32, 64)),
@@ -567,6 +582,7 @@ def test_products_serve_what_they_can() -> None:
     assert kernels(num_tokens=4096, arch="gfx1100", head_size=256) == ["attention_decode_simt.cu"]
 
 
+CODES = torch.zeros(4, 16, 2, 64, dtype=torch.uint8)  # a cache for paged_call([5])
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("num_kv_heads", {"num_kv_heads": 4}, "num_kv_heads: expected 2"),
     ("block_size", {"block_size": 8}, "block_size: expected 16"),
@@ -576,10 +592,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "kv_cache_dtype: expected auto or fp8 or fp8_e4m3 or fp8_e5m2, got int8",
     ),
     ("sliding_window", {"sliding_window": -1}, "sliding_window: expected 0 or more, got -1"),
+    ("logits_soft_cap", {"logits_soft_cap": -1.0}, "logits_soft_cap: expected 0 or more, finite, got -1.0"),
     (
         "sparse block",
         {"blocksparse_vert_stride": 2, "blocksparse_block_size": 0},
         "blocksparse_block_size: expected 1 or",
+    ),
+    (
+        "scales of heads and of all",
+        {"kv_cache_dtype": "fp8", "key_cache": CODES, "value_cache": CODES, "v_scale": torch.ones(2)},
+        r"k_scale: expected shape \(num_kv_heads=2,\), got \(\)",
     ),
     ("fp8 cache of floats", {"kv_cache_dtype": "fp8"}, "key_cache: expected dtype uint8 or float8_e4m3fn, got float32"),
 ]

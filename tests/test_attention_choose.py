@@ -34,7 +34,7 @@ def chosen(op: Op, arch: str | device.Device = "sm_90", **axes: Any) -> Any:
     return tuning.last[op.name]
 
 
-# The model of docs/performance.md: 32 query heads, 8 key-value heads of 128, bfloat16, blocks of 16.
+# The model of docs/performance/decode.md: 32 query heads, 8 key-value heads of 128, bfloat16, blocks of 16.
 MODEL = {"num_heads": 32, "num_kv_heads": 8}
 # (sequences, tokens of a table) -> (warps, cluster size, splits at most, the join's groups; 0: the last block joins)
 CHOICES = [

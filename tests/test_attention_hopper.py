@@ -22,6 +22,7 @@ from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, schedu
 from tests.calls import KERNELS
 from tests.core.conftest import launched
 from tests.profiles import few
+from tests.test_attention import in_codes_of_heads
 from tests.test_attention_mla import MLA
 from tests.test_attention_mla import _assert_is_attention as assert_is_mla
 from tests.test_attention_mla import _call as mla_call
@@ -162,6 +163,14 @@ def test_fp8_caches(on: str, one: HopperConfig, head_size: int, block_size: int,
     call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
     call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0, "sliding_window": 150}
     _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
+
+
+def test_scales_of_heads(on: str) -> None:
+    """Of one item after another, in one split and in several."""
+    call = varlen_call([65, 70], [700, 200], (6, 3), dtype=torch.bfloat16, on=on)
+    call = in_codes_of_heads(call, [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
+    for max_splits in (1, 3):
+        _varlen(HopperConfig(64, 2, max_splits=max_splits), **call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -309,8 +318,8 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
         make.empty(4, **index),
         block_size,
         "auto" if "cache_dtype" not in changes else "fp8",
-        make.empty(1, dtype="float32"),
-        make.empty(1, dtype="float32"),
+        make.empty(changes.get("scales", 1), dtype="float32"),
+        make.empty(changes.get("scales", 1), dtype="float32"),
     )
     slopes = make.empty(16, dtype="float32") if changes.get("options") else None
     query = make.empty(num_tokens, 16, head_size, dtype=dtype)
@@ -351,6 +360,7 @@ def test_choice() -> None:
     assert choose(_problem(64, 128), HOPPER) == HopperConfig(128, 2, max_splits=8)
     assert choose(_problem(64, 256), HOPPER) == HopperConfig(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == HopperConfig(128, 2, max_splits=1)
+    assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == HopperConfig(128, 2)
     for problem in (
         _problem(4, 128),
         _problem(0, 128),
@@ -360,6 +370,7 @@ def test_choice() -> None:
         _problem(4096, 128, dtype="float32"),
         _problem(4096, 128, cache_dtype="float8_e4m3fnuz"),
         _problem(4096, 256, cache_dtype="uint8", options=True),
+        _problem(4096, 128, cache_dtype="uint8", options=True, scales=2),
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), Config)

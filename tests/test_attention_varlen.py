@@ -11,7 +11,7 @@ import pyops
 from pyops._core import config
 from pyops.testing import assert_matches_reference
 from tests.calls import DEVICES, Host
-from tests.test_attention import paged_call
+from tests.test_attention import in_codes_of_heads, paged_call
 
 VARLEN = pyops.registry["paged_attention_varlen"]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -149,6 +149,12 @@ def test_fp8_cache(on: str, code: torch.dtype, packed: bool) -> None:
                     codes = codes.reshape(blocks, heads, size // 16, 16, slots).transpose(3, 4)
             call[name] = codes.contiguous().view(code if code == torch.float8_e4m3fnuz else torch.uint8)
         _assert_is_attention(call | {"kv_cache_dtype": kind, "k_scale": 0.5, "v_scale": 3.0})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_heads(on: str, dtype: torch.dtype) -> None:
+    call = in_codes_of_heads(_call([20, 1], [50, 30], (6, 3), dtype=dtype, on=on), [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
+    _assert_is_attention(call | {"lse": torch.empty(6, 21, device=on)})
 
 
 def test_one_token_each_is_decoding(on: str) -> None:

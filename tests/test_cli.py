@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import threading
@@ -39,10 +40,13 @@ def test_usage_names_the_program(program: str, name: str, monkeypatch: pytest.Mo
     assert parser().format_usage().startswith(f"usage: {name} [")
 
 
-def test_the_page_of_ops_has_every_op_once_and_links_from_docs(capsys: pytest.CaptureFixture[str]) -> None:
+FUNCTIONS = [name for names in table.functions().values() for name in names]
+
+
+def test_the_page_of_ops_has_every_op_and_function_once_and_links_from_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--markdown"]) == 0
     page = capsys.readouterr().out
-    assert sorted(re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)) == sorted(pyops.registry)
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)) == sorted([*pyops.registry, *FUNCTIONS])
     for target in re.findall(r"\]\(([^)]+)\)", page):
         assert (ROOT / "docs" / target).is_file(), target
 
@@ -59,10 +63,17 @@ def test_a_family_is_the_package_that_declares_an_op(
     assert table.families() == ({family: [RMS_NORM]} if family else {})
 
 
-def test_list_names_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_are_those_of_pyops_that_are_no_ops() -> None:
+    of_pyops = {name for name in dir(pyops) if inspect.isfunction(getattr(pyops, name)) and name[0] != "_"}
+    assert {*FUNCTIONS} == of_pyops - {*pyops.registry} - {"op", "warmup"}
+    assert {"fused_experts", "fused_marlin_moe", "fused_moe"} < {*table.functions()["moe"]}
+    assert {"gptq_marlin_gemm", "machete_gemm", "machete_supported_schedules"} < {*table.functions()["linear"]}
+
+
+def test_list_names_every_op_and_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(pyops.registry)
+    assert [line.split()[0] for line in lines] == [*pyops.registry, *FUNCTIONS]
     (line,) = (line for line in lines if line.startswith("rms_norm "))
     assert " float32, float16, bfloat16 " in line
     assert line.endswith(table.summary(RMS_NORM))

@@ -25,7 +25,8 @@ from pyops.cli import coverage, table
 from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "docs/notebooks/README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/performance").glob("*.md")]
+PAGES.append(ROOT / "docs/notebooks/README.md")
 README = (ROOT / "README.md").read_text()
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "benchmarks/results/nvidia-h200"
@@ -97,6 +98,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             linked = page.parent / path if path else page
             assert linked.exists(), target
             assert not anchor or anchor in anchors(linked), target
+
+
+def test_measurements_that_code_cites_are_on_the_page_named() -> None:
+    cited = re.compile(r'(docs/performance(?:/\w+)?\.md)(?:[,:] "([^"]+)")?')
+    for folder in ("pyops", "kernels_cu", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".cu", ".cuh"):
+                for name, phrase in cited.findall(re.sub(r"\n\s*(?:#|//)", "", path.read_text())):
+                    assert phrase in " ".join((ROOT / name).read_text().split()), f"{path}: {name}, {phrase}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)

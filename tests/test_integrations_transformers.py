@@ -19,7 +19,7 @@ from pyops.integrations.transformers import PagedCache, accelerate, cache, norms
 from pyops.integrations.transformers.cache import CACHE
 from pyops.ops import activation
 from pyops.testing import cpu
-from tests.test_models import SIZES
+from tests.small_models import SIZES
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -360,6 +360,15 @@ def test_hooks_see_what_they_saw(name: str) -> None:
     same_logits(after, before)
 
 
+def test_norms_of_what_lies_in_columns(model: Any) -> None:
+    """As a convolution over tokens leaves hidden states."""
+    norm, x = model.model.norm, torch.randn(2, 64, 5).mT
+    with torch.no_grad():
+        theirs = norm(x)
+        accelerate(model)
+        same_logits(norm(x), theirs)
+
+
 def the_first_twice(model: Any) -> None:
     model.model.layers = torch.nn.ModuleList([model.model.layers[0]] * 2)
 
@@ -534,6 +543,16 @@ def other_mlp(model: Any) -> None:
     model.model.layers[0].mlp.__class__ = Doubled
 
 
+def bounded_mlp(model: Any) -> None:
+    """By a number that only large hidden states reach, as that of DeepSeek-V4."""
+
+    class Bounded(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10.0)) * self.up_proj(x))
+
+    model.model.layers[0].mlp.__class__ = Bounded
+
+
 def other_norm(model: Any) -> None:
     class Shifted(torch.nn.LayerNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -549,6 +568,20 @@ def other_attention(model: Any) -> None:
             return 2 * out, weights
 
     model.model.layers[0].self_attn.__class__ = Doubled
+
+
+def shared_attention(model: Any) -> None:
+    """Of no layer until it runs, as that of Zamba."""
+
+    class Shared(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.layer_idx = 0
+            found = super().forward(*args, **kwargs)
+            self.layer_idx = None
+            return found
+
+    attention = model.model.layers[0].self_attn
+    attention.__class__, attention.layer_idx = Shared, None
 
 
 def other_forward(model: Any) -> None:
@@ -575,8 +608,10 @@ PAGED = "not every layer has an attention that reads a PagedCache"
     ("change", "left"),
     [
         (other_mlp, {"model.layers.0.mlp": "no op computes what it does with SiLUActivation"}),
+        (bounded_mlp, {"model.layers.0.mlp": "no op computes what it does with SiLUActivation"}),
         (other_norm, {"model.layers.1.input_layernorm": "no op computes what it does"}),
         (other_attention, {"model.layers.0.self_attn": "its forward asks no attention interface", "": PAGED}),
+        (shared_attention, {"model.layers.0.self_attn": "it is nothing that is tried", "": PAGED}),
         (other_forward, {"model.layers.1.self_attn": "its forward is replaced already"}),
         (other_activation, {"model.layers.0.mlp": "no op computes what it does with Softplus"}),
         (other_sum, {"model.layers.0": "its sums are others"}),
@@ -779,6 +814,26 @@ def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[s
     with torch.no_grad():
         model(tokens, **{CACHE: past})
     assert calls["paged_attention_varlen"] == 2
+
+
+@pytest.mark.parametrize("hidden", [4, 13])
+def test_a_step_that_skips_a_token(hidden: int, model: Any, calls: Counter[str]) -> None:
+    """One of the prompt, or its own, behind a prompt that the ops have attended to."""
+    tokens, mask = prompts()
+    longer = torch.cat((mask, torch.ones_like(mask[:, :2])), -1)
+    longer[1, hidden] = 0
+
+    def logits(past: Any) -> torch.Tensor:
+        with torch.no_grad():
+            model(tokens, attention_mask=mask, **{CACHE: past})
+            steps = [model(tokens[:, :1], attention_mask=longer[:, :end], **{CACHE: past}).logits for end in (14, 15)]
+        return torch.cat(steps)
+
+    theirs = logits(transformers.DynamicCache(config=model.config))
+    accelerate(model)
+    calls.clear()
+    same_logits(logits(PagedCache(model.config)), theirs)
+    assert (calls["paged_attention_varlen"], calls["paged_attention_v1"]) == (2, 0)
 
 
 # On a GPU

@@ -83,6 +83,9 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(routers.values()) == [CHOICES.get(family, "grouped_topk")]
     latent = [name for name in report(model).left_alone if name.endswith("self_attn")]
     assert len(latent) == (2 if "deepseek" in case else 0)
+    if "v3" in case:
+        why = report(model).left_alone[latent[0]]
+        assert "PagedCache: expected keys and values of one shape, got (1, 1, 5, 24) and (1, 1, 5, 8)" in why
     if "window" in case:  # the experts do not break a graph
         torch.compiler.reset()  # other tests may have used up how often a code object is compiled
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -141,6 +144,21 @@ def test_what_is_computed_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(router, "forward", lambda self, x, change=change: change(*original(self, x)))
         accelerate(model)
         assert report(model).left_alone[f"{at}.router"] == why
+
+
+def test_an_approximation_of_an_activation() -> None:
+    """It is not taken for the activation; nor are other numbers of weights, as of LongCat's experts that do nothing."""
+    config = transformers.MixtralConfig(**SIZES | {"num_local_experts": 4, "hidden_act": "gelu_pytorch_tanh"})
+    model = transformers.MixtralForCausalLM(config).eval()
+    accelerate(model)
+    at = "model.layers.0.mlp.experts"
+    assert report(model).left_alone[at] == "its experts compute something else"
+    config.hidden_act = "gelu"
+    model = transformers.MixtralForCausalLM(config).eval()
+    assert at not in report(accelerate(model)).left_alone
+    of_one = model.model.layers[0].mlp.experts
+    of_one.gate_up_proj = torch.nn.Parameter(torch.cat((of_one.gate_up_proj, of_one.gate_up_proj[:2])))
+    assert report(accelerate(model)).left_alone[at] == "its weights are (6, 192, 64) and (4, 64, 96)"
 
 
 @pytest.mark.gpu

@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from pyops._core.host import toolchain
 from pyops.integrations.transformers import PagedCache, Report, accelerate, report, restore
 from pyops.testing import cpu
+from tests.small_models import SIZES
 from tests.test_integrations_transformers import prompts, same_logits, steps
-from tests.test_models import SIZES
 
 PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
 HEADS, WINDOW = {"head_dim": 16}, {"sliding_window": 9}
@@ -58,7 +65,7 @@ def model_of(family: str, seed: int = 1) -> Any:
     torch.manual_seed(seed)
     names = [f"{family}{kind}" for kind in ("TextConfig", "Config", "ForCausalLM", "LMHeadModel")]
     text, plain, *models = (getattr(transformers, name, None) for name in names)
-    config = (text or plain)(**SIZES | {"pad_token_id": 0} | FAMILIES[family])
+    config = (text or plain)(**SIZES | {"pad_token_id": 0} | FAMILIES.get(family, {}))
     model = next(filter(None, models))(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -130,6 +137,49 @@ def test_a_decode_step_is_one_graph() -> None:
     finally:
         torch.compiler.set_stance("default")
         torch.compiler.reset()
+
+
+class Looped(LlamaAttention):  # type: ignore[misc]
+    """Attention that a layer may ask twice, each time for a layer of the cache of its own."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        loop: int = 0,
+        **kwargs: Any,
+    ) -> Any:
+        shape, past = (*hidden_states.shape[:-1], -1, self.head_dim), past_key_values if cache is None else cache
+        parts = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in parts)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past is not None:
+            key, value = past.update(key, value, self.layer_idx + loop)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape[:-2], -1)), weights
+
+
+class Twice(LlamaDecoderLayer):  # type: ignore[misc]
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        between = super().forward(hidden_states, **kwargs)
+        result: torch.Tensor = super().forward(between, loop=2, **kwargs)
+        return result
+
+
+def test_layers_that_run_twice() -> None:
+    """Each time over a layer of the cache of its own, which an argument of the attention says."""
+    model = model_of("Llama")
+    model.config.num_hidden_layers = 4
+    for layer in model.model.layers:
+        layer.__class__, layer.self_attn.__class__ = Twice, Looped
+    exact = steps(model, transformers.DynamicCache(config=model.config), True)
+    accelerate(model)
+    assert any(entry.op.startswith("one product") for entry in report(model).entries)
+    same_logits(steps(model, PagedCache(model.config), True), exact)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyops
-from pyops.integrations.vllm import custom_ops
+from pyops.integrations.vllm import adapters, custom_ops
 from pyops.integrations.vllm.newer import KEYWORDS
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, written
@@ -87,6 +87,31 @@ def test_rows_filled_up_with_zeros() -> None:
         assert same_bits(own, right)
     with pytest.raises(pyops.OpError, match="scaled_fp4_quant: padded_n: expected at least 32, got 16"):
         custom_ops.scaled_fp4_quant(x, scale, padded_n=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "expected"),
+    [("uint4b8", torch.float16, torch.float16), ("float4_e2m1f", torch.uint8, torch.bfloat16)],
+)
+def test_new_products_of_8_bit_activations(kind: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    """They have the dtype of the scales of experts in Marlin's layout, or bfloat16 under powers of two."""
+    lists = pyops.moe_align(torch.zeros(2, 1, dtype=torch.int32), 16, 1)
+    a, weight = torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.zeros(1, 4, 128, dtype=torch.int32)
+    args = (
+        a,
+        None,
+        weight,
+        None,
+        torch.ones(1, 2, 64).to(dtype),
+        torch.ones(2, 1),
+        *[None] * 5,
+        *lists,
+        torch.ones(2, 1),
+    )
+    options = 16, 1, False, pyops.SCALAR_TYPES[kind], 2, 64, 64, True, False, True, False
+    assert custom_ops.moe_wna16_marlin_gemm(*args, *options).dtype == expected
+    adapted = adapters.moe_wna16_marlin_gemm(*args, *options[:3], options[3].id, *options[4:], -1, -1, -1)
+    assert adapted.dtype == expected
 
 
 def test_repacking_of_experts() -> None:

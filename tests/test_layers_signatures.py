@@ -36,6 +36,7 @@ VLLM["TransformersFusedMoE"] = VLLM["FusedMoE"]
 # Arguments of this library alone, by name only: the switches of CustomOp, and what vLLM reads from its configuration.
 ADDED = {name: {"enforce_enable", "compile_native"} for name in ("FastGELU", "MulAndSilu", "NewGELU", "QuickGELU")}
 ADDED["Phi3LongRoPEScaledRotaryEmbedding"] = {"max_model_len"}
+ADDED["MMEncoderAttention"] = {"multimodal_config"}  # of vLLM before 0.16
 ADDED |= {name: {"reduce_results"} for name in ("FusedMoE", "TransformersFusedMoE")}  # of vLLM 0.16
 
 

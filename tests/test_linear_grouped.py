@@ -319,7 +319,7 @@ def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
 @ANY_DEVICE
 def test_cutlass_w4a8_moe_mm(device: str) -> None:
     """Every code in every expert; rows of no expert are left. Numbers are small integers, whose sums are exact."""
-    counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 64, 96, 32
+    counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 80, 96, 32
     codes = packed.draw(-8, 8, experts, n, k)
     scales = packed.draw(-4, 5, experts, k // size, n, seed=1).float().to(FP8)
     w = (codes * scales.double().transpose(1, 2).repeat_interleave(size, 2)).to(FP8).double()
@@ -340,10 +340,12 @@ def test_cutlass_w4a8_moe_mm(device: str) -> None:
 
 
 @ANY_DEVICE
-@pytest.mark.parametrize("with_zeros", [False, True])
-@pytest.mark.parametrize("bit", [4, 8])
-def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
-    """Codes and zero points of either half of a byte; rows of an expert that does not exist become 0."""
+@pytest.mark.parametrize(("bit", "with_zeros", "block"), [(4, False, 16), (4, True, 1), (8, False, 9), (8, True, 32)])
+def test_moe_wna16_gemm(bit: int, with_zeros: bool, block: int, device: str) -> None:
+    """Codes and zero points of either half of a byte; rows of an expert that does not exist become 0.
+
+    Blocks have as many places as vLLM's callers ask for: up to 16, the number of tokens. All there are count.
+    """
     tokens, n, k, groups, top_k = 9, 22, 96, 3, 2
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 2**bit, (3, n, k), generator=generator)
@@ -359,11 +361,13 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, device: str) -> None:
     packed, packed_zeros = codes, zeros
     if bit == 4:
         packed, packed_zeros = codes[:, :, ::2] + 16 * codes[:, :, 1::2], zeros[:, ::2] + 16 * zeros[:, 1::2]
-    lists = [one.to(device) for one in pyops.moe_align(ids, 16, 4)]
+    lists = [one.to(device) for one in pyops.moe_align(ids, block, 4)]
+    used = int(lists[2]) // block
+    lists = [lists[0][: used * block], lists[1][:used], torch.full_like(lists[2], 2**31 - 1)]
     out = torch.full((tokens, top_k, n), 7.0, dtype=BF16, device=device)
     moved = [one.to(device) for one in (packed.byte(), scales, packed_zeros.byte(), weights)]
     points = moved[2] if with_zeros else None
-    pyops.moe_wna16_gemm(x.to(device), out, *moved[:2], points, moved[3], *lists, top_k, 16, 64, 64, bit)
+    pyops.moe_wna16_gemm(x.to(device), out, *moved[:2], points, moved[3], *lists, top_k, block, 64, 64, bit)
     assert_rounded_once(out.cpu(), exact)
 
 

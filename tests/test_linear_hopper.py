@@ -96,7 +96,7 @@ def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) 
             assert_rounded_once(out, (a.double() * wide_a) @ (b.double() * wide_b))
 
 
-# The model's choices for the layers of Llama 3 70B and 8B, and what else was measured (docs/performance.md).
+# The model's choices for the layers of Llama 3 70B and 8B, and what else was measured (docs/performance/products.md).
 CHOICES = [
     (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 112, 1)),
     (64, 28672, 4096, dtypes.bfloat16, False, SwapConfig(64, 112, 1)),

@@ -17,7 +17,7 @@ from pyops.models import Config, Engine, SamplingParams, load
 from pyops.models.experts import Experts
 from pyops.models.linear import Place
 from pyops.models.runner import Part, Runner
-from tests.test_models import teacher_forced
+from tests.small_models import teacher_forced
 
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SIZES: dict[str, Any] = {

@@ -11,7 +11,9 @@ import torch
 import pyops
 from pyops import FusedMoEQuantConfig, OpError
 from pyops._core import config, tuning
+from pyops._core.host.run import HostFunction
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
+from pyops.testing import cpu
 from tests.calls import DEVICES
 from tests.test_linear_grouped import activated, needs_compiler
 from tests.test_linear_products import draw, positive
@@ -79,6 +81,23 @@ def test_fused_experts(
     inplace = moved[0].clone()
     assert pyops.fused_experts(inplace, *moved[1:5], True, activation, **call) is inplace
     assert torch.equal(inplace, out)
+
+
+@needs_compiler
+def test_a_call_of_16_bits_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort, a product with its activation, a product, a sum: inputs are not copied, nor those of the activation."""
+    names: list[str] = []
+    launch = HostFunction.launch
+
+    def noted(function: HostFunction, *args: Any) -> None:
+        names.append(function.kernel.rpartition("/")[2])
+        launch(function, *args)
+
+    monkeypatch.setattr(HostFunction, "launch", noted)
+    x, ids = draw(5, 64, dtype=BF16), torch.zeros(5, 2, dtype=torch.int32)
+    with cpu("kernels"):
+        pyops.fused_experts(x, draw(3, 64, 64, dtype=BF16), draw(3, 64, 32, dtype=BF16), positive(5, 2), ids)
+    assert names == ["moe_align.cu", "grouped_gemm.cu", "grouped_gemm.cu", "moe_sum.cu"]
 
 
 def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -238,6 +257,13 @@ def test_no_tokens() -> None:
         ({"w2": torch.ones(3, 4, 4)}, r"w2: expected shape \(2, 4, 4\), got \(3, 4, 4\)"),
         ({"topk_weights": torch.ones(3, 1)}, r"topk_weights: expected shape \(3, 2\), got \(3, 1\)"),
         ({"hidden_states": torch.ones(3)}, "hidden_states: expected 2 dimensions"),
+        ({"hidden_states": torch.ones(3, 4).double()}, "fused_experts: hidden_states: dtype torch.float64"),
+        ({"w1": torch.ones(2, 8, 4).half()}, "fused_experts: w1: expected dtype float32, got float16"),
+        ({"w2": torch.ones(2, 4, 4).half()}, "fused_experts: w2: expected dtype float32, got float16"),
+        (
+            {"quant_config": FusedMoEQuantConfig(w2_bias=torch.ones(2, 5))},
+            r"fused_experts: w2_bias: expected shape \(num_experts=2, rows=4\), got \(2, 5\)",
+        ),
         ({"quant_config": FusedMoEQuantConfig("int4")}, "quant_config: expected quant_dtype None"),
         ({"quant_config": FusedMoEQuantConfig(FP8, block_shape=[64, 64])}, "expected blocks of 128 x 128"),
         ({"quant_config": FusedMoEQuantConfig(weight_quant_dtype="nvfp4")}, "expected weight_quant_dtype None, int4"),

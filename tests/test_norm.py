@@ -545,7 +545,7 @@ def test_rows_are_counted_in_32_bits() -> None:
 
 @pytest.mark.parametrize(("wanted_vecs", "threads"), [(4, 448), (6, 320), (7, 256)])
 def test_the_shapes_that_were_measured_best_for_rows_of_14336(wanted_vecs: int, threads: int) -> None:
-    """docs/performance.md, "Rows": 448 threads of 4 vectors, 320 of 6 or 256 of 7."""
+    """docs/performance/rows.md: 448 threads of 4 vectors, 320 of 6 or 256 of 7."""
     assert geometry.threads_for_row(14336 // 8, wanted_vecs, wanted_vecs + 2) == threads
 
 

@@ -54,15 +54,17 @@ def _specialisations(op: Op, arch: str, max_texts: int | None) -> list[Specialis
     Few are chosen among the first that a random order of the cases gives, of as many kernels as possible.
     """
     assert op.example is not None
-    situations = (*SITUATIONS, *UNALIGNED.get(arch, ()))
+    model = device.model(arch)
+    situations = [(model, *situation) for situation in (*SITUATIONS, *UNALIGNED.get(arch, ()))]
+    situations += [(replace(model, multiprocessors=1), *SITUATIONS[0])]  # which the tiles of any matrix fill
     cases = list(product(axes.combinations(op), situations))
     if max_texts is not None:
         random.Random(f"{op.name} {arch}").shuffle(cases)
     found: dict[str, Specialisation] = {}
-    for case, (num_tokens, aligned) in cases:
+    for case, (on, num_tokens, aligned) in cases:
         if max_texts is not None and len(found) >= 6 * max_texts:
             break
-        args = op.example(ArgMaker(device.model(arch)), num_tokens=num_tokens, **case)
+        args = op.example(ArgMaker(on), num_tokens=num_tokens, **case)
         for launch in op.launches(*(_placed(arg, aligned) for arg in args)):
             found.setdefault(launch.specialisation.text, launch.specialisation)
     return varied(list(found.values()), max_texts, op.name, lambda one: [one.kernel.file, *one.constants.items()])

@@ -17,7 +17,7 @@ from pyops._core.device import model
 from pyops.ops.quantize._fp4 import Config, Problem, choose
 from pyops.testing import CONTENTS, Layout, filled
 from tests.calls import DEVICES
-from tests.test_quantize import _VALUES, _quietly, absmax, draw, exact, f32, fp8, nearest, new
+from tests.quantize_truth import _VALUES, _quietly, absmax, draw, exact, f32, fp8, nearest, new
 
 __all__ = ["_quietly"]  # a fixture
 

@@ -16,8 +16,8 @@ from pyops._core.example import ArgMaker
 from pyops.ops.quantize.hadamard import Config, Problem, choose
 from pyops.testing import CONTENTS, Layout, assert_close, assert_matches_reference, filled, same_bits, strategies
 from tests.calls import DEVICES
+from tests.quantize_truth import draw, exact, new
 from tests.test_nvrtc import ARCHS, MISSING
-from tests.test_quantize import draw, exact, new
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1 << bits for bits in range(16)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops.testing import CONTENTS, Layout, filled
 from tests.calls import DEVICES
-from tests.test_quantize import _quietly, absmax, draw, exact, f32, fp8, new
+from tests.quantize_truth import _quietly, absmax, draw, exact, f32, fp8, new
 
 __all__ = ["_quietly"]  # a fixture
 

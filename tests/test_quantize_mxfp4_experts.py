@@ -11,7 +11,7 @@ import torch
 import pyops
 from pyops import OpError
 from tests.calls import DEVICES
-from tests.test_quantize import _quietly, absmax, exact, f32, nearest, new
+from tests.quantize_truth import _quietly, absmax, exact, f32, nearest, new
 from tests.test_quantize_fp4 import DTYPES, E2M1, SIXTH, of_experts, untiled
 
 __all__ = ["_quietly"]  # a fixture

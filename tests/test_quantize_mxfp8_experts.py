@@ -12,7 +12,7 @@ import torch
 import pyops
 from pyops import OpError
 from tests.calls import DEVICES
-from tests.test_quantize import _quietly, absmax, exact, f32, new
+from tests.quantize_truth import _quietly, absmax, exact, f32, new
 from tests.test_quantize_fp4 import DTYPES, untiled
 from tests.test_quantize_mxfp4_experts import rows_of
 

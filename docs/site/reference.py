@@ -35,9 +35,6 @@ OTHERS = {
     "transformers": ("pyops.integrations.transformers", "pyops.integrations.transformers", ()),
 }
 
-# Functions that stand on the ops of several families: {module: the family whose page has them}.
-ABOVE_FAMILIES = {"pyops._experts": "moe", "pyops._marlin_experts": "moe"}
-
 
 def families() -> dict[str, str]:
     """{family: its page}, for every family of ops."""
@@ -81,14 +78,7 @@ def _family(name: str, ops: list[Op]) -> str:
         parts.append(f"Measured on an H200: [times and errors](../{RESULTS}/{name}.md).")
     for op in ops:
         parts += [f"::: pyops.{op.name}", _facts(op)]
-    modules = [f"{package.__name__}.", *(module for module, family in ABOVE_FAMILIES.items() if family == name)]
-    functions = [one for one, value in vars(pyops).items() if _is_function_of(tuple(modules), one, value)]
-    return "\n\n".join([*parts, *(f"::: pyops.{one}" for one in sorted(functions))])
-
-
-def _is_function_of(modules: tuple[str, ...], name: str, value: object) -> bool:
-    """Whether it is a public function of one of these modules that is no op itself."""
-    return name not in pyops.registry and inspect.isfunction(value) and value.__module__.startswith(modules)
+    return "\n\n".join([*parts, *(f"::: pyops.{one}" for one in table.functions().get(name, []))])
 
 
 def _facts(op: Op) -> str:

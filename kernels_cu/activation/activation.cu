@@ -5,7 +5,7 @@
 // One vector per thread (chunk.cuh).
 //
 // Constants:
-//     ACT           activation of math.cuh: gelu, gelu_new, gelu_fast, gelu_quick or relu2
+//     ACT           activation of math.cuh: gelu, gelu_new, gelu_fast, gelu_quick, relu2 or silu
 
 #include "chunk.cuh"
 #include "math.cuh"

@@ -32,6 +32,7 @@
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 4 * TILES
 //     PACKED         the caches are [num_blocks, num_kv_heads, HEAD_SIZE / x, BLOCK_SIZE, x] and
 //                    [num_blocks, num_kv_heads, HEAD_SIZE, BLOCK_SIZE]
+//     HEAD_SCALES    each key-value head of codes has its own scales
 //     NUM_KV_HEADS   key-value heads
 //     GROUP          query heads of one key-value head
 //     HEADS          query heads of a block: 8 or 16
@@ -64,7 +65,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  const starts_t* query_start_loc,  // [num_seqs + 1]
                  const float* alibi_slopes,        // [NUM_KV_HEADS * GROUP]
                  const float* sinks,               // [NUM_KV_HEADS * GROUP]
-                 const float* k_scale, const float* v_scale,  // [1]
+                 const float* k_scale, const float* v_scale,  // [1] or [NUM_KV_HEADS]
                  int64_t num_seqs, int64_t num_rows, int64_t num_blocks, int64_t max_tokens, int64_t max_splits,
                  int64_t sliding_window, int64_t min_split, int64_t out_stride, int64_t query_stride,
                  int64_t table_stride, int64_t table_step, int64_t length_step, int64_t key_block_stride,
@@ -149,8 +150,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
 
     __shared__ alignas(16) product_t queries[HEADS * QUERY_STRIDE];
     __shared__ float units[HEADS];
-    const float key_unit = logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * *k_scale : scale, logits_soft_cap);
-    const float value_unit = IS_FP8 ? *v_scale : 1.0f;
+    const float key_unit =
+        logit_unit<HAS_SOFTCAP>(IS_FP8 ? scale * k_scale[HEAD_SCALES ? kv_head : 0] : scale, logits_soft_cap);
+    const float value_unit = IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f;
     prepare_queries(queries, units, num_heads, key_unit, [&](int head) {
         return query + find_row() * query_stride + int64_t(first_head + head) * HEAD_SIZE;
     });

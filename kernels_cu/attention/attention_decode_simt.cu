@@ -40,7 +40,7 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
                       const starts_t* cu_seqlens_q,     // [num_seqs + 1]
                       const float* alibi_slopes,        // [NUM_HEADS]
                       const float* sinks,               // [NUM_HEADS]
-                      const float* k_scale, const float* v_scale,  // [1]
+                      const float* k_scale, const float* v_scale,  // [1] or [NUM_KV_HEADS]
                       int64_t num_rows, int64_t num_seqs, int64_t starts_step, int64_t num_blocks, int64_t max_tokens,
                       int64_t max_splits, int64_t sliding_window, int64_t min_split, int64_t out_stride,
                       int64_t query_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
@@ -76,7 +76,8 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
         q[i] = exists(i) ? to_float(query[row * query_stride + int64_t(head) * HEAD_SIZE + dim_of(i)]) : 0.0f;
         o[i] = 0.0f;
     }
-    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
+    const float unit =
+        logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
     const float slope = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
     const int64_t head_step = blocksparse_head_sliding_step >= 0 ? head * blocksparse_head_sliding_step
                                                                  : -kv_head * blocksparse_head_sliding_step;
@@ -126,7 +127,8 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
     if (warp == 0) {
         const int64_t part = (seq * NUM_HEADS + head) * max_splits + split;
         write_result<float, WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
-            [&](int i, int) { return total[i]; }, max_logit, exp_sum, IS_FP8 ? *v_scale : 1.0f, direct, sinks + head,
+            [&](int i, int) { return total[i]; }, max_logit, exp_sum,
+            IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f, direct, sinks + head,
             out + row * out_stride + int64_t(head) * HEAD_SIZE, lse + head * num_rows + row, tmp_out + part * HEAD_SIZE,
             max_logits + part, exp_sums + part);
     }

@@ -27,6 +27,7 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8
+//     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
 //     GROUP          query heads of one key-value head
 //     TOKENS         keys of a tile; a multiple of 16
@@ -35,84 +36,7 @@
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 
-#include "async.cuh"
-#include "attention.cuh"
-#include "product.cuh"
-
-constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
-constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
-constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
-constexpr int CHUNKS = HEAD_SIZE / 8;  // of 8 elements
-constexpr int STEPS = HEAD_SIZE / 16;
-constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
-constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
-constexpr int64_t NOWHERE = int64_t(1) << 63;       // no address: negative, and aligned for any access
-
-using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries, keys and values: a row for each token
-// VALUES_BY_DIM: values: a row for each head dimension. A SwizzledTile of few tokens would be half empty.
-template <bool FEW> struct dims_tile_of { using type = SwizzledTile<scalar_t, TOKENS / 8>; };
-template <> struct dims_tile_of<true> { using type = PitchedTile<scalar_t, TOKENS + 8>; };
-using dims_tile = dims_tile_of < ON_MATRIX_CORES&& TOKENS<64>::type;
-// Only ldmatrix loads columns of a tile as rows of an operand.
-constexpr bool VALUES_BY_DIM = PACKED || ON_MATRIX_CORES;
-constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
-constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
-constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(HEAD_SIZE) : KEY_BYTES;
-static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
-
-// Copies 8 elements of a cache to shared memory, as T; zeros, and nothing is read, if the elements do not exist.
-DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
-    if constexpr (IS_FP8) {
-        Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
-        if (exists) {
-            float x[8];
-            Vec<cache_t, 8>::load(from).to_floats(x);
-            chunk = Vec<scalar_t, 8>::from_floats(x);
-        }
-        *reinterpret_cast<uint4*>(to) = chunk.template word<8>(0);
-    } else {
-        cp_async<16>(to, from, exists);
-    }
-}
-
-// Calls f(i, n) for every n-th i < ITEMS of a thread. Copies that are held need each n when the kernel is compiled.
-template <int ITEMS, typename F>
-DEVICE void each_item(F f) {
-    if constexpr (HOLDS_COPIES) {
-#pragma unroll
-        for (int n = 0; n < ceil_div(ITEMS, NUM_THREADS); ++n) {
-            const int i = threadIdx.x + n * NUM_THREADS;
-            if (ITEMS % NUM_THREADS == 0 || i < ITEMS) f(i, n);
-        }
-    } else {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < ITEMS; i += NUM_THREADS) f(i, 0);
-    }
-}
-
-// Copies that are held: 8 elements of the cache each, as they are.
-constexpr int CODE_WORDS = 2 * sizeof(cache_t), WORD_CODES = 4 / sizeof(cache_t);
-template <int ITEMS> using held_t = uint32_t[HOLDS_COPIES ? ceil_div(ITEMS, NUM_THREADS) : 1][CODE_WORDS];
-DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
-    Vec<scalar_t, 8> elements;
-#pragma unroll
-    for (int i = 0; i < CODE_WORDS; ++i) {
-        uint32_t pairs[2] = {words[i]};
-        if constexpr (IS_FP8) fp8_to_pairs<scalar_t, cache_t>(words[i], pairs);
-#pragma unroll
-        for (int j = 0; j < WORD_CODES / 2; ++j) {
-            elements.template word<2>((i * WORD_CODES / 2 + j) * 2) = pairs[j];
-        }
-    }
-    return elements;
-}
-
-// Operand b of O += P V: tokens from 16 * k on of 16 dimensions from 16 * step on.
-template <bool BY_DIM>
-DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, int step, int lane) {
-    if constexpr (BY_DIM) load_columns(b, dims_tile{values}, step * 16, k, lane);
-    else load_transposed(b, rows_tile{values}, k * 16, step, lane);
-}
+#include "varlen_tiles.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_SIZE]
@@ -125,7 +49,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
                  const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                  const float* alibi_slopes,     // [num_heads]
                  const float* sinks,            // [num_heads]
-                 const float* k_scale, const float* v_scale,  // [1]
+                 const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
                  int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
                  int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
                  int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
@@ -134,8 +58,6 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    // Of two tiles: where the key of each token, and then the value of each token, lies in the caches, or NOWHERE; and
-    // which warps have met a NOWHERE.
     __shared__ int64_t places[2][2 * TOKENS];
     __shared__ bool holes[2][NUM_WARPS];
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -170,13 +92,6 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     const int first = int(max(limit_of(tile_row) - window + 1, int64_t(0)));
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
-    const auto keys_at = [&](int stage) {
-        return rows_tile{reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + (STAGES == 1 ? 0 : stage) * KEY_BYTES)};
-    };
-    const auto values_at = [&](int stage) {
-        return reinterpret_cast<scalar_t*>(shared + QUERY_BYTES + STAGES * KEY_BYTES +
-                                           (STAGES == 1 ? 0 : stage) * VALUE_BYTES);
-    };
 
     // The queries go to shared memory.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
@@ -189,8 +104,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
     }
 
-    // A thread finds the place of one key or value of a tile with place_at, and writes it to shared memory with
-    // note_place when the memory is free.
+    // A thread finds the place of one key or value of a tile with place_at, and notes it when the memory is free.
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
@@ -200,92 +114,9 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
         return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
     };
-    const auto note_place = [&](int stage, int64_t place) {
-        const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && place < 0);
-        if (threadIdx.x < 2 * TOKENS) places[stage][threadIdx.x] = place;
-        if (lane == 0) holes[stage][warp] = is_hole;
-    };
-    const cache_t* const keys_from = key_cache + kv_head * key_head_stride;
-    const cache_t* const values_from = value_cache + kv_head * value_head_stride;
-    held_t<TOKENS * CHUNKS> held_keys, held_values;
-    const auto load_keys = [&](int stage) {
-        const rows_tile keys = keys_at(stage);
-        each_item<TOKENS * CHUNKS>([&](int i, int n) {
-            const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
-            const int64_t place = places[stage][row];
-            const cache_t* const from = keys_from + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim);
-            if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held_keys[n], from, place >= 0);
-            else copy_chunk(keys.at(row, chunk), from, place >= 0);
-        });
-        cp_async_commit();
-    };
-    const auto store_keys = [&] {
-        if constexpr (HOLDS_COPIES) {
-            each_item<TOKENS * CHUNKS>([&](int i, int n) {
-                *reinterpret_cast<Vec<scalar_t, 8>*>(keys_at(0).at(i / CHUNKS, i % CHUNKS)) = elements_of(held_keys[n]);
-            });
-        }
-    };
-    // The token and the chunk of item i of values. By dimensions, neighbouring threads have neighbouring tokens, whose
-    // elements of a dimension lie next to each other.
-    const auto token_of = [](int i) { return VALUES_BY_DIM ? i / 2 % TOKENS : i / CHUNKS; };
-    const auto chunk_of = [](int i) { return VALUES_BY_DIM ? i % 2 + i / (2 * TOKENS) * 2 : i % CHUNKS; };
-    const auto load_values = [&](int stage) {
-        scalar_t* const to = values_at(stage);
-        const int64_t* const value_places = places[stage] + TOKENS;
-        if constexpr (PACKED) {
-            each_item<HEAD_SIZE*(TOKENS / 8)>([&](int i, int n) {
-                const int dim = i / (TOKENS / 8), chunk = i % (TOKENS / 8);
-                scalar_t* const run = dims_tile{to}.at(dim, chunk);
-                const int64_t place = value_places[chunk * 8];
-                if (place >= 0 && value_places[chunk * 8 + 7] >= 0) {
-                    if constexpr (HOLDS_COPIES) {
-                        hold<CODE_WORDS * 4>(held_values[n], values_from + place + dim * BLOCK_SIZE, true);
-                    } else {
-                        copy_chunk(run, values_from + place + dim * BLOCK_SIZE, true);
-                    }
-                } else {  // a value that is not seen becomes 0: it may be NaN, and 0 times NaN is NaN
-                    Vec<cache_t, 8> codes = Vec<cache_t, 8>::full(0.0f);
-                    for (int k = 0; k < 8; ++k) {
-                        const int64_t at = value_places[chunk * 8 + k];
-                        if constexpr (!HOLDS_COPIES) {
-                            run[k] = from_float<scalar_t>(at < 0 ? 0.0f : to_float(values_from[at + dim * BLOCK_SIZE]));
-                        } else if (at >= 0) {
-                            codes.data[k] = values_from[at + dim * BLOCK_SIZE];
-                        }
-                    }
-#pragma unroll
-                    for (int j = 0; HOLDS_COPIES && j < CODE_WORDS; ++j) {
-                        held_values[n][j] = codes.template word<WORD_CODES>(j * WORD_CODES);
-                    }
-                }
-            });
-        } else {
-            each_item<TOKENS * CHUNKS>([&](int i, int n) {
-                const int row = token_of(i), chunk = chunk_of(i);
-                const int64_t place = value_places[row];
-                const cache_t* const from = values_from + place + chunk * 8;
-                if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held_values[n], from, place >= 0);
-                else copy_chunk(rows_tile{to}.at(row, chunk), from, place >= 0);
-            });
-        }
-        cp_async_commit();
-    };
-    const auto store_values = [&] {
-        if constexpr (HOLDS_COPIES) {
-            const dims_tile values{values_at(0)};
-            each_item<TOKENS * CHUNKS>([&](int i, int n) {
-                const Vec<scalar_t, 8> elements = elements_of(held_values[n]);
-                if constexpr (PACKED) {
-                    *reinterpret_cast<Vec<scalar_t, 8>*>(values.at(i / (TOKENS / 8), i % (TOKENS / 8))) = elements;
-                } else {
-                    const int row = token_of(i), chunk = chunk_of(i);
-#pragma unroll
-                    for (int k = 0; k < 8; ++k) values.at(chunk * 8 + k, row / 8)[row % 8] = elements.data[k];
-                }
-            });
-        }
-    };
+    held_t held_keys, held_values;
+    const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
+                      value_cache + kv_head * value_head_stride};
 
     constexpr int OUT_SUMS = STEPS * COLUMN_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
@@ -299,27 +130,28 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     for (int i = 0; i < ROW_TILES * OUT_SUMS; ++i) {
         o[i / OUT_SUMS][i / PRODUCT_SUMS % (STEPS * COLUMN_TILES)][i % PRODUCT_SUMS] = 0.0f;
     }
-    const float unit = logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap);
+    const float unit =
+        logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
 
     int start = first / TOKENS * TOKENS, stage = 0;
     if (start <= last) {
-        note_place(0, place_at(start));
-        note_place(1, place_at(start + TOKENS));
+        tiles.note_place(0, place_at(start));
+        tiles.note_place(1, place_at(start + TOKENS));
         __syncthreads();
-        load_keys(0);
-        store_keys();
-        load_values(0);
+        tiles.load_keys(0, held_keys);
+        tiles.store_keys(held_keys);
+        tiles.load_values(0, held_values);
     }
     for (; start <= last; start += TOKENS, stage ^= 1) {
         const bool more = start + TOKENS <= last;
         cp_async_wait<1>();
         __syncthreads();
-        store_values();
-        if (more) load_keys(stage ^ 1);
+        tiles.store_values(held_values);
+        if (more) tiles.load_keys(stage ^ 1, held_keys);
         else cp_async_commit();
 
         // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
-        const rows_tile keys = keys_at(stage);
+        const rows_tile keys = tiles.keys_at(stage);
         constexpr int LOGITS = TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // of a thread, of 16 rows
         float s[ROW_TILES][TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
 #pragma unroll
@@ -344,9 +176,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         }
 
         // Whether every row sees every token.
-        bool whole = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
-#pragma unroll
-        for (int w = 0; w < NUM_WARPS; ++w) whole &= !holes[stage][w];
+        const bool in_view = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
+        const bool whole = in_view & tiles.is_whole(stage);
         // In the plain case products take the place of logits, up to the factor `unit`, which the exponential applies.
         const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
         const float factor = plain ? unit : 1.0f;
@@ -427,13 +258,13 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
 
         cp_async_wait<1>();
         __syncthreads();
-        if (more) store_keys();
-        if (more) load_values(stage ^ 1);
+        if (more) tiles.store_keys(held_keys);
+        if (more) tiles.load_values(stage ^ 1, held_values);
         else cp_async_commit();
         const int64_t place = place_at(start + 2 * TOKENS);
 
         // O += P V.
-        scalar_t* const values = values_at(stage);
+        scalar_t* const values = tiles.values_at(stage);
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
 #pragma unroll
@@ -447,7 +278,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
                 }
             }
         }
-        note_place(stage, place);
+        tiles.note_place(stage, place);
     }
     cp_async_wait<0>();
 
@@ -461,14 +292,9 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
         if (row >= num_rows) continue;
         const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
-        float shrink = 1.0f;
-        if (HAS_SINKS) {
-            const float sink = sinks[head] * LOG2_E, larger = fmaxf(row_max, sink);
-            shrink = relative_exp2(row_max, larger);
-            row_sum = row_sum * shrink + relative_exp2(sink, larger);
-            row_max = larger;
-        }
-        const float factor = shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? *v_scale : 1.0f));
+        const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+        const float factor =
+            shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
         scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + t;
 #pragma unroll
         for (int l = 0; l < STEPS * COLUMN_TILES * ROW_SUMS; l += 2) {
@@ -477,8 +303,6 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
             store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);
             pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);
         }
-        if (HAS_LSE && t == 0) {
-            lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
-        }
+        if (HAS_LSE && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
     }
 }

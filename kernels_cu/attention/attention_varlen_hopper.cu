@@ -28,6 +28,7 @@
 //     QUERY_STAGES   work items whose queries are in shared memory
 //     CONSUMERS      warpgroups with rows: 2 or 3
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
+//     HEAD_SCALES    each key-value head of codes has its own scales; logits are then products, up to a factor
 //     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
@@ -47,13 +48,14 @@ template <bool VALUE> struct IsFirst { static constexpr bool value = VALUE; };
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 constexpr float SLACK = 8.0f;
-// Elements of a thread whose exponentials come before the wait for the product before: docs/performance.md, "The wait for
-// the product before".
+// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
+// wait for the product before".
 constexpr int BEFORE_WAIT = HAS_SOFTCAP ? TOKENS / 2 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
+static_assert(!HEAD_SCALES || !(HAS_SOFTCAP || HAS_ALIBI));
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
@@ -71,7 +73,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         const starts_t* cu_seqlens_q,                 // [num_seqs + 1]
                         const float* alibi_slopes,                    // [num_heads]
                         const float* sinks,                           // [num_heads]
-                        const float* k_scale, const float* v_scale,   // [1]
+                        const float* k_scale, const float* v_scale,   // [1] or [num_kv_heads]
                         float* tmp_out,                               // [num_tokens, num_heads, max_splits, HEAD_SIZE]
                         float* max_logits,                            // [num_tokens, num_heads, max_splits]
                         float* exp_sums,                              // [num_tokens, num_heads, max_splits]
@@ -113,7 +115,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const int g = lane / 4, t = lane % 4;
     const int first_row = warpgroup * 64, own_row = first_row + warp * 16 + g;  // own_row and own_row + 8
     const float product_unit = scale * (IS_FP8 ? *k_scale : 1.0f);
-    const float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
+    float unit = logit_unit<HAS_SOFTCAP>(product_unit, logits_soft_cap);
     const CapSeries<2> short_series(product_unit, logits_soft_cap);
     const CapSeries<3> series(product_unit, logits_soft_cap);
     const CapSeries<5> long_series(product_unit, logits_soft_cap);
@@ -159,6 +161,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     start_logits();
     while (works[tiles.query.stage].tokens > 0) {
         const Work work = works[tiles.query.stage];
+        if (IS_FP8 && HEAD_SCALES) unit = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
         const int limits[2] = {work.limit_of(own_row), work.limit_of(own_row + 8)};
         int firsts[2];
         float slopes[2];

@@ -122,6 +122,21 @@ DEVICE float relative_exp2(float x, float max_logit) {
     return estimate_exp2(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
 }
 
+// Counts a sink, a logit without a value, in a row's largest logit (in units of log 2) and its sum of exponentials.
+// Returns the factor that brings what was summed up under the old largest logit to the new one.
+DEVICE float count_sink(float sink, float& max_logit, float& exp_sum) {
+    const float logit = sink * LOG2_E, larger = fmaxf(max_logit, logit);
+    const float factor = relative_exp2(max_logit, larger);
+    exp_sum = exp_sum * factor + relative_exp2(logit, larger);
+    max_logit = larger;
+    return factor;
+}
+
+// The log-sum-exp of a row, from its largest logit (in units of log 2) and the sum of exponentials relative to it.
+DEVICE float log_sum_exp(float max_logit, float exp_sum) {
+    return exp_sum == 0.0f ? minus_infinity() : max_logit * LN_2 + logf(exp_sum);
+}
+
 // Values may be as large as floats are: a sum of them under probabilities would overflow, although their mean is a float.
 // Probabilities that values are multiplied by, in products of type T, are therefore scaled down by 2^HEADROOM<T>: a
 // sequence has fewer than 2^32 tokens. float16 has no room for such probabilities, and no values that need them.
@@ -305,22 +320,13 @@ DEVICE void write_result(F total, float max_logit, float exp_sum, float value_un
         }
     };
     exp_sum *= FULL_SCALE<Q>;
-    float sum_with_sink = exp_sum, factor = 1.0f;
-    if (HAS_SINKS && direct) {
-        const float sink_logit = *sink * LOG2_E, larger = fmaxf(max_logit, sink_logit);
-        factor = relative_exp2(max_logit, larger);
-        sum_with_sink = exp_sum * factor + relative_exp2(sink_logit, larger);
-        max_logit = larger;
-    }
+    const float factor = HAS_SINKS && direct ? count_sink(*sink, max_logit, exp_sum) : 1.0f;
     // Results under a PARTITION carry the formula's epsilon of 1e-6, as final ones do. Other splits get it when they
     // are joined, and 1e-20 here, which only guards against 0 / 0.
-    const float scale =
-        factor / (sum_with_sink + (direct || PARTITION ? 1e-6f : 1e-20f)) * (FULL_SCALE<Q> * value_unit);
+    const float scale = factor / (exp_sum + (direct || PARTITION ? 1e-6f : 1e-20f)) * (FULL_SCALE<Q> * value_unit);
     if (direct) {
         each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * scale); });
-        if (HAS_LSE && thread == 0) {
-            *lse = sum_with_sink == 0.0f ? minus_infinity() : max_logit * LN_2 + logf(sum_with_sink);
-        }
+        if (HAS_LSE && thread == 0) *lse = log_sum_exp(max_logit, exp_sum);
     } else {
         each_element([&](int i, int e) { partial_out[i] = from_float<P>(total(i, e) * scale); });
         if (thread == 0) {

@@ -104,17 +104,22 @@ template <int BITS> struct packed_marlin_8 {
     }
 };
 
+// The last sixteen columns of an odd number of them are half a tile, of which a lane has two words.
 template <int BITS> struct packed_w4a8 {
     static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
-        const int row = int(k % 32), column = int(n % 32);
-        const int64_t tile = int64_t(k / 32) * (size.columns / 32) + n / 32;
-        return code_of_tile<BITS>(words, tile, column % 8 * 4 + row % 16 / 4, column / 8, 0, row / 16 * 4 + row % 4);
+        const uint32_t row = k % 32, column = n % 32, lane = column % 8 * 4 + row % 16 / 4;
+        const int64_t tile = int64_t(k / 32) * size.columns * BITS + n / 32 * MARLIN_TILE_WORDS<BITS>;
+        const uint32_t word = words[tile + lane * lane_words(size, n / 32) + column / 8];
+        return word >> (row / 16 * 4 + row % 4) * BITS & CODE_MASK<BITS>;
     }
     static DEVICE Element element(uint64_t word, int field, const PackedSize& size) {
-        const uint32_t tiles = size.columns / 32, tile = uint32_t(word / MARLIN_TILE_WORDS<BITS>);
-        const uint32_t at = word % MARLIN_TILE_WORDS<BITS>, lane = at / BITS;
-        return {tile / tiles * 32 | lane % 4 * 4 | field / 4 * 16 | field % 4,
-                tile % tiles * 32 | at % BITS * 8 | lane / 4};
+        const uint32_t row_words = size.columns * BITS, row_tile = uint32_t(word / row_words);
+        const uint32_t rest = uint32_t(word % row_words), tile = rest / MARLIN_TILE_WORDS<BITS>;
+        const uint32_t at = rest % MARLIN_TILE_WORDS<BITS>, of_lane = lane_words(size, tile), lane = at / of_lane;
+        return {row_tile * 32 | lane % 4 * 4 | field / 4 * 16 | field % 4, tile * 32 | at % of_lane * 8 | lane / 4};
+    }
+    static DEVICE uint32_t lane_words(const PackedSize& size, uint32_t tile) {
+        return tile < size.columns / 32 ? BITS : BITS / 2;
     }
 };
 

@@ -29,7 +29,8 @@ struct Results {
                       const float (&exp_sum)[2]) const {
         // The thread's place is made anew here: products leave no registers that could keep it.
         const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
-        const float unit = FULL_SCALE<scalar_t> * (!is_same<cache_t, scalar_t> ? *v_scale : 1.0f);
+        const float unit =
+            FULL_SCALE<scalar_t> * (!is_same<cache_t, scalar_t> ? v_scale[HEAD_SCALES ? work.kv_head : 0] : 1.0f);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float row_max = max_logit[half], row_sum = exp_sum[half];

@@ -236,25 +236,31 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) gemm_packed_narrow(
         to[2] += four.z;
         to[3] += four.w;
     }
-    // A lane has four rows of eight columns, RUN of which lie side by side: number i is of product and half (i / 2, i % 2),
-    // of layout_exllama (i % 4, i / 4).
+    // A lane has four rows of eight columns, RUN of which lie side by side: number `at` is of product and half
+    // (at / 2, at % 2), of layout_exllama (at % 4, at / 4). What belongs to a run of columns is loaded once.
     constexpr int RUN = LAYOUT == layout_awq ? 8 : LAYOUT == layout_exllama ? 4 : 1;
+    const auto product_of = [](int at) { return LAYOUT == layout_exllama ? at % 4 : at / 2; };
+    const auto half_of = [](int at) { return LAYOUT == layout_exllama ? at / 4 : at % 2; };
+    const auto column_of = [&](int at) {
+        return int64_t(first_column) + warp * TILE_N + Unit::column(lane / 4, product_of(at), half_of(at));
+    };
 #pragma unroll
-    for (int i = 0; i < 4 * TILES * 2; i += RUN) {
-        const int of_row = i / (TILES * 2), row = first_row + of_row / 2 * 8 + lane % 4 * 2 + of_row % 2;
-        Vec<out_t, RUN> run;
-        int64_t first = 0;
+    for (int i = 0; i < TILES * 2; i += RUN) {
+        decltype(epilogue.column(0)) columns[RUN];
 #pragma unroll
-        for (int j = RUN - 1; j >= 0; --j) {
-            const int at = (i + j) % (TILES * 2);
-            const int product = LAYOUT == layout_exllama ? at % 4 : at / 2,
-                      h = LAYOUT == layout_exllama ? at / 4 : at % 2;
-            first = first_column + warp * TILE_N + Unit::column(lane / 4, product, h);
-            const float x = totals[product][of_row / 2 * 4 + h * 2 + of_row % 2] * codes_t::RAW_FACTOR;
-            const auto column = epilogue.column(min(first, n - 1));
-            const float y = epilogue.value(epilogue.row(min(int64_t(row), m - 1)), column, x);
-            run.data[j] = from_float<out_t>(ACTIVATION<out_t>(y));
+        for (int j = 0; j < RUN; ++j) columns[j] = epilogue.column(min(column_of(i + j), n - 1));
+#pragma unroll
+        for (int of_row = 0; of_row < 4; ++of_row) {
+            const int64_t row = first_row + of_row / 2 * 8 + lane % 4 * 2 + of_row % 2;
+            const auto row_scale = epilogue.row(min(row, m - 1));
+            Vec<out_t, RUN> run;
+#pragma unroll
+            for (int j = 0; j < RUN; ++j) {
+                const float sum = totals[product_of(i + j)][of_row / 2 * 4 + half_of(i + j) * 2 + of_row % 2];
+                const float x = epilogue.value(row_scale, columns[j], sum * codes_t::RAW_FACTOR);
+                run.data[j] = from_float<out_t>(ACTIVATION<out_t>(x));
+            }
+            if (row < m && column_of(i) < n) run.store(out + row * out_stride + column_of(i));
         }
-        if (row < m && first < n) run.store(out + row * out_stride + first);
     }
 }

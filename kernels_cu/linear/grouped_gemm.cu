@@ -248,19 +248,28 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 float scaled[PART_N / 2];
 #pragma unroll
                 for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
-                const auto factors_of = [&](int step) {
+                // Where scales of the next step lie: of the thread's rows, and of the warpgroup's columns.
+                const float *row_scales[2], *column_scales[FACTORS];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) row_scales[i] = a_scales + max(own_rows[i], 0) / int(top_k) * a_scale_step;
+#pragma unroll
+                for (int i = 0; i < FACTORS; ++i) {
+                    const int64_t other = STRADDLES ? BOX_N - 1 : n;
+                    const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
+                    const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
+                    column_scales[i] = expert_scales + block * b_scale_step;
+                }
+                const auto next_factors = [&](bool is_other_step) {
                     Factors factors;
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        const int a_row = max(own_rows[i], 0) / int(top_k);
-                        factors.rows[i] = a_scales[a_row * a_scale_step + step * a_scale_block_step];
+                        if (is_other_step) row_scales[i] += a_scale_block_step;
+                        factors.rows[i] = *row_scales[i];
                     }
 #pragma unroll
                     for (int i = 0; i < FACTORS; ++i) {
-                        const int64_t other = STRADDLES ? BOX_N - 1 : n;
-                        const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
-                        const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
-                        factors.columns[i] = expert_scales[step * b_scale_block_step + block * b_scale_step];
+                        if (is_other_step) column_scales[i] += b_scale_block_step;
+                        factors.columns[i] = *column_scales[i];
                     }
                     return factors;
                 };
@@ -281,10 +290,10 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                 };
                 // Scales are asked for when the products of a step have started, which then hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {
-                    Factors factors = factors_of(0);
+                    Factors factors = next_factors(false);
                     for (int step = 0; step < steps; ++step, ring.advance()) {
                         multiply(d[0], false);
-                        const Factors next = factors_of(min(step + 1, steps - 1));
+                        const Factors next = next_factors(step + 1 < steps);
                         warpgroup_wait<0>();
                         ring.release(ring.stage);
                         add(d[0], factors);
@@ -294,7 +303,7 @@ grouped_gemm(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes
                     Factors factors[2];
                     const auto start = [&](int step, int now) {
                         multiply(d[now], false);
-                        factors[now] = factors_of(step);
+                        factors[now] = next_factors(step > 0);
                     };
                     start(0, 0);
                     // Starts step `step` into set `now`, and adds up the step before meanwhile.

@@ -1,6 +1,9 @@
-// zero_rows: rows[m, n] = 0.
+// zero_rows: rows[m, n] = 0; and where lists of experts' rows are given whose blocks are to have more places,
 //
-// A thread takes eight neighbours of all elements.
+//     padded_ids[b * padded_size + i] = sorted_token_ids[b * block_size + i], for i < block_size, else -1: no row
+//     padded_count = padded_size * (num_tokens_post_pad / block_size)
+//
+// A thread takes eight neighbours of all elements, and a place of the padded blocks.
 //
 // Constants
 //     scalar_t      element type of rows
@@ -9,12 +12,26 @@
 
 constexpr int PER_THREAD = 8;
 
-extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) zero_rows(scalar_t* rows,  // [num_rows, n]
-                                                                   int64_t num_rows, int64_t n, int64_t stride) {
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+zero_rows(scalar_t* rows,                      // [num_rows, n]
+          const int32_t* sorted_token_ids,     // [num_blocks * block_size]
+          const int32_t* num_tokens_post_pad,  // one element
+          int32_t* padded_ids,                 // [num_blocks * padded_size]; or null
+          int32_t* padded_count,               // one element; or null
+          int64_t num_rows, int64_t n, int64_t stride, int64_t num_blocks, int64_t block_size, int64_t padded_size) {
     await_previous_kernel();
-    const int64_t first = (int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x) * PER_THREAD;
+    const int64_t thread = int64_t(blockIdx.x) * NUM_THREADS + threadIdx.x, first = thread * PER_THREAD;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
         if (first + i < num_rows * n) rows[(first + i) / n * stride + (first + i) % n] = from_float<scalar_t>(0.0f);
+    }
+    if (padded_ids == nullptr) return;
+    if (thread < num_blocks * padded_size) {
+        const int64_t block = thread / padded_size, i = thread % padded_size;
+        padded_ids[thread] = i < block_size ? sorted_token_ids[block * block_size + i] : -1;
+    }
+    if (thread == 0) {
+        const int64_t blocks = min(max(int64_t(*num_tokens_post_pad), int64_t(0)) / block_size, num_blocks);
+        *padded_count = int32_t(blocks * padded_size);
     }
 }

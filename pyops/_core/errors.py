@@ -5,7 +5,7 @@ The `args` of an error are those of its constructor, and `__str__` makes the mes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import kernels_cu
@@ -23,6 +23,10 @@ class OpError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.op}: {self.argument}: {self.message}"
+
+    def within(self, function: str, names: Mapping[str, str]) -> OpError:
+        """The error of a function that has called the op: `names` are what it calls the op's arguments."""
+        return OpError(function, names.get(self.argument, self.argument), self.message)
 
 
 class MissingDependencyError(ImportError):

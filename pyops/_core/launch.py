@@ -19,6 +19,7 @@ from .lazy import cupy
 from .workspace import Workspaces
 
 _MAX_STREAMS = 64
+_MAX_BLOCKS = 2**31 - 1, 65535, 65535  # of a launch along x, y and z, by CUDA and by HIP
 
 
 class Streams(dict[int, Callable[[], Any]]):
@@ -69,6 +70,8 @@ def bind(
     device's runtime refuses, and for a tensor map that it does not have.
     """
     for launch in launches:
+        if any(count > most for count, most in zip(launch.grid, _MAX_BLOCKS, strict=True)):
+            raise OpError(op, tensors[0], f"needs {launch.grid} blocks, but a launch has at most {_MAX_BLOCKS}")
         threads = launch.grid[0] * launch.block[0]
         if threads >= 2**32 and threads > (limit := device.get(index).max_threads_x):
             raise OpError(op, tensors[0], f"needs {threads} threads, but a launch on this device has at most {limit}")

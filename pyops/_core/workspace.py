@@ -88,31 +88,46 @@ class _Map:
 
 
 # Zeros by (device, stream). Graphs hold their addresses, so a piece that has become too small is kept, too.
-_zeros: dict[tuple[int, int], list[Any]] = {}
+_zeros: dict[tuple[int, int], list[_Zeros]] = {}
+# By device, zeros for streams that are captured before they have had an eager call: torch.cuda.graph captures on a
+# stream of its own. A piece is as large as the largest of `_zeros`.
+_spare: dict[int, list[_Zeros]] = {}
+_SPARE_PIECES = 2  # streams that may be captured so, at least, until an eager call needs more memory than there is
+_MIN_BYTES = 1 << 16
 
 
 def zeros(op: str, index: int, stream: int, nbytes: int) -> int:
     """The address of at least `nbytes` zeros, for launches on the stream, each of which leaves them zero.
 
-    Raises CaptureError if more memory is needed while the stream is captured into a graph.
+    Raises CaptureError if more memory is needed while the stream is captured into a graph, and no spare piece is left.
     """
     kept = _zeros.setdefault((index, stream), [])
     if not kept or kept[-1].nbytes < nbytes:
         with cupy.cuda.Device(index):
             on = cupy.cuda.ExternalStream(stream, index)
+            spare = _spare.setdefault(index, [])
             if on.is_capturing():
-                raise CaptureError(op, f"workspace of {nbytes} bytes")
-            with on:
-                # Memory outside of any pool: no other allocation may have it, and none waits for it.
-                memory = cupy.cuda.Memory(max(nbytes, 1 << 16))
-                cupy.cuda.runtime.memsetAsync(memory.ptr, 0, memory.size, stream)
-            kept.append(_Zeros(memory))
-    return int(kept[-1].address)
+                if not spare or spare[-1].nbytes < nbytes:
+                    raise CaptureError(op, f"workspace of {nbytes} bytes")
+                kept.append(spare.pop())
+            else:
+                size = max([nbytes, _MIN_BYTES, *(piece.nbytes for piece in spare)])
+                spare[:] = [piece for piece in spare if piece.nbytes == size]
+                with on:
+                    made = [_Zeros(size, stream) for _ in range(1 + _SPARE_PIECES - len(spare))]
+                on.synchronize()  # a graph may be launched on any stream
+                kept.append(made.pop())
+                spare += made
+    return kept[-1].address
 
 
 class _Zeros:
-    def __init__(self, memory: Any) -> None:
-        self.memory, self.address, self.nbytes = memory, memory.ptr, memory.size
+    """Zeros outside of any pool: no other allocation may have this memory, and none waits for it."""
+
+    def __init__(self, nbytes: int, stream: int) -> None:
+        self.memory, self.nbytes = cupy.cuda.Memory(nbytes), nbytes
+        self.address = int(self.memory.ptr)
+        cupy.cuda.runtime.memsetAsync(self.address, 0, nbytes, stream)
 
 
 def on_host(workspaces: Workspaces) -> tuple[Any, list[Range], Callable[[str], None]]:

@@ -1,13 +1,20 @@
-"""The table of all ops: for a terminal, and as the page docs/ops.md."""
+"""The table of all ops and of the functions that stand on them: for a terminal, and as the page docs/ops.md."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
+from typing import Any
+
+import pyops
 
 from .. import axes
 from .._core import device
 from .._core.op import Op, registry
+
+# Functions that stand on the ops of several families: {module: the family whose page has them}.
+ABOVE_FAMILIES = {"pyops._experts": "moe", "pyops._marlin_experts": "moe"}
 
 
 def summary(op: Op) -> str:
@@ -25,8 +32,9 @@ def element_types(op: Op) -> list[str]:
 
 
 def text() -> str:
-    """One line per op: name, element types, what it does."""
+    """One line per op: name, element types, what it does; then one per function, without element types."""
     rows = [(op.name, "; ".join(element_types(op)), summary(op)) for op in registry.values()]
+    rows += [(name, "", _first_sentence(name)) for names in functions().values() for name in names]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {types:{widths[1]}}  {what}" for name, types, what in rows)
 
@@ -40,35 +48,66 @@ def families() -> dict[str, list[Op]]:
     return dict(sorted(found.items()))
 
 
+def functions() -> dict[str, list[str]]:
+    """{family: the public functions of `pyops` that belong to it and are no ops}, both in alphabetical order."""
+    found: dict[str, list[str]] = {}
+    for name, one in sorted(vars(pyops).items()):
+        if name[0] != "_" and name not in registry and inspect.isfunction(one):
+            _, _, of_ops = one.__module__.partition("pyops.ops.")
+            if family_of_it := ABOVE_FAMILIES.get(one.__module__) or of_ops.partition(".")[0]:
+                found.setdefault(family_of_it, []).append(name)
+    return dict(sorted(found.items()))
+
+
 def family(op: Op) -> str:
     """The module or package that declares `op`, without the packages around it: ``"norm"`` of pyops.ops.norm.rms."""
     return op.reference.__module__.removeprefix("pyops.").removeprefix("ops.").partition(".")[0]
 
 
 def page() -> str:
-    """The page docs/ops.md: a table for each family, with links to the wrappers and to the kernels."""
-    counted = sum(map(len, families().values()))
+    """The page docs/ops.md: tables for each family, with links to the wrappers and to the kernels."""
+    of_ops, others = families(), functions()
+    counted = sum(map(len, of_ops.values()))
     lines = [
         "# Ops",
         "",
         f"{counted} ops, each a function of `pyops` and of `torch.ops.pyops`. Element types of `dtype` stand alone,",
-        "others are named. `python -m pyops show OP` prints signature and docstring. This page is the output of",
-        "`python -m pyops list --markdown`.",
+        "others are named. `python -m pyops show OP` prints signature and docstring. Functions of `pyops` that stand",
+        "on ops follow those of their family. This page is the output of `python -m pyops list --markdown`.",
     ]
-    for name, ops in families().items():
-        lines += ["", f"## {name}", "", "| op | what it does | element types | kernels |", "|---|---|---|---|"]
-        lines += map(_row, ops)
+    for name in sorted({*of_ops, *others}):
+        lines += ["", f"## {name}"]
+        if ops := of_ops.get(name):
+            lines += ["", "| op | what it does | element types | kernels |", "|---|---|---|---|", *map(_row, ops)]
+        if names := others.get(name):
+            lines += ["", "| function | what it does |", "|---|---|", *map(_row_of_function, names)]
     return "\n".join(lines)
 
 
 def _row(op: Op) -> str:
     files = dict.fromkeys(one.specialisation.kernel.file for one in axes.launches(op, {}, device.model()))
     kernels = ", ".join(f"[{file.rpartition('/')[2]}](../kernels_cu/{file})" for file in files)
-    what = summary(op).replace("|", "\\|")
-    return f"| [`{op.name}`](../{_module(op)}) | {what} | {'; '.join(element_types(op))} | {kernels} |"
+    return f"{_link(op.name, op.reference)} | {_cell(summary(op))} | {'; '.join(element_types(op))} | {kernels} |"
 
 
-def _module(op: Op) -> str:
-    """The file that declares `op`, from the root of the repository."""
+def _row_of_function(name: str) -> str:
+    return f"{_link(name, getattr(pyops, name))} | {_cell(_first_sentence(name))} |"
+
+
+def _first_sentence(name: str) -> str:
+    """Of the docstring of a function of `pyops`."""
+    paragraph, _, _ = (inspect.getdoc(getattr(pyops, name)) or "").partition("\n\n")
+    return re.split(r"(?<=\.) ", " ".join(paragraph.split()))[0]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _link(name: str, function: Any) -> str:
+    """The first cell of a row, which leads to the file that declares a function, from the folder docs."""
+    module = inspect.getmodule(function)
+    assert module is not None
     root = Path(__file__).parents[2]
-    return Path(inspect.getfile(op.reference)).resolve().relative_to(root.resolve()).as_posix()
+    path = Path(inspect.getfile(module)).resolve().relative_to(root.resolve()).as_posix()
+    return f"| [`{name}`](../{path})"

@@ -18,7 +18,7 @@ from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantized
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Rows up to which skinny_linear is faster than cuBLAS (docs/performance.md, "`skinny_linear`").
+# Rows up to which skinny_linear is faster than cuBLAS (docs/performance/products.md).
 _MAX_SKINNY_ROWS = 1
 
 

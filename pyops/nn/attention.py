@@ -36,6 +36,7 @@ class MMEncoderAttention(CustomOp):
         scale: multiplies the logits; None for 1 / sqrt(head_size).
         num_kv_heads: key heads, and value heads, a divisor of num_heads; None for num_heads.
         prefix: the name of the layer in its model.
+        multimodal_config: not read; vLLM had it before 0.16.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class MMEncoderAttention(CustomOp):
         scale: float | None = None,
         num_kv_heads: int | None = None,
         prefix: str = "",
+        *,
+        multimodal_config: object = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.head_size, self.prefix = num_heads, head_size, prefix

@@ -133,16 +133,22 @@ def test_zeroed_workspaces_are_zero_at_every_call_on_every_stream(kernel: MakeKe
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(100):
                 count(out)
-    graph, captured = torch.cuda.CUDAGraph(), torch.zeros(2, dtype=torch.int64, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        count(captured)  # the stream's zeros are made before the capture
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            count(captured)
+    captured = [torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(3)]
+    for out, warms_up in zip(captured, (True, False, False), strict=True):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        if warms_up:
+            with torch.cuda.stream(stream):
+                count(out)
+        else:
+            out[0] += 257
+        with torch.cuda.graph(graph, stream=stream):
+            count(out)
         for _ in range(3):
             graph.replay()
     torch.cuda.synchronize()
     assert [out.tolist() for out in outs] == [[25700, 0]] * 3
-    assert captured.tolist() == [4 * 257, 0]
+    assert [out.tolist() for out in captured] == [[4 * 257, 0]] * 3
 
 
 CLUSTERS = """

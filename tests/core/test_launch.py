@@ -165,3 +165,13 @@ def test_threads_that_the_runtime_cannot_count_are_refused(
     else:
         with pytest.raises(OpError, match="out: needs 4294967296 threads"):
             driver.bind([many().launch(2**24, 256)], ("out",), (), {})
+
+
+@pytest.mark.parametrize("grid", [(2**31,), (2**33 + 1,), (1, 2**16), (1, 1, 2**16)])
+def test_blocks_that_a_launch_cannot_have_are_refused(
+    kernel: MakeKernel, driver: Driver, grid: tuple[int, ...]
+) -> None:
+    """The driver would refuse some of them, and take others modulo 2^32."""
+    many = kernel("many", text("many", "float* out"))
+    with pytest.raises(OpError, match=r"out: needs .* blocks, but a launch has at most"):
+        driver.bind([many().launch(grid, 1)], ("out",), (), {})

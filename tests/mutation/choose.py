@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -23,11 +24,12 @@ from tests.mutation.mutant import Mutant, in_turn
 _EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
 _REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
 _HEADERS = "tests/core/test_headers.py"
-_SITUATIONS: tuple[tuple[str, axes.Axes], ...] = (
-    ("sm_90", {}),
-    ("sm_90", {"num_tokens": 256}),
-    ("sm_90", {"num_tokens": 4096}),
-    ("gfx942", {}),
+_SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
+    (device.model("sm_90"), {}),
+    (device.model("sm_90"), {"num_tokens": 256}),
+    (device.model("sm_90"), {"num_tokens": 4096}),
+    (replace(device.model("sm_90"), multiprocessors=1), {}),  # which the tiles of any matrix fill
+    (device.model("gfx942"), {}),
 )
 _HEAD_START = 2  # turns that tests of an op have before others of their file
 _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "that", "their", "they", "when", "with"}
@@ -35,11 +37,11 @@ _COMMON = {"each", "every", "from", "have", "other", "same", "test", "than", "th
 
 @cache
 def kernels_of(op: Op) -> frozenset[str]:
-    """The files of the kernels that the op's example launches in any case, with few tokens or many, or on AMD."""
+    """The files of the kernels that the op's example launches in any case and situation."""
     assert op.example is not None
     found: set[str] = set()
-    for case, (arch, more) in product(axes.combinations(op), _SITUATIONS):
-        launches = op.launches(*op.example(ArgMaker(device.model(arch)), **case, **more))
+    for case, (on, more) in product(axes.combinations(op), _SITUATIONS):
+        launches = op.launches(*op.example(ArgMaker(on), **case, **more))
         found |= {one.specialisation.kernel.file for one in launches}
     return frozenset(found)
 

@@ -93,9 +93,7 @@ def read(file: str) -> str:
 
 def mutants() -> list[Mutant]:
     """Every mutant of every plan function."""
-    lines: dict[str, set[int]] = defaultdict(set)
-    for function in functions():
-        lines[_file_of(function)].add(function.__code__.co_firstlineno)
+    lines = {file: {one.__code__.co_firstlineno for one in found} for file, found in _by_file().items()}
     return [mutant for file in sorted(lines) for mutant in _mutants_of(file, read(file), lines[file])]
 
 
@@ -188,8 +186,17 @@ def ops_of(mutant: Mutant) -> frozenset[str]:
 def function_of(mutant: Mutant) -> types.FunctionType:
     """The plan function that the mutant changes."""
     line = read(mutant.file).count("\n", 0, mutant.start) + 1
-    before = [f for f in functions() if _file_of(f) == mutant.file and f.__code__.co_firstlineno <= line]
+    before = (function for function in _by_file()[mutant.file] if function.__code__.co_firstlineno <= line)
     return max(before, key=lambda function: function.__code__.co_firstlineno)
+
+
+@cache
+def _by_file() -> dict[str, list[types.FunctionType]]:
+    """The plan functions of each file."""
+    found = defaultdict(list)
+    for function in functions():
+        found[_file_of(function)].append(function)
+    return found
 
 
 def apply(mutant: Mutant) -> None:

@@ -18,7 +18,7 @@ from .cache import PagedCache, PagedLayer
 from .joined import Joined
 from .replacement import CACHE_NAMES, Replacement, hooked, renamed, served
 from .rotary import POSITIONS, Step, angles_of
-from .seams import IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
+from .seams import IGNORED, IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
 from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
 # What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
@@ -35,7 +35,7 @@ def is_attention(module: Any) -> bool:
     """Whether a module knows its layer, and updates a cache between its projections, or what it derives from does."""
     forwards = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
     updates = any("update" in forward.__code__.co_names for forward in forwards if inspect.isfunction(forward))
-    is_one = hasattr(module, "layer_idx") and hasattr(module, "config")
+    is_one = isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "config")
     return updates and is_one and any(width(part) for part in module.children())
 
 
@@ -72,7 +72,7 @@ class BoundAttention(Replacement):
         if paged is None:
             return {}
         step = next((value for value in values if isinstance(value, Step)), None)
-        return {PAST: Past(paged.layers[self.module.layer_idx], step)}
+        return {PAST: Past(paged, step)}
 
 
 class JoinedAttention(BoundAttention):
@@ -89,6 +89,8 @@ class JoinedAttention(BoundAttention):
             raise Unknown("its forward is not that of one product")
         self.turn, self.interface = turn, function.__globals__[interface]
         self.options, self.eager = asked
+        # Arguments that the forward has a use of its own for, and the model may give.
+        self.more = set(self.parameters[2:]) - {"position_embeddings", "attention_mask"} - OPTIONS - IGNORED
         self.qkv = Joined(*linears)
         self.sizes = [linear.out_features for linear in self.qkv.linears]
         self.norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
@@ -104,19 +106,21 @@ class JoinedAttention(BoundAttention):
         name = next(name for name in CACHE_NAMES if name in self.parameters)
         cache, mask = given.pop(name, None), given.pop("attention_mask", None)
         is_known = cache is None or isinstance(cache, (PagedCache, DynamicCache, StaticCache))
-        if not isinstance(step, Step) or not is_known or module.training:
+        is_told_more = any(given.get(parameter) is not None for parameter in self.more)
+        if not isinstance(step, Step) or not is_known or is_told_more or module.training:
             return super().forward(*args, **kwargs)
         query, key, value = self._heads(hidden_states)
         if not self.turn.in_place(step, query, key):
             return super().forward(*args, **kwargs)
         states, past = (key.transpose(1, 2), value.transpose(1, 2)), None
         if isinstance(cache, PagedCache):
-            past = Past(cache.layers[module.layer_idx], step)
-            past.layer.reserve(*states)
+            past = Past(cache, step)
+            cache.written = layer = cache.layers[module.layer_idx]
+            layer.reserve(*states)
             if step.slots is None:
-                step.slots = past.layer.slots_for(key.shape[1])
-            past.layer.write(key, value, step.slots)
-            states = past.layer.kept()
+                step.slots = layer.slots_for(key.shape[1])
+            layer.write(key, value, step.slots)
+            states = layer.kept()
         elif cache is not None:
             states = cache.update(*states, module.layer_idx)
         function = self.interface.get_interface(module.config._attn_implementation, self.eager)

@@ -58,6 +58,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     # What transformers asks of a layer.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        shapes = tuple(key_states.shape), tuple(value_states.shape)
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"PagedCache: expected keys and values of one shape, got {shapes[0]} and {shapes[1]}")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
         self._one = torch.ones(1, device=self.device)  # what codes would be scaled by; not read for these
@@ -129,9 +132,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             attention_mask: [batch, 1, count, length]: True or 0.0 where a query attends to a key; None if every query
-                attends to all tokens in front of it. Of a decode step only where a row begins is read.
-            windows: sizes of the sliding window that the mask may have, 0 for none. While a graph is traced, when a
-                mask cannot be read, it has the first.
+                attends to all tokens in front of it.
+            windows: sizes of the sliding window that the mask may have, 0 for none. While a graph is traced or
+                captured, when a mask cannot be read, it has the first.
 
         Returns:
             None for a mask that is not causal, in one of the windows, with padding on the left; and then for every
@@ -148,14 +151,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         else:
             attended = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
             starts = attended.any(-2).int().argmax(-1).flatten().expand(len(firsts))
-            if count > 1:
-                tracing = torch.compiler.is_compiling()
-                fitting = windows if tracing else (size for size in windows if _fits(attended, starts, past, size))
-                found = next(iter(fitting), None)
-                if found is None:
-                    self.is_regular = False
-                    return None
-                window = found
+            # What one token attends to is a run without a window, wherever the window begins.
+            sizes = windows if count > 1 else (0,)
+            fitting = (size for size in sizes if _fits(attended, starts, past, size)) if _readable(attended) else sizes
+            found = next(iter(fitting), None)
+            if found is None:
+                self.is_regular = False
+                return None
+            window = found
         blocks = torch.arange(0, self._room, _BLOCK, device=self.device)
         tables = (firsts + starts)[:, None] + blocks
         lengths = torch.clamp(past + count - starts, max=self._room)
@@ -217,6 +220,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.arange(self.batch_size, device=self.device) * self._room
 
 
+def _readable(attended: Tensor) -> bool:
+    """Whether the elements of a mask can be looked at: no graph is being traced or captured."""
+    return not (torch.compiler.is_compiling() or (attended.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> bool:
     """Whether a mask is causal, of a sliding window or none, with padding on the left."""
     count, length = attended.shape[-2:]
@@ -244,3 +252,17 @@ class PagedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"PagedCache: max_cache_len: expected 1 or more, got {max_cache_len}")
         layers = config.get_text_config(decoder=True).num_hidden_layers
         super().__init__(layers=[PagedLayer(max_cache_len) for _ in range(layers)])
+        self.written: PagedLayer | None = None  # by an attention that has not attended yet
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep keys and values in a layer: see `PagedLayer.update`."""
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.written = self.layers[layer_idx]
+        return found
+
+    def take_written(self) -> PagedLayer | None:
+        """The layer whose keys and values an attention reads; None where the attention has written none before."""
+        layer, self.written = self.written, None
+        return layer

@@ -13,6 +13,8 @@ from .replacement import Replacement, served
 from .trial import Trials, Unknown, agree, forward_of, randn, tried, twin
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 16, 12, 5, 2  # sizes of a trial
+# Factors of the hidden states of a trial: among small ones GELU and its approximations differ, large ones reach bounds.
+_SCALES = (0.25, 4.0)
 _WEIGHTS, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 _ACTIVATIONS = ("silu", "gelu", "swigluoai", "swiglustep")  # of `fused_experts`, with a gate
 
@@ -104,12 +106,22 @@ def _form_of(module: Any) -> _Form:
     others = names - {*_WEIGHTS, *(_BIASES if has_biases else ())}
     if others:
         raise Unknown(f"its experts have {', '.join(sorted(others))}")
+    gate_up, down = (tuple(weight.shape) for weight in _tensors(module, _WEIGHTS))
+    reason = Unknown(f"its weights are {gate_up} and {down}")
     for by_inputs in (False, True):
-        try:
-            return _form_by(module, by_inputs, has_biases)
-        except Unknown as why:
-            reason = why
+        if _fit(gate_up, down, by_inputs):
+            try:
+                return _form_by(module, by_inputs, has_biases)
+            except Unknown as why:
+                reason = why
     raise reason
+
+
+def _fit(gate_up: tuple[int, ...], down: tuple[int, ...], by_inputs: bool) -> bool:
+    """Whether weights of these shapes are of the same experts, in this order."""
+    if by_inputs:
+        gate_up, down = (gate_up[0], *gate_up[:0:-1]), (down[0], *down[:0:-1])
+    return gate_up == (down[0], 2 * down[-1], down[1])
 
 
 def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
@@ -126,14 +138,13 @@ def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
         weights |= {name: randn(_EXPERTS, size[0], seed=5) for name, size in zip(_BIASES, sizes, strict=True)}
     small = twin(module, **weights)
     small.num_experts = _EXPERTS
-    # Large enough for what an activation may do to large numbers.
-    x, probabilities = 4 * randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
+    x, probabilities = randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
     firsts = torch.arange(_TOKENS, device="cpu")
     chosen = torch.stack((firsts % _EXPERTS, (firsts + 1) % _EXPERTS), 1)
     # The code of the class, and not what its decorator chooses for a GPU.
-    theirs = tried(lambda: forward_of(module)(small, x, chosen, probabilities))
+    theirs = tried(lambda: [forward_of(module)(small, scale * x, chosen, probabilities) for scale in _SCALES])
     for activation in _ACTIVATIONS:
         form = _Form(activation, by_inputs, has_biases)
-        if agree([_computed(small, form, x, chosen, probabilities)], [theirs]):
+        if agree([_computed(small, form, scale * x, chosen, probabilities) for scale in _SCALES], theirs):
             return form
     raise Unknown("its experts compute something else")

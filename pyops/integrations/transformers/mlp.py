@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from ...ops import activation
 from .joined import Joined
 from .replacement import Replacement, served
-from .trial import Trials, Unknown, nearest, projection, randn, twin, width
+from .trial import Trials, Unknown, agree, nearest, projection, randn, twin, width
 
 _GATED = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
 _GATE_LAST = ("mul_and_silu",)
 _PLAIN = ("gelu_new", "gelu_fast", "gelu_quick", "relu2")
 _HIDDEN, _INTERMEDIATE = 8, 12  # sizes of a trial
 _CLOSE = 2e-6  # GELU and its approximations differ by far more
+_LARGE = 100.0  # multiplies the rows of a second trial, among which a bound of an activation's input is seen
 
 
 class Form(NamedTuple):
@@ -96,19 +97,19 @@ def _tried(module: Any) -> Form:
 
     x = randn(1, 64, _HIDDEN, seed=1) / _HIDDEN**0.5
 
-    def ours(form: Form, dtype: torch.dtype) -> Tensor:
-        made = small(form, dtype)
-        return form(made, torch.cat([getattr(made, name)(x.to(dtype)) for name in form.inputs], -1))
+    def ours(form: Form, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        made, rows = small(form, dtype), (scale * x).to(dtype)
+        return form(made, torch.cat([getattr(made, name)(rows) for name in form.inputs], -1))
 
-    def theirs(form: Form) -> Callable[[torch.dtype], Tensor]:
-        return lambda dtype: small(form, dtype).forward(x.to(dtype))
+    def theirs(form: Form, scale: float = 1.0) -> Callable[[torch.dtype], Tensor]:
+        return lambda dtype: small(form, dtype).forward((scale * x).to(dtype))
 
     for forms in _shapes(linears):
         try:
             found = nearest(forms, ours, theirs(forms[0]), _CLOSE)
         except Unknown:  # a forward for other shapes
             continue
-        if found:
+        if found and agree([ours(found, torch.float32, _LARGE)], [theirs(found, _LARGE)(torch.float32)]):
             return found
     raise Unknown(_why(module))
 

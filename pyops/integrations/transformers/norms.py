@@ -69,7 +69,7 @@ class Norm(Replacement):
         # Heads in front of tokens are a view of heads behind them, whose rows have one stride.
         heads_first = hidden_states.ndim == 4 and not hidden_states.is_contiguous()
         rows = hidden_states.transpose(1, 2) if heads_first else hidden_states
-        if self.op != "rms_norm" and not _has_one_stride(rows):
+        if rows.stride(-1) != 1 or (self.op != "rms_norm" and not _has_one_stride(rows)):
             rows = rows.contiguous()
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         self.form(self.module, out, rows)

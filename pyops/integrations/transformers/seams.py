@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
-from .cache import PagedLayer
+from .cache import PagedCache
 from .replacement import CACHE_NAMES
 from .rotary import Step, Turn, turn_of
 from .trial import Unknown
@@ -22,13 +22,13 @@ PAST = "pyops_past"  # the argument that forwards pass on to the attention funct
 # Arguments of attention functions that `attend` reads.
 OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
 # Arguments that layers and models pass on, and neither "sdpa" nor "eager" reads.
-_IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
+IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
 
 
 class Past(NamedTuple):
-    """What an attention function needs beside its arguments: a layer of a PagedCache, and what layers share."""
+    """What an attention function needs beside its arguments: a PagedCache, and what layers share."""
 
-    layer: PagedLayer
+    cache: PagedCache
     step: Step | None
 
 
@@ -43,16 +43,17 @@ def attend(
     pyops_past: Past | None = None,
     **kwargs: Any,
 ) -> Any:
-    """An attention function of transformers': by the ops if the newest keys and values lie in a PagedCache.
+    """An attention function of transformers': by the ops if keys and values have just been written to a PagedCache.
 
     Args:
         original: the function of transformers, for what is not served.
         query, key, value: [batch, num_heads, count or length, head_dim].
-        pyops_past: where keys and values lie; None if they do not.
+        pyops_past: where keys and values lie, if the forward has written any; None without a PagedCache.
         kwargs: what the module says to the function.
     """
-    if pyops_past is not None and not args and _plain(module, kwargs):
-        layer, step = pyops_past
+    layer = None if pyops_past is None else pyops_past.cache.take_written()
+    if pyops_past is not None and layer is not None and not args and _plain(module, kwargs):
+        step = pyops_past.step
         window, known = kwargs.get("sliding_window") or 0, [] if step is None else step.sequences
         found = [where for mask, size, where in known if mask is attention_mask and size == window]
         where = found[0] if found else layer.locate(query.shape[2], attention_mask, _windows(module, kwargs))
@@ -75,7 +76,7 @@ def _plain(module: Any, kwargs: dict[str, Any]) -> bool:
         and kwargs.get("is_causal") is not False
         and not kwargs.get("dropout")
         and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
-        and all(value is None or name in OPTIONS or name in _IGNORED for name, value in kwargs.items())
+        and all(value is None or name in OPTIONS or name in IGNORED for name, value in kwargs.items())
     )
 
 

@@ -126,11 +126,21 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     return product
 
 
+def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Memory for a product with a weight in Marlin's layout, of the dtype that `pyops.marlin_gemm` gives it."""
+    from torch import bfloat16  # the module itself: torch.compile does not trace the lazy one
+
+    dtype = a.dtype
+    if a.element_size() == 1:
+        dtype = b_scales.dtype if b_scales.element_size() == 2 else bfloat16
+    return a.new_empty(rows, columns, dtype=dtype)
+
+
 @_adapter("0.16", "0.22")
 def moe_wna16_marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
     """moe_wna16_marlin_gemm, which returns c, or a new one"""
-    top_k, size_m, size_n = others[14], others[17], others[18]
-    c = a.new_empty(size_m * top_k, size_n) if c_or_none is None else c_or_none
+    b_scales, top_k, size_m, size_n = others[2], others[14], others[17], others[18]
+    c = new_product(a, b_scales, size_m * top_k, size_n) if c_or_none is None else c_or_none
     _moe_wna16_marlin_gemm(a, c, *others)
     return c
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core.lazy import optional
 from ...ops import linear
+from .adapters import new_product
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +117,7 @@ def moe_wna16_marlin_gemm(
     blocks_per_sm: int = -1,
 ) -> Tensor:
     """`pyops.moe_wna16_marlin_gemm` into `output`, which is returned, or into a new tensor."""
-    c = input.new_empty(size_m * top_k, size_n) if output is None else output
+    c = new_product(input, b_scales, size_m * top_k, size_n) if output is None else output
     linear.moe_wna16_marlin_gemm(
         input,
         c,

@@ -127,7 +127,7 @@ def launch(
         out, input: as many rows, each of one stride.
         out_stride: the parameter of the kernel for the stride of `out`.
         min_blocks: blocks per multiprocessor that registers are bounded for. Eight blocks are 2048 threads, the most
-            there can be (docs/performance.md, "Elements").
+            there can be (docs/performance/rows.md).
         twice: whether a thread may have two vectors of `input`. It gets them if `out` is aligned for vectors of as many
             elements, and if half as many threads still fill the device several times.
         fixed: parameters of the kernel beside sizes and strides.

@@ -15,7 +15,7 @@ from ..._core.device import Device
 from ..._core.dtypes import DType
 from ..._core.tensor import TensorArg
 
-# "Rows" below is the section "Rows (the norms)" of docs/performance.md, measured on an H200.
+# "Rows" below is docs/performance/rows.md, measured on an H200.
 
 _MAX_LATENCY_ROWS = 2  # rows per multiprocessor that are still "few" (Rows, "Two rows to a multiprocessor")
 _LONG_ROW_VECS = 512  # vectors: longer rows are tuned by their own numbers (Rows: 4096 against 14336 elements)

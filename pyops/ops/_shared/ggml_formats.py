@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
-# docs/performance.md, "Weights in packed formats", has times of the op; these numbers have no measurement of their own.
+# docs/performance/gguf.md has times of the op; these numbers have no measurement of their own.
 _NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
 _TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 

@@ -13,7 +13,8 @@ orders by the same names (packed_layout.cuh, column_order.cuh).
     marlin     words [K / 16, N bits / 2]: tiles of 16 x 64, for activations of 16 bits (Frantar et al. 2024,
                arXiv:2408.11743)
     marlin_8   words of the same shape: tiles of 32 x 32, for activations of 8 bits
-    w4a8       marlin_8 of 4 bits, whose words hold the 16 upper rows in their lower halves: `cutlass_w4a8_mm`'s own
+    w4a8       marlin_8 of 4 bits, whose words hold the 16 upper rows in their lower halves, and of which the last 16
+               columns may be half a tile: `cutlass_w4a8_mm`'s own
     marlin_24  marlin's tiles in another order of columns: two rows of four are kept, and K counts these
     n32k16     bytes [N rounded up to 32, K]: tiles of 16 x 32, of AllSpark
     bytes      bytes [K, N]
@@ -60,7 +61,11 @@ def _marlin_bit(layout: Layout, bits: int, columns: int, k: Any, n: Any, j: int)
         tile = k // 32 * (columns // 32) + n // 32
         lane, word = n % 8 * 4 + k % 16 // 4, n % 32 // 8
         half = k % 32 // 16  # of a lane's pairs of words of 8-bit codes
-        field = half * 4 + k % 4 if layout == "w4a8" else k % 4 * 2 + half if bits == 4 else k % 4
+        field = k % 4 * 2 + half if bits == 4 else k % 4
+        if layout == "w4a8":
+            lane_words = 4 - 2 * (n // 32 >= columns // 32)
+            words = k // 32 * columns * 4 + n // 32 * 128 + lane * lane_words + word
+            return words * 32 + (half * 4 + k % 4) * 4 + j
     else:
         tile = k // 16 * (columns // 64) + n // 64
         lane, word, half = n % 8 * 4 + k % 8 // 2, n % 64 // 16, n % 16 // 8

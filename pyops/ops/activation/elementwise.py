@@ -16,11 +16,11 @@ from ._common import min_blocks_of_silu
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "xielu"]
+__all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "silu", "xielu"]
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
-# Blocks of 256 threads per multiprocessor: 40 registers, as every step rounds (docs/performance.md, "Elements").
+# Blocks of 256 threads per multiprocessor: 40 registers, as every step rounds (docs/performance/rows.md).
 _XIELU_BLOCKS = 6
 
 
@@ -148,6 +148,27 @@ def plan_relu2(out: TensorArg, input: TensorArg) -> Launch:
 
 
 relu2.example(example_elementwise)
+
+
+@op(out="out", in_place={"out": "input"})
+def silu(out: Tensor, input: Tensor) -> None:
+    """SiLU: ``out = T(x / (1 + exp(-x)))`` (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+
+    Computed in float32 and rounded once.
+
+    Args:
+        out: [...], written; may be `input` itself; rows of one stride.
+        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+    """
+    out.copy_(torch.nn.functional.silu(input))
+
+
+@silu.plan
+def plan_silu(out: TensorArg, input: TensorArg) -> Launch:
+    return _plan_elementwise(_activation, out, input, ACT="silu", min_blocks=min_blocks_of_silu(input))
+
+
+silu.example(example_elementwise)
 
 
 @op(out="out", in_place={"out": "input"})

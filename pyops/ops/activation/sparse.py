@@ -29,7 +29,7 @@ _WARP_SIZE = 32
 _THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers
 # Threads per multiprocessor, which bound the registers of a thread: 64, 96 and 112. A thread that holds both halves of
 # its share of a row spills in 64 registers with vectors of two 16-bit elements, and in 80 with erf of 16-bit elements
-# where NVRTC is 13.0 (docs/performance.md, "Elements").
+# where NVRTC is 13.0 (docs/performance/rows.md).
 _RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 640, 576
 _MAX_BOTH_REGISTERS = 16  # of the gates of a thread with which it holds the other half, too: `up_t` of the kernel
 _MAX_BOTH_THREADS = 256

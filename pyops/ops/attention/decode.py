@@ -90,8 +90,8 @@ def paged_attention_v1(
         max_seq_len: changes nothing here; there is no limit to the length.
         alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
         kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-        k_scale, v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32. Not
-            read for "auto".
+        k_scale, v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+            both [num_kv_heads], one for each head. Not read for "auto".
         tp_rank, blocksparse_*: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
             sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
             to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by

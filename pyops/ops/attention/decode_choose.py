@@ -1,7 +1,7 @@
 """Decode attention: the choice of a Config.
 
-Every number below was measured on one H200. A quoted phrase is the name of the measurement in docs/performance.md,
-section "Attention, cache and rotary".
+Every number below was measured on one H200. A quoted phrase is the name of the measurement in
+docs/performance/decode.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one 
 # kernel of its own; 64 for 3 sequences, and all of one sequence, are slower.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
-# "Products on AMD's matrix cores": a product has 16 heads, and two blocks keep enough in flight.
+# docs/performance/amd.md: a product has 16 heads, and two blocks keep enough in flight.
 _MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
 _STATIC_SHARED_MEMORY = 10 * 1024  # bytes of a block, at most: queries of 16 heads of 256, and sums of warps
 

@@ -146,6 +146,7 @@ def kv_constants(query: TensorArg, kv: PagedKV, layout: CacheLayout, options: Op
         "GROUP": query.shape[1] // kv.num_kv_heads,
         "BLOCK_SIZE": kv.block_size,
         "PACKED": layout.packed,
+        "HEAD_SCALES": layout.head_scales,
         "HAS_ALIBI": options.alibi_slopes is not None,
         "HAS_SOFTCAP": options.logits_soft_cap > 0,
         "HAS_SINKS": options.sinks is not None,

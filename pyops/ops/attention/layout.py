@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from ..._core import check
@@ -30,6 +31,7 @@ class CacheLayout:
             head_size, block_size]; else both are [num_blocks, block_size, num_kv_heads, head_size].
         dtype: element type of both caches.
         x: elements in 16 bytes.
+        head_scales: whether each key-value head of an fp8 cache has its own scales.
         strides: of the key and value cache, by the names of the kernels' parameters.
         aligned: every 16 bytes that a kernel may load at once lie at a multiple of 16.
     """
@@ -40,6 +42,7 @@ class CacheLayout:
     block_size: int
     num_kv_heads: int
     x: int
+    head_scales: bool
     strides: dict[str, int]
     aligned: bool
 
@@ -74,7 +77,13 @@ class CacheLayout:
             strides[f"{name}_head_stride"] = cache.strides[head_dim]
             outer = cache.strides[: head_dim + 1]
             aligned &= all(stride % x == 0 or size == 1 for stride, size in zip(outer, cache.shape, strict=False))
-        return cls(packed, dtype, num_blocks, block_size, num_kv_heads, x, strides, aligned)
+        head_scales = dtype is not query.dtype and _has_head_scales(kv)
+        return cls(packed, dtype, num_blocks, block_size, num_kv_heads, x, head_scales, strides, aligned)
+
+
+def _has_head_scales(kv: PagedKV) -> bool:
+    """Whether scales are those of heads, as `reshape_and_cache_flash` tells them from one for all heads."""
+    return kv.num_kv_heads > 1 and (kv.num_kv_heads,) in (kv.k_scale.shape, kv.v_scale.shape)
 
 
 def _check_cache(cache: TensorArg, shape: tuple[int, ...], inner_strides: tuple[int, ...]) -> None:
@@ -110,10 +119,15 @@ def check_kv(query: TensorArg, kv: PagedKV, options: Options) -> CacheLayout:
         raise query.error(f"expected a head_size of at most {_MAX_HEAD_SIZE}, got {head_size}")
     for per_head in (options.alibi_slopes, options.sinks):
         check.shape(per_head, float32, num_heads=num_heads)
-    check.at_least(kv.k_scale, float32, 1)
-    check.at_least(kv.v_scale, float32, 1)
+    for of_cache in (kv.k_scale, kv.v_scale):
+        if layout.head_scales:
+            check.shape(of_cache, float32, num_kv_heads=kv.num_kv_heads)
+        else:
+            check.at_least(of_cache, float32, 1)
     if options.sliding_window < 0:
         raise check.refuse(query, "sliding_window", f"expected 0 or more, got {options.sliding_window}")
+    if not 0.0 <= options.logits_soft_cap < inf:
+        raise check.refuse(query, "logits_soft_cap", f"expected 0 or more, finite, got {options.logits_soft_cap}")
     return layout
 
 

@@ -54,9 +54,18 @@ def float32_logits(
 
     if kv_cache_dtype != "auto":
         keys = keys.view(fp8.cache_codes(keys, kv_cache_dtype))
-    unit = 1.0 if k_scale is None or kv_cache_dtype == "auto" else float(k_scale.reshape(-1)[0])
+    unit = 1.0
+    if k_scale is not None and kv_cache_dtype != "auto":
+        unit = float(scales_of(k_scale, keys.shape[1 if keys.ndim == 5 else -2]).abs().max())
     lengths = longest(query.double(), -1) * longest(keys.double(), *((2, 4) if keys.ndim == 5 else (-1,)))
     return 2.0**-22 * abs(scale * unit) * lengths
+
+
+def scales_of(scale: Tensor, num_kv_heads: int) -> Tensor:
+    """The scales of key-value heads in float64: [num_kv_heads, 1], or [1] of the first element, for all of them."""
+    if scale.shape == (num_kv_heads,):
+        return scale.double()[:, None]
+    return scale.double().reshape(-1)[:1]
 
 
 def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +86,7 @@ def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tens
     head_size = kv.value_cache.shape[2 if packed else 3]
     keys, values = (cache[at].double().reshape(len(numbers), kv.num_kv_heads, head_size) for cache in caches)
     if is_fp8:
-        keys, values = keys * kv.k_scale.double().reshape(-1)[0], values * kv.v_scale.double().reshape(-1)[0]
+        keys, values = keys * scales_of(kv.k_scale, kv.num_kv_heads), values * scales_of(kv.v_scale, kv.num_kv_heads)
     return tokens, keys, values
 
 

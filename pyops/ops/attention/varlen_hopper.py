@@ -26,9 +26,9 @@ _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
-# Keys and values of heads whose items of work run at once: docs/performance.md, "A section of heads".
+# Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
 _SECTION_BYTES = 24 << 20
-# The model of the device, in times of a tile. docs/performance.md, "An item of work costs 3.2 us beside its tiles".
+# The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us".
 _ITEM_TILES, _JOIN_TILES = 2, 2
 
 
@@ -125,7 +125,7 @@ class HopperConfig:
         stage = 2 * (self.tokens * row_bytes + 2 * _BARRIER_BYTES)
         fixed = 3 * _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
         room = device.shared_memory - _STATIC_BYTES - fixed
-        # Tiles come first: docs/performance.md, "Three tiles and the queries of one item".
+        # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
         stages = min(_MAX_STAGES, (room - query) // stage)
         query_stages = 2 if 2 * query + stages * stage <= room else 1
         return stages, query_stages, query_stages * query + stages * stage + fixed

@@ -13,7 +13,7 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
 
-# docs/performance.md, "64 rows of a sequence are enough".
+# docs/performance/prefill.md, "64 rows of a sequence are enough".
 _MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
 
 
@@ -78,6 +78,7 @@ class Problem:
         """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or query.shape[2] <= 192 or self.has_plain_logits
+        has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale
         return (
             query.device.supports("wgmma")
             and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
@@ -86,6 +87,7 @@ class Problem:
             and not layout.packed
             and layout.block_size % 8 == 0
             and has_registers
+            and has_one_unit
             and self.group <= 128
             and out.alignment == 16
             and heads_stride(out) % 8 == 0

@@ -10,8 +10,8 @@ from ..._core.device import Device
 from ..._core.dtypes import DType
 from ..._core.tensor import TensorArg
 
-# docs/performance.md, "Attention, cache and rotary": 128 to 512 threads and 1 to 8 vectors to a thread differ by less
-# than 4 %; one vector to a thread gains where four would leave multiprocessors idle.
+# docs/performance/cache.md: 128 to 512 threads and 1 to 8 vectors to a thread differ by less than 4 %; one vector to a
+# thread gains where four would leave multiprocessors idle.
 _NUM_THREADS = 256
 _MAX_BATCH = 4
 _MIN_WAVES = 2  # blocks to a multiprocessor below which a block takes fewer tokens

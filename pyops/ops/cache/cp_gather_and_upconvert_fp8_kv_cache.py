@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _cp_gather_and_upconvert_fp8_kv_cache = Kernel("cache/cp_gather_and_upconvert_fp8_kv_cache.cu")
 
-# docs/performance.md, "Attention, cache and rotary": one row or two to a warp are faster than four; blocks of 64 to 256
-# threads differ by less than 3 %.
+# docs/performance/cache.md: one row or two to a warp are faster than four; blocks of 64 to 256 threads
+# differ by less than 3 %.
 _NUM_THREADS = 128
 _ROWS = 2  # rows that a warp reads before it writes one, if every multiprocessor then still has a block
 

@@ -33,8 +33,8 @@ _reshape_and_cache = Kernel("cache/reshape_and_cache.cu")
 _group_slots = Kernel("cache/group_slots.cu")
 _reshape_and_cache_groups = Kernel("cache/reshape_and_cache_groups.cu")
 
-# docs/performance.md, "Attention, cache and rotary": grouping gains from 16 tokens to a multiprocessor on; 512 columns,
-# or six blocks to a multiprocessor, are 5 % slower or equal.
+# docs/performance/cache.md: grouping gains from 16 tokens to a multiprocessor on; 512 columns, or six blocks to a
+# multiprocessor, are 5 % slower or equal.
 _MAX_UNGROUPED_TOKENS = 16  # tokens per multiprocessor
 _MAX_GROUPED_SLOTS = 1 << 24  # slots of the cache: each takes 4 bytes of scratch memory
 _MIN_GROUP, _MAX_GROUP = 8, 32  # neighbouring slots of a group

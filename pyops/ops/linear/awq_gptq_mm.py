@@ -115,10 +115,10 @@ def example_awq_gemm(
     num_tokens: int = 16,
     num_groups: Literal[2, 1] = 2,
     dtype: Literal["float16", "bfloat16"] = "float16",
-    is_wide: bool = False,
+    is_tiled: bool = False,
 ) -> tuple[Any, ...]:
-    """`is_wide`: columns for a round of tiles of 256 on a device of 132 multiprocessors."""
-    k, n = (32, 106 * 256) if is_wide else (160, 72)
+    """`is_tiled`: columns and groups in whole tiles, whose codes kernels read themselves."""
+    k, n = (256, 128) if is_tiled else (160, 72)
     return (
         make.randn(num_tokens, k, dtype=dtype),
         make.randint(-(2**31), 2**31, k, n // 8, dtype="int32"),

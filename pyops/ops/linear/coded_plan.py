@@ -32,12 +32,12 @@ _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device hold
 # does sm_80, which has no sums and products of pairs of bfloat16.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 # Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights:
-# with 64, 1617 us and 1638 on an H200 (docs/performance.md, "Experts end to end").
+# with 64, 1617 us and 1638 on an H200 (docs/performance/experts.md).
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance.md, "Codes along K by wgmma". Of
-# mxfp4, 3 and 128 rows of gpt-oss were measured.
+# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance/experts.md, "Codes along K by
+# wgmma". Of mxfp4, 3 and 128 rows of gpt-oss were measured.
 _BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
 _MAX_WGMMA_ROWS = 512  # by arithmetic: tiles of 96 rows make numbers of all codes anew
 

@@ -226,7 +226,7 @@ def serves(problem: Problem, device: Device) -> bool:
     return device.supports("wgmma") and sums and mapped and not (empty or epilogue.is_gated or epilogue.has_matrix_bias)
 
 
-# The model of the device, fitted to what was measured on an H200: docs/performance.md, "Matrix products on Hopper".
+# The model of the device, fitted to what was measured on an H200: docs/performance/products.md.
 _MAX_SWAP_ROWS = 64
 _CLOCK = 1500.0  # cycles of a microsecond, as the power limit leaves them to a large product
 _L2_BYTES = 48.0  # a cycle, to one multiprocessor

@@ -22,8 +22,8 @@ _mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
 
 MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
 
-# What skinny_linear.cu serves in the place of gemm_swap.cu, measured on an H200 (docs/performance.md, "Matrix products
-# on Hopper"): one row and weights that are not too large, a few rows and small weights.
+# What skinny_linear.cu serves in the place of gemm_swap.cu, measured on an H200 (docs/performance/products.md):
+# one row and weights that are not too large, a few rows and small weights.
 _MAX_SKINNY_WEIGHT, _MAX_SKINNY_K = 2**26, 2**13
 _MAX_SMALL_WEIGHT, _MAX_SMALL_ROWS = 2**21, 4
 # Chosen by arithmetic, measured nowhere yet.

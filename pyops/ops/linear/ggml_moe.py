@@ -80,8 +80,8 @@ def ggml_moe_a8(
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
         W: [experts, row, bytes of a row] uint8, contiguous.
-        sorted_token_ids: [places] int32 or int64, contiguous, a multiple of 4 places and at least one for each choice:
-            choices; a number that is none stands for nothing.
+        sorted_token_ids: [places] int32 or int64, contiguous, at least one place for each choice: choices; a number
+            that is none stands for nothing, and so do places behind the last four of an expert.
         expert_ids: [places / 4, or more] of the same dtype, contiguous.
         num_tokens_post_padded: one of the same dtype: places that count, the first.
         quant_type: the type's number, as `ggml_dequantize` lists them.
@@ -90,8 +90,8 @@ def ggml_moe_a8(
         tokens: rows of X.
         out: [tokens * top_k, row] of the dtype of X, returned; elements of a row lie one after another.
     """
-    places = -(-int(num_tokens_post_padded) // BLOCK_ROWS) * BLOCK_ROWS
-    rows = sorted_token_ids[: max(places, 0)].long()
+    blocks = min(-(-int(num_tokens_post_padded) // BLOCK_ROWS), len(sorted_token_ids) // BLOCK_ROWS)
+    rows = sorted_token_ids[: max(blocks, 0) * BLOCK_ROWS].long()
     experts = expert_ids.long().repeat_interleave(BLOCK_ROWS)[: len(rows)]
     exists = (rows >= 0) & (rows < len(out))
     _multiply(out, X, W, quant_type, top_k, rows[exists], experts[exists])
@@ -117,8 +117,6 @@ def plan_ggml_moe_a8(
 ) -> list[Launch]:
     _result(X, W, row, top_k, tokens)
     check.index(sorted_token_ids, places=None)
-    if sorted_token_ids.numel % BLOCK_ROWS:
-        raise sorted_token_ids.error(f"expected a multiple of {BLOCK_ROWS} places, got shape {sorted_token_ids.shape}")
     check.scalar(num_tokens_post_padded, sorted_token_ids.dtype)
     check.sizes(expert_ids, blocks=None)
     check.at_least(sorted_token_ids, sorted_token_ids.dtype, tokens * top_k)

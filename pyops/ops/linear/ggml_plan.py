@@ -18,7 +18,7 @@ from .ggml_problem import UNIT, Problem
 _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
 _digits, _simt = Kernel("linear/ggml_mul_mat_digits.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
-# Measured on an H200: docs/performance.md, "Products of GGUF weights".
+# Measured on an H200: docs/performance/gguf.md.
 MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
 BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
 _MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
@@ -33,7 +33,7 @@ _RESIDENT_DIGITS_THREADS, _FEWER_RESIDENT_THREADS = 1024, 768
 # Types that ggml_mul_mat_digits.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
 _DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
 # Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
-# docs/performance.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
+# docs/performance/amd.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
 _WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 

@@ -97,10 +97,11 @@ class Problem:
         )
 
     def tiles(self, tokens: int) -> int:
-        """Blocks of `tokens` rows of out."""
+        """Blocks of `tokens` rows of out. Of an order by experts, places behind the last whole block never count."""
         choices = self.choices
-        rows = self.m if choices is None or choices.expert_ids is None else choices.ids.numel
-        return -(-rows // tokens) if self.m else 0
+        if self.m and choices is not None and choices.expert_ids is not None:
+            return choices.ids.numel // tokens
+        return -(-self.m // tokens)
 
     def arguments(self) -> dict[str, int]:
         """What every kernel takes beside the op's tensors; null for those that there are not."""

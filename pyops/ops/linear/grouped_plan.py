@@ -20,12 +20,12 @@ _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _STORE_BYTES = 64 * 128  # of a warpgroup of grouped_gemm.cu: 64 rows on their way to out
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 16
-_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance.md)
+_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance/experts.md)
 _GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
 _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
 # Rows of an expert from which on tiles of 128 rows are faster than tiles of 64. With scales of blocks, where larger
 # tiles have half as many columns, tiles of 192 rows are faster while most experts have one each: from so many rows up
-# to so many. Measured on an H200: docs/performance.md, "Mixtures of experts".
+# to so many. Measured on an H200: docs/performance/experts.md.
 _MANY_ROWS, _MANY_BLOCKED_ROWS, _MOST_BLOCKED_ROWS = 56, 56, 160
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
 # Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs, by

@@ -26,7 +26,7 @@ from .grouped_rows import (
 )
 from .packed_problem import PackedWeight
 from .packed_reference import values
-from .w4a8_mm import PRODUCTS, TILE, check_tiles, weight_of
+from .w4a8_mm import PRODUCTS, check_tiles, weight_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -143,7 +143,7 @@ def bad_indices_cutlass_w4a8_moe_mm(
 def example_cutlass_w4a8_moe_mm(
     make: Any, *, num_tokens: int = 16, group_size: Literal[32, 128] = 32
 ) -> tuple[Any, ...]:
-    num_experts, n, k = 3, 3 * TILE, 128
+    num_experts, n, k = 3, 80, 128
     offsets, sizes = example_sizes(make, example_counts(num_tokens), n, k)
     return (
         make.full(num_tokens, n, value=0.0, dtype="bfloat16"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
 from ..._core.dtypes import bfloat16, float16, float32
-from ..._core.kernel import Kernel, Launch
+from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
@@ -23,6 +23,7 @@ __all__ = ["moe_wna16_gemm"]
 
 _zero_rows = Kernel("linear/zero_rows.cu")
 _NUM_THREADS, _PER_THREAD = 256, 8  # of zero_rows.cu, and the elements of a thread
+_PLACES = 16  # places of a block that kernels take are a multiple of
 
 
 @op(out="output", atol=2.0**-18)
@@ -59,7 +60,7 @@ def moe_wna16_gemm(
         sorted_token_ids, experts_ids, num_tokens_post_pad: as `moe_align_block_size` writes them for blocks of
             BLOCK_SIZE_M.
         top_k: rows of output that share a row of input.
-        BLOCK_SIZE_M: places of a block, a multiple of 16.
+        BLOCK_SIZE_M: places of a block, of any number; blocks of a multiple of 16 need no lists of their own.
         BLOCK_SIZE_N, BLOCK_SIZE_K: tiles of vLLM's kernel; not used.
         bit: of a code, 4 or 8.
     """
@@ -99,13 +100,34 @@ def plan_moe_wna16_gemm(
         raise output.error(f"expected {num_rows} rows, top_k for each of input, got shape {output.shape}")
     weight = check_codes(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype, n, k)
     check.per_row(topk_weights, float32, num_rows)
-    lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M, "BLOCK_SIZE_M")
-    stride = check.row_stride(output)
-    cleared = _zero_rows.renamed(rows="output")(scalar_t=output.dtype, NUM_THREADS=_NUM_THREADS).launch(
-        -(-num_rows * n // (_NUM_THREADS * _PER_THREAD)), _NUM_THREADS, num_rows=num_rows, n=n, stride=stride
-    )
-    out = replace(output, shape=(num_rows, n), strides=(stride, 1))
+    lists = ExpertLists.of(sorted_token_ids, experts_ids, num_tokens_post_pad, BLOCK_SIZE_M, "BLOCK_SIZE_M", multiple=1)
+    out = replace(output, shape=(num_rows, n), strides=(check.row_stride(output), 1))
+    cleared, lists = _cleared(out, lists)
     return [cleared, *plan(out, input, weight, lists, topk_weights, None, None, top_k, "none")]
+
+
+def _cleared(out: TensorArg, lists: ExpertLists) -> tuple[Launch, ExpertLists]:
+    """The launch that writes zeros to out, and lists whose blocks have as many places as kernels take."""
+    (num_rows, n), size = out.shape, -(-lists.block_size // _PLACES) * _PLACES
+    ids, count, places = None, None, lists.num_blocks * size
+    padded = lists
+    if size != lists.block_size:
+        ids, count = Scratch(4 * places or 4), Scratch(4)
+        padded = replace(lists, sorted_token_ids=ids, num_tokens_post_pad=count, block_size=size)
+    threads = max(-(-num_rows * n // _PER_THREAD), places if ids else 0)
+    launch = _zero_rows.renamed(rows=out.name)(scalar_t=out.dtype, NUM_THREADS=_NUM_THREADS).launch(
+        -(-threads // _NUM_THREADS) if num_rows * n else 0,
+        _NUM_THREADS,
+        num_rows=num_rows,
+        n=n,
+        stride=out.strides[0],
+        num_blocks=lists.num_blocks,
+        block_size=lists.block_size,
+        padded_size=size,
+        padded_ids=ids or 0,
+        padded_count=count or 0,
+    )
+    return launch, padded
 
 
 @moe_wna16_gemm.bad_indices
@@ -120,9 +142,14 @@ def bad_indices_moe_wna16_gemm(
 
 @moe_wna16_gemm.example
 def example_moe_wna16_gemm(
-    make: Any, *, num_tokens: int = 16, bit: Literal[4, 8] = 4, with_zeros: bool = False
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    bit: Literal[4, 8] = 4,
+    with_zeros: bool = False,
+    block_size: Literal[16, 5] = 16,
 ) -> tuple[Any, ...]:
-    num_experts, top_k, n, k, groups, block_size, dtype = 3, 2, 40, 128, 2, 16, "bfloat16"
+    num_experts, top_k, n, k, groups, dtype = 3, 2, 40, 128, 2, "bfloat16"
     num_blocks = -(-num_tokens * top_k // block_size)
     return (
         make.randn(num_tokens, k, dtype=dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32
+from ..._core.dtypes import int32
 from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.planner import Result
@@ -13,7 +13,16 @@ from ..._core.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES
 from .fp8_sums import absolute_error
 from .gemm_problem import Epilogue, Operand
-from .marlin_weight import E8M0, check_order, check_scales, check_types, check_zeros, marlin_weight
+from .marlin_weight import (
+    check_order,
+    check_out,
+    check_scales,
+    check_sizes,
+    check_types,
+    check_zeros,
+    marlin_weight,
+    out_dtype,
+)
 from .packed_plan import plan
 from .packed_problem import PackedProblem
 from .packed_reference import multiply, rounding_of_weights, values
@@ -21,7 +30,7 @@ from .packed_reference import multiply, rounding_of_weights, values
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["marlin_gemm"]
+__all__ = ["gptq_marlin_gemm", "marlin_gemm"]
 
 
 def _absolute_error(
@@ -109,7 +118,7 @@ def marlin_gemm(
         b_scales: see above, contiguous; num_groups divides K.
         a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
         global_scale: one element, where scales are e4m3; else None.
-        b_zeros: see above, contiguous.
+        b_zeros: see above, contiguous; empty or None where there are none.
         g_idx, perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
             ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. What leads nowhere counts as zeros.
         workspace, use_atomic_add, use_fp32_reduce: vLLM's; they have no effect.
@@ -132,8 +141,7 @@ def result_marlin_gemm(a: TensorArg, b_scales: TensorArg, size_m: int, size_n: i
     for name, size in (("size_m", size_m), ("size_n", size_n)):
         if size < 0:
             raise check.refuse(a, name, f"expected 0 or more, got {size}")
-    dtype = a.dtype if a.dtype.itemsize > 1 else bfloat16 if b_scales.dtype in E8M0 else b_scales.dtype
-    return Result((size_m, size_n), dtype)
+    return Result((size_m, size_n), out_dtype(a, b_scales))
 
 
 @marlin_gemm.plan
@@ -156,20 +164,13 @@ def plan_marlin_gemm(
     c: TensorArg,
 ) -> list[Launch]:
     kind = check_types(a, b_type_id)
-    result = result_marlin_gemm(a, b_scales, size_m, size_n)
-    check.sizes(a, size_m=size_m, size_k=size_k)
-    tile_k = 16 if a.dtype.itemsize > 1 else 32
-    if size_k % tile_k or size_k < 0:
-        raise check.refuse(a, "size_k", f"expected a multiple of {tile_k}, got {size_k}")
-    if size_n % 64:
-        raise check.refuse(a, "size_n", f"expected a multiple of 64, got {size_n}")
+    result_marlin_gemm(a, b_scales, size_m, size_n)
+    check_sizes(a, size_m, size_n, size_k)
     check.shape(b_q_weight, int32, row_tiles=size_k // 16, words=size_n * kind.size_bits // 2)
     check_scales(a, b_scales, a_scales, global_scale, kind, size_n, size_k)
     check_zeros(a, b_scales, b_zeros, kind, size_n, is_zp_float)
     check_order(g_idx, perm, size_k)
-    check.dtype(c, *((float16, bfloat16) if b_scales.dtype in E8M0 and a.dtype is float8_e4m3fn else (result.dtype,)))
-    check.sizes(c, M=size_m, N=size_n)
-    check.row_size(c)
+    check_out(c, a, b_scales, size_m, size_n)
     check.shape(b_bias, c.dtype, N=size_n)
     weight, scales = marlin_weight(
         a, b_q_weight, b_scales, global_scale, b_zeros, g_idx, perm, b_type_id, size_n, size_k, is_k_full, is_zp_float
@@ -239,3 +240,6 @@ def example_marlin_gemm(
         *(False, True, False),
         make.empty(num_tokens, n, dtype=dtype),
     )
+
+
+gptq_marlin_gemm = marlin_gemm  # vLLM's name of it until 0.13

@@ -6,17 +6,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import bfloat16, float16, float32, int32
+from ..._core.dtypes import float32, int8, int32
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .._shared.scalar_type import SCALAR_TYPES
+from .._shared.scalar_type import SCALAR_TYPES, uint8b128
 from .gemm_problem import Epilogue, Operand
 from .grouped_problem import ExpertLists
-from .marlin_weight import check_order, check_scales, check_types, check_zeros, marlin_weight
+from .marlin_weight import (
+    check_order,
+    check_out,
+    check_scales,
+    check_sizes,
+    check_types,
+    check_zeros,
+    marlin_weight,
+)
 from .packed_experts import plan
-from .packed_problem import PackedExperts, PackedProblem
+from .packed_problem import PackedExperts, PackedProblem, PackedWeight
 from .packed_reference import multiply, rounding_of_weights
 
 if TYPE_CHECKING:
@@ -38,6 +46,7 @@ def _of_experts(
 
 def _absolute_error(
     a: Tensor,
+    c: Tensor,
     b_q_weight: Tensor,
     b_scales: Tensor,
     global_scale: Tensor | None,
@@ -56,7 +65,7 @@ def _absolute_error(
     for codes, _, others in _of_experts(b_q_weight, None, b_scales, scale, b_zeros, g_idx, perm):
         given: tuple[Any, ...] = (a, codes, *others, b_type_id, size_n, size_k, is_k_full, is_zp_float)
         weight, _ = marlin_weight(*given)
-        errors.append(rounding_of_weights(a, weight, a.dtype))
+        errors.append(rounding_of_weights(a, weight, c.dtype))
     return max(errors)
 
 
@@ -95,26 +104,28 @@ def moe_wna16_marlin_gemm(
     """Rows times weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
     e is the expert of row t. What `marlin_gemm` says of weights, their scales and zero points holds of every expert's.
-    Rows that the lists do not name, and those of experts that do not exist, are left as they are. After vLLM's op of
-    this name.
+    Rows that the lists do not name, and those of experts that do not exist, are left as they are. For activations of 8
+    bits weights are written in full to memory of the call, under all of their scales, in the dtype of c. After vLLM's
+    op of this name.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride.
-        c: [M * top_k, N] of the same dtype, written; rows of one stride.
-        b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, N of 64.
-        b_bias: [num_experts, N] of the dtype of a, contiguous, permuted; or None.
+        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
+        c: [M * top_k, N] of the dtype that `marlin_gemm` says, written; rows of one stride.
+        b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit
+            activations, N of 64.
+        b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.
         b_scales: [num_experts, num_groups, N], contiguous.
-        a_scales: None.
+        a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
         global_scale: [num_experts] of the dtype of a, where scales are e4m3; else None.
         b_zeros: [num_experts, num_groups, ...], contiguous; or None.
-        g_idx, perm: [num_experts, K] int32, contiguous; both empty or None, or both given.
+        g_idx, perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
         workspace, use_atomic_add, use_fp32_reduce, thread_k, thread_n, blocks_per_sm: vLLM's; they have no effect.
         sorted_token_ids, expert_ids, num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of
             moe_block_size.
         topk_weights: float32, contiguous, a weight for each row of c, where mul_topk_weights is true.
         moe_block_size: places of a block, a multiple of 8.
         top_k: rows of c that share a row of a.
-        b_type_id, is_k_full, is_zp_float: as in `marlin_gemm`.
+        b_type_id, is_k_full, is_zp_float: as in `marlin_gemm`; no uint8b128 with int8.
         size_m, size_n, size_k: M, N, K.
     """
     scale = None if global_scale is None else global_scale.view(-1, 1)
@@ -130,6 +141,8 @@ def moe_wna16_marlin_gemm(
         x = a[rows // top_k]
         given: tuple[Any, ...] = (x, codes, *others, b_type_id, size_n, size_k, is_k_full, is_zp_float)
         weight, scales = marlin_weight(*given)
+        if a_scales is not None:
+            scales["a_scales"] = a_scales.reshape(-1) if a_scales.numel() == 1 else a_scales.reshape(-1)[rows // top_k]
         product = x.new_empty(len(rows), size_n, dtype=torch.float32)
         multiply(product, x, weight, bias=bias, column_order="marlin_32", **scales)
         if mul_topk_weights and topk_weights is not None:
@@ -145,6 +158,15 @@ def _of_one(arg: TensorArg | None, num_experts: int) -> TensorArg | None:
     if not arg.shape or arg.shape[0] != num_experts:
         raise arg.error(f"expected {num_experts} experts, got shape {arg.shape}")
     return replace(arg, shape=arg.shape[1:] or (1,), strides=arg.strides[1:] or (1,))
+
+
+def _of_all(
+    weight: PackedWeight, of_sums: dict[str, Any], tensors: dict[TensorArg | None, TensorArg | None]
+) -> tuple[PackedWeight, dict[str, Any]]:
+    """What has been checked and described as one expert's, by the tensors of all of them."""
+    names = "codes", "scales", "zeros", "g_idx", "perm"
+    changes: dict[str, Any] = {name: tensors[getattr(weight, name)] for name in names if getattr(weight, name)}
+    return replace(weight, **changes), {name: tensors.get(one, one) for name, one in of_sums.items()}
 
 
 @moe_wna16_marlin_gemm.plan
@@ -173,28 +195,27 @@ def plan_moe_wna16_marlin_gemm(
     is_k_full: bool,
     is_zp_float: bool,
 ) -> list[Launch]:
-    check.dtype(a, float16, bfloat16)
+    kind = check_types(a, b_type_id)
+    if a.dtype is int8 and kind == uint8b128:  # products of such codes and scales leave the range of float16
+        raise check.refuse(a, "b_type_id", f"expected codes of 4 bits with int8 activations, got {kind}")
     if not 1 <= top_k <= 1024:
         raise check.refuse(a, "top_k", f"expected 1 to 1024, got {top_k}")
-    check.sizes(a, size_m=size_m, size_k=size_k)
-    kind = check_types(a, b_type_id)
-    for name, size, multiple in (("size_k", size_k, 16), ("size_n", size_n, 64)):
-        if size % multiple or size < 0:
-            raise check.refuse(a, name, f"expected a multiple of {multiple}, got {size}")
-    if a_scales is not None:
-        raise a_scales.error(f"expected None with {a.dtype} activations")
+    check_sizes(a, size_m, size_n, size_k)
     check.sizes(b_q_weight, num_experts=None, row_tiles=None, words=None)
-    num_experts = b_q_weight.shape[0]
-    words = size_n * kind.size_bits // 2
+    num_experts, words = b_q_weight.shape[0], size_n * kind.size_bits // 2
     check.shape(b_q_weight, int32, num_experts=num_experts, row_tiles=size_k // 16, words=words)
     check.sizes(b_scales, num_experts=num_experts, num_groups=None, N=size_n)
     check.contiguous(b_scales)
     codes, scales = (replace(one, shape=one.shape[1:], strides=one.strides[1:]) for one in (b_q_weight, b_scales))
-    global_one, zeros, groups, order = (_of_one(one, num_experts) for one in (global_scale, b_zeros, g_idx, perm))
-    check_scales(a, scales, None, global_one, kind, size_n, size_k)
+    others = global_scale, b_zeros, g_idx, perm
+    global_one, zeros, groups, order = of_one = [_of_one(one, num_experts) for one in others]
+    check_scales(a, scales, a_scales, global_one, kind, size_n, size_k)
     check_zeros(a, scales, zeros, kind, size_n, is_zp_float)
+    if order is not None and a.dtype.itemsize == 1:
+        raise order.error(f"expected None with {a.dtype} activations")
     check_order(groups, order, size_k)
-    check.shape(b_bias, a.dtype, num_experts=num_experts, N=size_n)
+    check_out(c, a, b_scales, size_m * top_k, size_n)
+    check.shape(b_bias, c.dtype, num_experts=num_experts, N=size_n)
     if mul_topk_weights and topk_weights is None:
         raise check.refuse(a, "topk_weights", "expected weights of rows with mul_topk_weights, got None")
     weights = topk_weights if mul_topk_weights else None
@@ -202,17 +223,11 @@ def plan_moe_wna16_marlin_gemm(
     lists = ExpertLists.of(
         sorted_token_ids, expert_ids, num_tokens_past_padded, moe_block_size, "moe_block_size", multiple=8
     )
-    check.dtype(c, a.dtype)
-    check.sizes(c, num_rows=size_m * top_k, N=size_n)
-    check.row_size(c)
-    given = a, codes, scales, global_one, zeros, groups, order, b_type_id, size_n, size_k, is_k_full, is_zp_float
+    given: tuple[Any, ...] = a, codes, scales, *of_one, b_type_id, size_n, size_k, is_k_full, is_zp_float
     weight, of_sums = marlin_weight(*given)
-    # What has been checked and described as one expert's is that of all.
-    of_all = {codes: b_q_weight, scales: b_scales, zeros: b_zeros, groups: g_idx, order: perm, global_one: global_scale}
-    names = "codes", "scales", "zeros", "g_idx", "perm"
-    changes: dict[str, Any] = {name: of_all[getattr(weight, name)] for name in names if getattr(weight, name)}
-    weight = replace(weight, **changes)
-    of_sums = {name: of_all.get(one, one) for name, one in of_sums.items()}
+    of_all = {codes: b_q_weight, scales: b_scales, **dict(zip(of_one, others, strict=True))}
+    weight, of_sums = _of_all(weight, of_sums, of_all)
+    of_sums |= {} if a_scales is None else {"a_scales": a_scales}
     epilogue = Epilogue(c, bias=b_bias, column_order="marlin_32", of_experts=True, **of_sums)
     experts = PackedExperts(num_experts, lists, top_k, weights)
     return plan(PackedProblem(Operand.of_rows(a), weight, epilogue, experts))

@@ -64,7 +64,7 @@ def marlin_weight(
         form, exponent, scales = "int16", -_INT16_EXPONENT, {"scale_exponent": _INT16_EXPONENT}
     if not grouped:
         scales = {"b_scales": b_scales, "scale_exponent": exponent}
-    permuted = perm is not None and tuple(perm.shape) != (0,)
+    permuted, b_zeros = given(perm) is not None, given(b_zeros)
     weight = PackedWeight(
         b_q_weight,
         "marlin_8" if is_a_8bit else "marlin",
@@ -87,6 +87,11 @@ def marlin_weight(
     return weight, scales
 
 
+def given(tensor: Any) -> Any:
+    """None for a tensor of shape (0,), which vLLM's layers pass where there is nothing."""
+    return None if tensor is None or tuple(tensor.shape) == (0,) else tensor
+
+
 def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> ColumnOrder:
     """The order of the columns of scales of a weight of codes of a type, in so many groups of rows."""
     if is_a_8bit:
@@ -104,6 +109,27 @@ def check_types(a: TensorArg, b_type_id: int) -> ScalarType:
         names = " or ".join(f"{one} ({one.id})" for one in TYPES[a.dtype])
         raise check.refuse(a, "b_type_id", f"expected {names} with {a.dtype} activations, got {b_type_id}")
     return kind
+
+
+def check_sizes(a: TensorArg, size_m: int, size_n: int, size_k: int) -> None:
+    """Check that a is [size_m, size_k], and that Marlin's tiles divide a weight of the other sizes."""
+    check.sizes(a, size_m=size_m, size_k=size_k)
+    for name, size, multiple in (("size_k", size_k, 16 if a.dtype.itemsize > 1 else 32), ("size_n", size_n, 64)):
+        if size % multiple or size < 0:
+            raise check.refuse(a, name, f"expected a multiple of {multiple}, got {size}")
+
+
+def check_out(c: TensorArg, a: TensorArg, b_scales: TensorArg, num_rows: int, n: int) -> None:
+    """Check c: of the dtype of a, or with 8-bit activations that of scales, and with those of e8m0 any of 16 bits."""
+    any_dtype = b_scales.dtype in E8M0 and a.dtype is float8_e4m3fn
+    check.dtype(c, *((float16, bfloat16) if any_dtype else (out_dtype(a, b_scales),)))
+    check.sizes(c, num_rows=num_rows, N=n)
+    check.row_size(c)
+
+
+def out_dtype(a: TensorArg, b_scales: TensorArg) -> DType:
+    """The dtype of a new result."""
+    return a.dtype if a.dtype.itemsize > 1 else bfloat16 if b_scales.dtype in E8M0 else b_scales.dtype
 
 
 def check_scales(
@@ -144,7 +170,7 @@ def check_zeros(
     a: TensorArg, b_scales: TensorArg, b_zeros: TensorArg | None, kind: ScalarType, n: int, is_zp_float: bool
 ) -> None:
     """Check zero points, which unsigned integers without a bias have."""
-    wanted = kind in (uint4, uint8_codes)
+    wanted, b_zeros = kind in (uint4, uint8_codes), given(b_zeros)
     if (b_zeros is not None) != wanted:
         expected = "zero points" if wanted else "None"
         raise check.refuse(a, "b_zeros", f"expected {expected} with {kind} codes")
@@ -160,8 +186,8 @@ def check_order(g_idx: TensorArg | None, perm: TensorArg | None, k: int) -> None
     """Check the order of rows: both tensors are given, or none."""
     check.dtype(g_idx, int32)
     check.dtype(perm, int32)
-    given = [one for one in (g_idx, perm) if one is not None and one.shape != (0,)]
-    if len(given) == 1:
-        raise given[0].error("expected both g_idx and perm, or none of them")
-    for one in given:
+    both = [one for one in map(given, (g_idx, perm)) if one is not None]
+    if len(both) == 1:
+        raise both[0].error("expected both g_idx and perm, or none of them")
+    for one in both:
         check.shape(one, int32, K=k)

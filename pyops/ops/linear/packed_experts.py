@@ -26,12 +26,12 @@ from .packed_plan import (
 from .packed_problem import PackedExperts, PackedProblem
 
 # Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs (4 and 8 rows of
-# Mixtral, 8 of gpt-oss: docs/performance.md, "Marlin's experts: tiles"), and than weights in full, by products without
-# experts.
+# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts: tiles"), and than weights in full, by products
+# without experts.
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
 _FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
-# products and those of codes, which are made numbers once for all rows (docs/performance.md, "Experts end to end").
+# products and those of codes, which are made numbers once for all rows (docs/performance/experts.md).
 TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 _BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # places of a block of lists
 _MANY_ROWS_BLOCK = 96  # places of a block of experts whose rows fill several: 1700 us where 160 took 1755 on an H200
@@ -122,24 +122,31 @@ def choose(problem: PackedProblem, device: Device) -> Config:
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:
-    w, e, dtype, experts = problem.weight, problem.epilogue, problem.a.dtype, problem.experts
+    """Launches that write the weights, and activations of 8 bits in the dtype of the weights, and of their product.
+
+    Weights have all scales but those of activations.
+    """
+    w, e, dtype, experts = problem.weight, problem.epilogue, problem.compute_dtype, problem.experts
     assert experts is not None
+    gather, a = dequantize_packed.activations(problem)
+    scales, of_rows = (None, e.a_scales) if problem.a.dtype.itemsize == 1 else (e.a_scales, None)
     if w.scales is None:
         w = replace(w, scales=e.b_scales, scale_exponent=e.scale_exponent)
-    elif e.a_scales is not None:  # one of each weight, which the exponent is of
+    else:  # a_scales, of which there is one of each weight or of each row, have the exponent
         w = replace(w, scale_exponent=w.scale_exponent + e.scale_exponent)
     dense = Scratch(max(1, experts.num_experts * w.n * w.k) * dtype.itemsize)
     product = GroupedProblem(
         e.out,
-        problem.a,
+        a,
         Operand.of_scratch(dense, dtype, experts.num_experts * w.n, w.k),
         experts.num_experts,
         w.k,
         experts.lists,
         experts.topk_weights,
+        of_rows,
         bias=e.bias,
         top_k=experts.top_k,
         column_order=e.column_order,
     )
-    written = dequantize_packed.written(dense, dtype, w, experts.num_experts, e.a_scales)
-    return [written, grouped_plan.plan(product)] if w.k else [grouped_plan.plan(product)]
+    written = dequantize_packed.written(dense, dtype, w, experts.num_experts, scales)
+    return [*([written] if w.k else []), *gather, grouped_plan.plan(product)]

@@ -24,11 +24,11 @@ _BARRIER_BYTES = 8
 _MAX_STAGES = 8
 _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
 _MAX_SHARED_ROWS = 64  # of a tile whose sums several blocks add up, or threads store
-# From how many rows on neighbours share rows of a: measured on an H200 (docs/performance.md); W4A8 gains nothing.
+# From how many rows on neighbours share rows of a: measured (docs/performance/packed.md); W4A8 gains nothing.
 _ROWS_OF_NEIGHBOURS = 1024
 _STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
 
-# The model of the device, fitted to a few measurements on an H200: docs/performance.md, "Products with packed weights".
+# The model of the device, fitted to a few measurements on an H200: docs/performance/packed.md.
 _PRODUCT_CYCLES = 1.11 / 2048  # of a multiply-add
 _CODE_CYCLES = 70.0 / (16 * 64)  # of a code that is made a number
 _TABLE_CODE_CYCLES = 75.0 / (32 * 128)  # of a code of W4A8, by a count of instructions

@@ -39,7 +39,7 @@ _BITS = {
 }
 _TILE_ROWS = {"marlin": 16, "n32k16": 16, "marlin_24": 32}  # of the layouts' tiles
 _ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
-# Measured on an H200: docs/performance.md, "Products with packed weights".
+# Measured on an H200: docs/performance/packed.md.
 _MAX_WARPS = 8  # of a block
 _WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; one took a quarter longer
 # Warps of a multiprocessor that registers allow, by rows and columns of a tile.

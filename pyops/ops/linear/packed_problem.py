@@ -127,11 +127,11 @@ class PackedProblem:
     def compute_dtype(self) -> DType:
         """The dtype of what is multiplied, where the weight is written in full.
 
-        That of the activations; of 8-bit activations and a weight under several scales, the dtype of out, in which the
-        activations are exact. Products of W4A8 are of float8_e4m3fn, by the rule of its scales.
+        That of the activations; of 8-bit activations and a weight under several scales, or of experts, the dtype of
+        out, in which the activations are exact. Products of W4A8 are of float8_e4m3fn, by the rule of its scales.
         """
-        w = self.weight
-        if self.a.dtype.itemsize == 2 or w.scales is None or w.scale_kind == "products":
+        w, is_one = self.weight, self.experts is None
+        if self.a.dtype.itemsize == 2 or (is_one and w.scales is None) or w.scale_kind == "products":
             return self.a.dtype
         return self.epilogue.out.dtype
 

@@ -18,7 +18,7 @@ _ROW_BYTES = 128  # of a row of a stage
 _STAGES = 2
 _TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # rows of a layout's tiles, which lie in memory as a whole
 _LINES = {"awq": 4}  # rows of the words of a piece, of other layouts; of a word of GPTQ 32 / bits, four times
-# Chosen by arithmetic, no AMD GPU has run them: docs/performance.md, "Packed weights on AMD's matrix cores".
+# Chosen by arithmetic, no AMD GPU has run them: docs/performance/amd.md.
 MAX_ROWS = 512  # of a weight, up to which making numbers of its codes in every tile takes less time than writing them
 _FEW_THREADS = 128  # of a block of few rows: each has one piece of four words of 4-bit codes
 _DEPTH = 4  # steps whose codes are on their way

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["skinny_linear"]
 
 _skinny_linear = Kernel("linear/skinny_linear.cu")
-# Measured on an H200: docs/performance.md, "`skinny_linear`".
+# Measured on an H200: docs/performance/products.md, "`skinny_linear`".
 _MAX_TOKENS = 4  # tokens of a block; a lane has a sum for each of them in registers
 _MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many others
 _MIN_WARPS = 4  # warps of a block

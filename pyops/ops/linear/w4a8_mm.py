@@ -39,7 +39,7 @@ __all__ = [
 _pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
 _NUM_THREADS = 256  # of it, each with a scale
 PRODUCTS = 8  # of a scale, with -8 ... -1
-TILE = 32  # rows and columns of a tile
+TILE_ROWS, HALF_TILE = 32, 16  # rows of a tile, and the columns of half of one
 _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
 
 
@@ -48,8 +48,8 @@ def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
     """A weight of signed 4-bit codes as `cutlass_w4a8_mm` takes it.
 
     Args:
-        B: [K / 8, N] int32, of any strides; K and N multiples of 32. A column is a string of codes, from the lowest
-            bits of its first word on.
+        B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. A column is a string of codes, from the
+            lowest bits of its first word on.
         out: of the shape of B, int32, contiguous, returned; new unless given.
     """
     size = B.shape[0] * 8, B.shape[1]
@@ -73,9 +73,9 @@ def plan_cutlass_encode_and_reorder_int4b(B: TensorArg, out: TensorArg) -> Launc
 
 
 def check_tiles(weight: TensorArg, k: int, n: int) -> None:
-    """Check that tiles divide a weight [K, N]."""
-    if k % TILE or n % TILE:
-        raise weight.error(f"expected K and N that are multiples of {TILE}, got {k} and {n}")
+    """Check that tiles, the last of which may be half of one, divide a weight [K, N]."""
+    if k % TILE_ROWS or n % HALF_TILE:
+        raise weight.error(f"expected K a multiple of {TILE_ROWS} and N of {HALF_TILE}, got {k} and {n}")
 
 
 @cutlass_encode_and_reorder_int4b.example
@@ -93,7 +93,7 @@ def cutlass_encode_and_reorder_int4b_experts(b_tensors: Tensor, *, out: Tensor) 
     """`cutlass_encode_and_reorder_int4b` of the weights of all experts.
 
     Args:
-        b_tensors: [num_experts, N, K / 8] int32, contiguous; K and N multiples of 32.
+        b_tensors: [num_experts, N, K / 8] int32, contiguous; K a multiple of 32, N of 16.
         out: of the same shape, int32, contiguous, returned; new unless given.
     """
     for expert, packed in zip(b_tensors, out, strict=True):

@@ -23,7 +23,7 @@ _tokens = Kernel("mamba/causal_conv1d_tokens.cu")
 _channels = Kernel("mamba/causal_conv1d_channels.cu")
 
 _NUM_THREADS = 128
-# Of the choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance.md).
+# Of the choices that were timed for 8192 tokens of 8192 channels on an H200 (docs/performance/scans.md).
 _TOKENS_BATCH = 4  # rows of a thread in flight
 # Of 16-bit inputs without prefix caching from compute capability 9.0 on, and of what needs more registers.
 _TOKENS_MIN_BLOCKS = {True: 6, False: 4}

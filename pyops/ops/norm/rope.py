@@ -24,7 +24,7 @@ __all__ = [
 _fused_qk_norm_rope = Kernel("norm/fused_qk_norm_rope.cu")
 _VEC_SIZE = 8  # elements of a head that a lane has; head_dim / 8 lanes are a group
 # Heads of a group: with few tokens, one; with many, several, which are all loaded before the first is used
-# (docs/performance.md, "Rows": `fused_qk_norm_rope`).
+# (docs/performance/rows.md: `fused_qk_norm_rope`).
 _HEADS = 1, 4
 _MAX_HEADS = 6
 

@@ -25,7 +25,7 @@ __all__ = [
 _rms_norm_static_fp8_quant = Kernel("norm/rms_norm_static_fp8_quant.cu")
 
 # A row has the threads that it has in `rms_norm` and `fused_add_rms_norm`, so that sums agree bit for bit and codes are
-# equal (docs/performance.md, "Rows"). With a residual, converting leaves registers for fewer resident threads.
+# equal (docs/performance/rows.md). With a residual, converting leaves registers for fewer resident threads.
 _WITHOUT_RESIDUAL = RMS_NORM
 _WITH_RESIDUAL = replace(FUSED_ADD_RMS_NORM, resident=(896, 896))
 

@@ -88,7 +88,7 @@ def static(
         input,
         "result_stride",
         min_blocks=_MIN_BLOCKS if has_instructions else 1,
-        # docs/performance.md, "Quantisation to 8 bits": 16 codes to a thread. Scales of narrower groups take registers.
+        # docs/performance/quantize.md: 16 codes to a thread. Scales of narrower groups take registers.
         twice=has_instructions and result.dtype is not int8 and group_columns % 16 == 0,
         fixed=fixed if azp else fixed | {"azp": 0},
         code_t=result.dtype,

@@ -102,7 +102,7 @@ def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
 
 # Launches
 
-# docs/performance.md, "Quantisation to 8 bits", NVFP4.
+# docs/performance/quantize.md, NVFP4.
 _NUM_THREADS = 128
 _MIN_ROW_THREADS = 4
 # Threads that a multiprocessor holds, by the registers of the kernel: experts without a gate 1152 (13.6 us, 14.3 with

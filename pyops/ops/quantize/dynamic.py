@@ -35,8 +35,8 @@ class Pass(NamedTuple):
     batch: int
 
 
-# absmax.cu, and dynamic_tensor_quant.cu, which finds the scale once for four vectors of a thread. docs/performance.md,
-# "Quantisation to 8 bits": 256 or 1024 threads, and fewer vectors, are worse.
+# absmax.cu, and dynamic_tensor_quant.cu, which finds the scale once for four vectors of a thread. 256 or 1024 threads,
+# and fewer vectors, are worse (docs/performance/quantize.md).
 _ABSMAX, _QUANTISE = Pass(512, 2, 8), Pass(256, 6, 4)
 _BY_TOKEN = RowTuning(many=(4, 7), few=(2, 8), weights=0)
 _AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # a zero point takes registers, too

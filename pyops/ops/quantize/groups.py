@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
-# docs/performance.md, "Quantisation to 8 bits": groups of few rows are spread over more threads, with one vector each;
-# of many rows, a thread has two vectors of a group of 128, with 2048 threads resident.
+# docs/performance/quantize.md: groups of few rows are spread over more threads, with one vector each; of many rows, a
+# thread has two vectors of a group of 128, with 2048 threads resident.
 _MAX_FEW_VECTORS = 4096  # vectors per multiprocessor up to which rows are few
 _FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2
 _MAX_WARP_VECS = 64  # vectors of a group of which a lane has two: 32 registers are enough

@@ -23,7 +23,7 @@ __all__ = ["hadacore_transform", "hadacore_transform_out"]
 _hadamard = Kernel("quantize/hadamard.cu")
 _MAX_SIZE = 32768
 # Elements of a thread, by the largest size of a row that has them: a warp is enough for a short row, a block for a long
-# one. docs/performance.md, "What to try next", has times of the op; these numbers have no measurement of their own.
+# one. docs/performance/next.md has times of the op; these numbers have no measurement of their own.
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
 _RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # threads that a multiprocessor holds
 _WARP_ROW_THREADS = 128  # threads of a block whose rows have a warp or less each

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_ROTARY_DIM = 2048
 EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
 
-# The geometry, measured at 16384 tokens on an H200 (docs/performance.md, "Attention, cache and rotary").
+# The geometry, measured at 16384 tokens on an H200 (docs/performance/cache.md).
 # Bytes of the first elements of a thread's pairs: without is_neox (an access has both elements of a pair), and with it.
 _PAIR_BYTES = 8, 16
 _FEW_THREADS = 1024  # threads per multiprocessor, with one head to a thread: up to here, tokens are few

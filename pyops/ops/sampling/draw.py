@@ -25,12 +25,12 @@ _sampling_row = Kernel("sampling/sampling_row.cu")
 _sampling_max = Kernel("sampling/sampling_max.cu")
 _sampling_filter = Kernel("sampling/sampling_filter.cu")
 _sampling_pick = Kernel("sampling/sampling_pick.cu")
-# docs/performance.md, "Sampling".
 _WHOLE = 2**35  # weight of the likeliest token
 _MIN_TEMPERATURE = 2.0**-98  # probability.cuh's; below it, the likeliest token is taken
 _MAX_TOKENS = 2**28  # so that sums of weights fit into 63 bits
 
-# Rows read piece by piece, once for every step. Pieces of 8192 gain 4 % without filters and lose 5 % with top-p.
+# Rows read piece by piece, once for every step. Pieces of 8192 gain 4 % without filters and lose 5 % with top-p
+# (docs/performance/sampling.md, as the numbers below).
 _NUM_THREADS = 256
 _MIN_PIECE, _MAX_PIECE = 4 * _NUM_THREADS, 2**14  # logits; the weights of a piece sum up to at most 2^49
 _PIECES = 8  # pieces per multiprocessor, where rows have as many of the smallest size

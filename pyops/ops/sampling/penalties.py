@@ -20,7 +20,7 @@ _apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
 _apply_penalties = Kernel("sampling/apply_penalties.cu")
 _apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
 _BITMASK_THREADS = 256  # no measurement of its own
-# docs/performance.md, "Sampling": 128 threads to a block are faster than 256 for 256 rows, and slower for 16.
+# docs/performance/sampling.md: 128 threads to a block are faster than 256 for 256 rows, and slower for 16.
 _EDIT_THREADS = 128
 _EDIT_BATCH = 16  # logits of a thread where logits are many
 _MAX_FEW = 4096  # logits per multiprocessor up to which a thread has one vector; no measurement of its own

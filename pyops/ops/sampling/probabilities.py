@@ -18,7 +18,7 @@ __all__ = ["log_softmax", "softmax"]
 
 _softmax = Kernel("sampling/softmax.cu")
 # (threads of a block, vectors of a thread) where pieces of that size fill the device, and where they do not. No
-# measurement of their own; docs/performance.md, "Sampling", has the figures of the op.
+# measurement of their own; docs/performance/sampling.md has the figures of the op.
 _MANY, _FEW = (512, 4), (256, 1)
 
 

@@ -23,7 +23,7 @@ _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
 _top_k_short_row = Kernel("sampling/top_k_short_row.cu")
 _MAX_COLUMNS = 2**30
 
-# docs/performance.md, "Sampling", top_k_per_row_decode.
+# docs/performance/sampling.md, top_k_per_row_decode.
 # Short rows, in the registers of one block: for 1024 rows of 8192 elements 512 threads are 19 % faster than 1024, and
 # three such blocks to a multiprocessor 14 % faster than two.
 _SHORT_THREADS, _SHORT_MAX_THREADS = 512, 1024
