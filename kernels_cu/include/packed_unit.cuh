@@ -261,7 +261,8 @@ struct Rows {
     }
 };
 
-// What sums over a group are multiplied by, and what the sums over the rows of a alone are: a lane's columns.
+// What sums over a group are multiplied by, and what the sums over the rows of a alone are, these as multiples of
+// codes_t::RAW_FACTOR: a lane's columns.
 struct Terms {
     float scales[TILES][2], shifts[TILES][2];
 
@@ -330,10 +331,10 @@ struct Terms {
                 point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
             }
             const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
-            float zero = (__uint_as_float(point) - offset) / codes_t::RAW_FACTOR;
-            if constexpr (ZERO_FLOATS) zero += shifts[tile][h] / codes_t::RAW_FACTOR;
+            float zero = __uint_as_float(point) - offset;
+            if constexpr (ZERO_FLOATS) zero += shifts[tile][h];
             if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
-            const float shift = ADDED ? shifts[tile][h] / codes_t::RAW_FACTOR : 0.0f;
+            const float shift = ADDED ? shifts[tile][h] : 0.0f;
             shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);
             scales[tile][h] *= 1.0f / Unit::factor(tile);
         }

@@ -151,6 +151,9 @@ struct Terms {
         const int entry = group * TILE_N + place.entry;
         if constexpr (HAS_SCALES) scale = twice(reinterpret_cast<const scale_t*>(groups)[entry]);
         if constexpr (ADDED || ZERO_FLOATS) added = twice(reinterpret_cast<const number_t*>(points)[entry]);
+        if constexpr ((ADDED || ZERO_FLOATS) && codes_t::SUM_FACTOR != 1.0f) {
+            added = added * pair_t::full(1.0f / codes_t::SUM_FACTOR);
+        }
         uint32_t point = ZERO_POINT;
         if constexpr (ZERO_CODES) {
             const uint32_t word = reinterpret_cast<const uint32_t*>(points)[group * (TILE_N * BITS / 32) + place.word];

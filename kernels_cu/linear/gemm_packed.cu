@@ -77,6 +77,7 @@ static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED &
 
 using code_t = conditional_t<IS_TABLE, TableCode, Code>;
 using terms_t = conditional_t<IS_TABLE, TableTerms, Terms>;
+constexpr float SUM_FACTOR = IS_TABLE ? 1.0f : codes_t::SUM_FACTOR;
 
 // A lane's sums in a fragment.
 struct alignas(16) Fragment { float sums[4]; };
@@ -287,7 +288,8 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                         for (int e = 0; e < 2; ++e) {
                             const int64_t row = first_row + part * 16 + l % 2 * 8 + lane % 4 * 2 + e;
                             const auto row_terms = epilogue.row(min(row, m - 1));
-                            x[e] = ACTIVATION<out_t>(epilogue.value(row_terms, columns[j][l / 2], d[j][at + e]));
+                            x[e] = ACTIVATION<out_t>(
+                                epilogue.value(row_terms, columns[j][l / 2], d[j][at + e] * SUM_FACTOR));
                         }
                         pairs[l] = pack_pair<out_t>(x[0], x[1]);
                     }
@@ -313,7 +315,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                         m_at = sorted_token_ids[m_at];
                         if (m_at < 0 || m_at >= num_rows) continue;
                     }
-                    float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
+                    float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j] * SUM_FACTOR);
                     if constexpr (ROUTED) x = ieee_multiply(topk_weights[m_at], x);
                     out[m_at * out_stride + n_at] = from_float<out_t>(ACTIVATION<out_t>(x));
                 }

@@ -126,10 +126,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             row_ids[threadIdx.x] = id >= 0 && id < num_rows ? id : -1;
         }
         __syncthreads();
-        int largest = -1;
-#pragma unroll
-        for (int i = 0; i < TILE_M; ++i) largest = max(largest, row_ids[i]);
-        if (largest < 0) return;
+        if (!any_lane(row_ids[lane % TILE_M] >= 0)) return;
         codes += expert * (k * n * BITS / 32);
         if constexpr (HAS_SCALES) scales += expert * groups * n;
         if constexpr (ZERO_BYTES > 0) {
@@ -242,7 +239,7 @@ gemm_packed_mma(out_t* out,                       // [M, N]
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             // Of this layout, words that were read ahead for all units would have no registers left.
-            if constexpr (LAYOUT == layout_marlin_8) keep_loads_of_warp();
+            if constexpr (LAYOUT == layout_marlin_8 || (LAYOUT == layout_marlin && BITS == 8)) keep_loads_of_warp();
             Unit unit;
             if constexpr (HELD) unit = held[i];
             else unit.read(stage + i * UNIT_BYTES, words_at);
@@ -272,16 +269,19 @@ gemm_packed_mma(out_t* out,                       // [M, N]
                 if (!ends || !last_of_group) continue;
                 float row_sums[ROW_TILES][2];
 #pragma unroll
-                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j) row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2);
+                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j)
+                    row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2) * (1.0f / codes_t::RAW_FACTOR);
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * TILES * 4; ++j) {
                     const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
+                    const float of_one = of_group[tile][at][j % 4];
+                    of_group[tile][at][j % 4] = 0.0f;
+                    if (TILE_M == 1 && !HELD && j % 2 == 1) continue;  // of a second row; held, all of it is faster
                     float& sum = sums[tile][at][j % 4];
                     if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], row_sums[at][j % 2], sum);
-                    sum = fmaf(terms.scales[tile][h], of_group[tile][at][j % 4], sum);
-                    of_group[tile][at][j % 4] = 0.0f;
+                    sum = fmaf(terms.scales[tile][h], of_one, sum);
                 }
                 of_rows.clear();
             }
@@ -328,23 +328,22 @@ gemm_packed_mma(out_t* out,                       // [M, N]
             out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x));
         }
     };
-    if constexpr (SPLITS == 1) {
-        for (int i = threadIdx.x; i < FRAGMENTS * 32; i += NUM_THREADS) finish(i, sum_of_block(i));
-    } else {
-        float* const block_sums = reinterpret_cast<float*>(shared);  // in the place of those of the first warp
-        for (int i = threadIdx.x; i < FRAGMENTS * 32; i += NUM_THREADS) {
-            reinterpret_cast<four_t*>(shared)[i] = sum_of_block(i);
-        }
-        sync_cluster<SPLITS>();
-        for (int i = split * NUM_THREADS + threadIdx.x; i < FRAGMENTS * 32; i += SPLITS * NUM_THREADS) {
-            four_t total = {};
+    const auto sum_of_cluster = [&](int i) {  // of those of blocks, in the place of those of the first warp
+        const float* const sums_of_block = reinterpret_cast<const float*>(shared) + i * 4;
+        four_t total = {};
 #pragma unroll
-            for (int one = 0; one < SPLITS; ++one) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) total.data[j] += load_of_block<SPLITS>(block_sums + i * 4 + j, one);
-            }
-            finish(i, total);
-        }
-        leave_cluster<SPLITS>();
+        for (int j = 0; j < SPLITS * 4; ++j) total.data[j % 4] += load_of_block<SPLITS>(sums_of_block + j % 4, j / 4);
+        return total;
+    };
+    // Of fewer than eight rows, those lanes alone whose rows exist.
+    constexpr int ROW_LANES = TILE_M < 8 ? ceil_div(TILE_M, 2) : 4, LANES = FRAGMENTS * 8 * ROW_LANES;
+    const auto lane_of = [](int i) { return i / ROW_LANES * 4 + i % ROW_LANES; };
+    for (int i = threadIdx.x; i < LANES && SPLITS > 1; i += NUM_THREADS) {
+        reinterpret_cast<four_t*>(shared)[lane_of(i)] = sum_of_block(lane_of(i));
     }
+    if constexpr (SPLITS > 1) sync_cluster<SPLITS>();
+    for (int i = split * NUM_THREADS + threadIdx.x; i < LANES; i += SPLITS * NUM_THREADS) {
+        finish(lane_of(i), SPLITS > 1 ? sum_of_cluster(lane_of(i)) : sum_of_block(lane_of(i)));
+    }
+    leave_cluster<SPLITS>();
 }

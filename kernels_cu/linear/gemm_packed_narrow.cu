@@ -199,7 +199,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) gemm_packed_narrow(
         float row_sums[2][2] = {};  // of the lane's rows 2t and 2t + 1, and those eight rows on
 #pragma unroll
         for (int i = 0; i < 4 && HAS_SHIFTS; ++i) {
-            row_sums[i / 2][i % 2] = shfl<32>(of_rows[i / 2 * 2], (lane % 4 * 2 + i % 2) * 4);
+            row_sums[i / 2][i % 2] =
+                shfl<32>(of_rows[i / 2 * 2], (lane % 4 * 2 + i % 2) * 4) * (1.0f / codes_t::RAW_FACTOR);
         }
         warpgroup_wait<0>();
 #pragma unroll

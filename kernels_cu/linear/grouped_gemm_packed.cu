@@ -226,7 +226,7 @@ grouped_gemm_packed(out_t* out,                          // [num_rows, N]
     for (int i = 0; i < FRAGMENTS * ROW_TILES; ++i) {
         sums_t four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j];
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::SUM_FACTOR;
         four.store_shared(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
     }
     __syncthreads();

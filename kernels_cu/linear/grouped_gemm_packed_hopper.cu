@@ -211,7 +211,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) grouped_gemm_packed_hop
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
                 const int column = first_column + (warp * PRODUCTS + j) * (GATED ? 8 : 16) + g;
-                const float sums[2] = {d[j][i / 2 * 4 + i % 2], d[j][i / 2 * 4 + 2 + i % 2]};
+                const float sums[2] = {d[j][i / 2 * 4 + i % 2] * codes_t::SUM_FACTOR,
+                                       d[j][i / 2 * 4 + 2 + i % 2] * codes_t::SUM_FACTOR};
                 out_t* const to = out + id * out_stride + column;
                 if constexpr (GATED) {
                     if (column >= n) continue;

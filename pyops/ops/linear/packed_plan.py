@@ -48,6 +48,7 @@ _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128):
 _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Up to how many rows lanes hold codes of the next step in registers, by layouts and bits.
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
+_MAX_HELD_NIBBLES = 8  # the same of bfloat16 and integers of 8 bits: 16 rows would spill registers
 _MAX_HALF_ROWS = 8  # up to which gemm_packed_mma.cu is faster than gemm_packed_narrow.cu, or as fast
 # Chosen by arithmetic, measured nowhere yet.
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
@@ -166,7 +167,10 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         step = rows_of_step(w, tile_n)
         several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
-        held = config.splits == 1 and m <= _HELD.get((w.layout, w.bits), 0)
+        most_held = _HELD.get((w.layout, w.bits), 0)
+        if w.type.is_integer and w.bits == 8 and problem.compute_dtype is bfloat16:  # whose nibbles are numbers apart
+            most_held = min(most_held, _MAX_HELD_NIBBLES)
+        held = config.splits == 1 and m <= most_held
         return fitting(replace(config, held=held), problem, device)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
 
