@@ -28,6 +28,7 @@
 //     CHOICES       how rows belong to experts (ggml_rows.cuh)
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
+//     WHOLE         whether rows are whole units
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
 //     STAGES        steps in shared memory; 1 where copies are held
@@ -174,7 +175,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                                   k_warp * UNIT + 4 * CODE_WORDS * t;
 #pragma unroll
         for (int element = 0; element < UNIT; element += GROUP) {
-            if (LENGTH < UNIT && int64_t(unit) * UNIT + element >= k) break;
+            if (!WHOLE && int64_t(unit) * UNIT + element >= k) break;
             order_loads();
             const uint8_t* blocks[LANE_ROWS];
             float scales[LANE_ROWS], minima[LANE_ROWS];

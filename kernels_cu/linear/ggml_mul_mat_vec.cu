@@ -23,6 +23,7 @@
 //     CHOICES       how rows belong to experts (ggml_rows.cuh)
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
+//     WHOLE         whether rows are whole units
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
 //     STAGES        steps in shared memory
@@ -108,7 +109,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
         const int unit = step * K_WARPS + k_warp;
         if (unit >= units) continue;
         // Groups of a unit that the row has, and whether it has one.
-        const int groups = LENGTH < UNIT ? int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP)) : GROUPS;
+        const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
 
         // Part u of the elements of the lane's group of each tile.
@@ -136,7 +137,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
         }
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
-            if (LENGTH < UNIT && group >= groups) break;
+            if (!WHOLE && group >= groups) break;
 #pragma unroll
             for (int u = 0; u < PARTS; ++u) {
                 uint32_t a[4];
@@ -157,7 +158,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 #pragma unroll
         for (int i = 0; i < TILES * 4; ++i) {
             const int j = i / 4, half = i / 2 % 2, group = 8 * j + 2 * t + i % 2;
-            if (LENGTH < UNIT && group >= groups) continue;
+            if (!WHOLE && group >= groups) continue;
             const uint8_t* const block = tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
             const float scale = FORMAT::scale(block, group * GROUP % LENGTH / GROUP);
             const float minimum = FORMAT::minimum(block, group * GROUP % LENGTH / GROUP);

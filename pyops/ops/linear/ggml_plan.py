@@ -114,6 +114,7 @@ class MulMatConfig:
             STAGES=self.stages,
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
+            WHOLE=problem.is_whole,
             MIN_BLOCKS=max(1, _RESIDENT_THREADS // threads) if self.tokens <= _MAX_BOUNDED_TOKENS else 1,
         ).launch((count, self.splits), threads, shared, **problem.arguments(), **partial)
 
@@ -167,6 +168,7 @@ class VecConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=problem.x_access,
+            WHOLE=problem.is_whole,
             MIN_BLOCKS=_resident(problem, grid, _RESIDENT_VEC_THREADS.get(self.tokens, 0) // threads),
         ).launch(grid, threads, _spread(problem, grid, self.shared_memory(problem)), **problem.arguments())
 
@@ -207,6 +209,7 @@ class DigitsConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=min(8, problem.x_access),
+            WHOLE=problem.is_whole,
             MIN_BLOCKS=_resident(problem, grid, most // threads),
         ).launch(grid, threads, _spread(problem, grid, self.shared_memory(problem)), **arguments)
 
