@@ -44,7 +44,7 @@ constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
 
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART, STAGES>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 
