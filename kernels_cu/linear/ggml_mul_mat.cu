@@ -187,6 +187,18 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
         for (int set = 0; set < GROUPS; set += SET) {
             sums_t x_sums;
+            // Found before products, so that nothing waits for them at the end of a unit.
+            float minima[LANE_ROWS][sums_t::LANE_GROUPS];
+#pragma unroll
+            for (int half = 0; half < LANE_ROWS && RAISES; ++half) {
+#pragma unroll
+                for (int i = 0; i < sums_t::LANE_GROUPS; ++i) {
+                    const int group = set + sums_t::first_group(lane) + i;
+                    const bool exists = WHOLE || group < groups;
+                    minima[half][i] =
+                        exists ? raised_minimum(block_of(half, group), group * GROUP % LENGTH / GROUP) : 0.0f;
+                }
+            }
             uint32_t b[TILES][WORDS];
 #pragma unroll
             for (int group = set; group < set + SET; ++group) {
@@ -233,20 +245,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
                 const int before = group - group * PRODUCTS % PARTS;  // the group of the first part of b
                 if (RAISES && (group + 1) * PRODUCTS % PARTS == 0) x_sums.add(b, before % SET, group % SET);
             }
-            if constexpr (RAISES) {
-                float minima[LANE_ROWS][sums_t::LANE_GROUPS];
-#pragma unroll
-                for (int half = 0; half < LANE_ROWS; ++half) {
-#pragma unroll
-                    for (int i = 0; i < sums_t::LANE_GROUPS; ++i) {
-                        const int group = set + sums_t::first_group(lane) + i;
-                        const bool exists = WHOLE || group < groups;
-                        minima[half][i] =
-                            exists ? raised_minimum(block_of(half, group), group * GROUP % LENGTH / GROUP) : 0.0f;
-                    }
-                }
-                x_sums.subtract(sums, minima);
-            }
+            if constexpr (RAISES) x_sums.subtract(sums, minima);
         }
     }
 

@@ -27,8 +27,8 @@ _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it, if that is enough for 
 _RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
-# Of a multiprocessor, for which registers of ggml_mul_mat_digits.cu are bounded; and where rows have experts, or
-# elements of X are loaded one by one: more spill.
+# Of a multiprocessor, for which registers of ggml_mul_mat_digits.cu are bounded; and where rows have experts, elements
+# of X are loaded one by one, or codes are looked up: more spill.
 _RESIDENT_DIGITS_THREADS, _FEWER_RESIDENT_THREADS = 1024, 768
 # Types that ggml_mul_mat_digits.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
 _DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
@@ -199,7 +199,7 @@ class DigitsConfig:
 
     def launch(self, problem: Problem) -> Launch:
         grid, threads = -(-problem.n // 16) * problem.tiles(1), 32 * self.k_warps
-        is_plain = problem.choices is None and problem.x_access > 1
+        is_plain = problem.choices is None and problem.x_access > 1 and problem.format.name == "Q4_K"
         most = _RESIDENT_DIGITS_THREADS if is_plain else _FEWER_RESIDENT_THREADS
         arguments = problem.arguments()
         del arguments["expert_ids"], arguments["num_tokens_post_padded"]
