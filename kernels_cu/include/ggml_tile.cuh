@@ -112,21 +112,18 @@ struct RowTile {
     }
 };
 
-// Brings to L2 what ROWS rows have from byte `begin` on: STEPS parts of BYTES each, the first of all rows before the second,
-// as DRAM serves what it is asked for first. All threads of the block call.
-template <int NUM_THREADS, int ROWS, int BYTES, int STEPS>
+// Brings to L2 what ROWS rows have from byte `begin` on, at most BYTES each. All threads of the block call. A kernel asks for
+// its first step: DRAM, asked for more, would bring the first step later.
+template <int NUM_THREADS, int ROWS, int BYTES>
 DEVICE void prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin) {
     constexpr int THREADS = NUM_THREADS / ROWS, LINE = 128;
     const int64_t row = first_row + threadIdx.x / THREADS;
     if (row >= num_rows) return;
-    const int bytes = int(min(int64_t(STEPS * BYTES), row_bytes - begin)), first = threadIdx.x % THREADS * LINE;
+    const int bytes = int(min(int64_t(BYTES), row_bytes - begin)), first = threadIdx.x % THREADS * LINE;
     W += row * row_bytes + begin + first;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-        for (int at = 0; at < BYTES; at += THREADS * LINE) {
-            if (at + first < BYTES && step * BYTES + at + first < bytes) prefetch_line(W + step * BYTES + at);
-        }
+    for (int at = 0; at < BYTES; at += THREADS * LINE) {
+        if (at + first < bytes) prefetch_line(W + at);
     }
 }
 

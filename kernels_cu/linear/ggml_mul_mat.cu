@@ -14,7 +14,7 @@
 //
 // Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
 // each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
-// X. While the kernel before still runs, the block brings the format blocks of its first steps to L2. Where copies are
+// X. While the kernel before still runs, the block brings the format blocks of its first step to L2. Where copies are
 // held (async.cuh) there is one stage, and registers hold the next step while warps multiply.
 //
 // Fragments: in a product, row r of the tile of codes is row r of W, and the columns of a lane are 4 * CODE_WORDS
@@ -76,7 +76,7 @@ DEVICE int64_t step_of(int64_t k, unsigned split) {
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
         const int64_t begin = step_of(k, blockIdx.y) * tile_t::PART;
-        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART, STAGES>(W, first_row_of_block<ROWS>(n), n, row_bytes, begin);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, begin);
     }
 }
 

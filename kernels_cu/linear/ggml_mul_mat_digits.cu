@@ -10,7 +10,7 @@
 // elements, each of which is one warp's. The format blocks come to shared memory as they are, STAGES steps at a time. Each
 // thread makes the digits of eight elements of X in a step: those of the first two steps while the weight is on its way,
 // then those of the next step before it multiplies. While the kernel before still runs, the block brings the format
-// blocks of its first step to L2: DRAM, asked for more, would bring the first step later.
+// blocks of its first step to L2.
 //
 // Fragments: the 32 columns of codes in a product are 16 elements of each half of a unit, of which lane t of a row has four
 // neighbours. Columns 0, 1 and 3 of X are digits 0, 1 and 2 of the first half's elements, and zeros for the second half's;
@@ -56,7 +56,7 @@ constexpr int DIGIT_STAGES = 2, ZERO_BYTES = 128;
 
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART, 1>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 

@@ -9,7 +9,7 @@
 // Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. It goes through K in steps of
 // K_WARPS units of 256 elements, each of which is one warp's of each sixteen rows of W. The format blocks come to shared
 // memory as they are, STAGES steps at a time, with the rows of X. While the kernel before still runs, the block brings
-// the format blocks of its first steps to L2.
+// the format blocks of its first step to L2.
 //
 // Fragments: tiles of 16 rows of W and 8 groups are sums of products: the codes of group c times a matrix that has the
 // elements of X in column c, and zeros elsewhere. So a lane has the sums of two rows and two groups of each eight, and
@@ -44,7 +44,7 @@ constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
 
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART, STAGES>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 

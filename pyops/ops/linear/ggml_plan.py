@@ -38,14 +38,18 @@ _WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
+def _each(problem: Problem, blocks: int) -> int:
+    """Of so many blocks, those of a multiprocessor, at most."""
+    return -(-blocks // problem.out.device.multiprocessors)
+
+
 def _spread(problem: Problem, blocks: int, shared_memory: int) -> int:
     """Bytes of shared memory of a block; so many that one or two blocks to a multiprocessor leave no room for one more.
 
     Else blocks of the next product, which start before this one ends, find room where they like: three on some
     multiprocessors, one on others.
     """
-    device = problem.out.device
-    each = -(-blocks // device.multiprocessors)
+    device, each = problem.out.device, _each(problem, blocks)
     if not device.supports("clusters") or not 0 < each <= 2:  # before sm_90 kernels start when the one before has ended
         return shared_memory
     return max(shared_memory, device.shared_memory // (each + 1) + 1)
@@ -101,6 +105,7 @@ class MulMatConfig:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
         count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads(problem)
         shared = _spread(problem, count * self.splits, self.shared_memory(problem))
+        most = _RESIDENT_THREADS // threads if self.tokens <= _MAX_BOUNDED_TOKENS else 1
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if self.splits > 1 and count:
             results = -(-self.tokens * self.rows // threads)
@@ -115,14 +120,14 @@ class MulMatConfig:
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
             WHOLE=problem.is_whole,
-            MIN_BLOCKS=max(1, _RESIDENT_THREADS // threads) if self.tokens <= _MAX_BOUNDED_TOKENS else 1,
+            MIN_BLOCKS=max(1, min(most, _each(problem, count * self.splits))),
         ).launch((count, self.splits), threads, shared, **problem.arguments(), **partial)
 
 
 def _resident(problem: Problem, grid: int, most: int) -> int:
     """Blocks of a multiprocessor, at most so many, for which the registers of one or two rows are bounded."""
     if problem.choices is None:
-        blocks = -(-grid // problem.out.device.multiprocessors)
+        blocks = _each(problem, grid)
         # Two find room anyway, and with fewer registers took longer.
         most = min(most, blocks) if blocks > 2 else 1
     return max(1, most)
