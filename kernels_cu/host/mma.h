@@ -11,15 +11,18 @@ struct host_operands {
     Sum* d;
 };
 
-// Element number `i` of a word: a number in the format T, or an 8-bit integer.
+// Element number `i` of a word: a number in the format T, an 8-bit integer, or TF32.
 template <typename T> inline double host_number(uint32_t word, int i) {
     return T::decode(word >> 8 * sizeof(T) * i & ((1u << 8 * sizeof(T)) - 1));
 }
 template <> inline double host_number<int8_t>(uint32_t word, int i) { return int8_t(word >> 8 * i); }
 template <> inline double host_number<uint8_t>(uint32_t word, int i) { return uint8_t(word >> 8 * i); }
+template <> inline double host_number<float>(uint32_t word, int) {  // TF32
+    return host::bits_as<float>(word & 0xffffe000);
+}
 
-// mma.m16n8k16, or k32 for elements of 8 bits: d += a * b. Each sum is computed in double and rounded once to float32;
-// sums of integers are exact.
+// mma.m16n8k16, k32 for elements of 8 bits, or k8 for TF32: d += a * b. Each sum is computed in double and rounded once to
+// float32; sums of integers are exact.
 template <typename T, typename TA = T, typename Sum>
 inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
     host_operands<Sum> own = {a, b, d};

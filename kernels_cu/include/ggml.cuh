@@ -97,16 +97,17 @@ struct Q8_0 : Blocks<32, 34> {
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
 };
 
-// The IQ4 types: a nibble stands for a code of this table.
-DEVICE uint32_t iq4_codes(uint32_t nibbles) {
+// The IQ4 types: a nibble, which lies as those of types with blocks of 32 elements, stands for a code of this table.
+template <int ALIGNMENT>
+DEVICE uint32_t iq4_codes(const uint8_t* nibbles, uint32_t q) {
     constexpr uint32_t table[4] = {0x3f2d1801, 0x766a5d4f, 0xa6998d81, 0xf1d9c5b5};
-    return look_up_bytes(nibbles, table);
+    return look_up_nibbles(word_at<ALIGNMENT>(nibbles + q % 4 * 4), q / 4 != 0, table);
 }
 
 struct IQ4_NL : Blocks<32, 18> {
     static constexpr int OFFSET = 128, LARGEST = 255;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
-        return iq4_codes(nibbles_of_halves<2>(block + 2, q));
+        return iq4_codes<2>(block + 2, q);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
 };
@@ -197,7 +198,7 @@ struct Q6_K : Blocks<256, 210> {
 struct IQ4_XS : Blocks<256, 136, 8> {
     static constexpr int OFFSET = 128, LARGEST = 255;
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t*) {
-        return iq4_codes(nibbles_of_halves<8>(block + 8 + q / 8 * 16, q % 8));
+        return iq4_codes<8>(block + 8 + q / 8 * 16, q % 8);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
         const uint32_t code = (block[4 + g / 2] >> g % 2 * 4 & 15) | (short_at(block + 2) >> 2 * g & 3) << 4;

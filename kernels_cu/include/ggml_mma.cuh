@@ -11,25 +11,110 @@ constexpr int RAISED = is_same<T, bf16_t> && FORMAT_T::LARGEST < 128 ? 128 + FOR
 // Four codes less OFFSET, plus RAISED if `RAISE`, as two pairs of T, exactly.
 template <typename FORMAT_T, typename T, bool RAISE>
 DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
-    constexpr bool IS_HALF = is_same<T, half_t>;
-    if constexpr (IS_HALF || FORMAT_T::LARGEST < 128) {
-        low = byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4140);
-        high = byte_perm(codes, IS_HALF ? 0x64 : 0x43, 0x4342);
-        if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) return;
-        const auto offset = Vec<T, 2>::full((IS_HALF ? 1024.0f : 128.0f) + FORMAT_T::OFFSET);
-        Vec<T, 2> pairs[2];
-        pairs[0].template word<2>(0) = low;
-        pairs[1].template word<2>(0) = high;
-        low = (pairs[0] - offset).template word<2>(0);
-        high = (pairs[1] - offset).template word<2>(0);
+    constexpr bool IS_HALF = is_same<T, half_t>, IS_WIDE = !IS_HALF && FORMAT_T::LARGEST > 127;
+    const uint32_t places = IS_WIDE ? codes & 127 * ONES : codes;  // the last ones of a number
+    low = byte_perm(places, IS_HALF ? 0x64 : 0x43, 0x4140);
+    high = byte_perm(places, IS_HALF ? 0x64 : 0x43, 0x4342);
+    if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) return;
+    Vec<T, 2> pairs[2], offsets[2];
+    pairs[0].template word<2>(0) = low;
+    pairs[1].template word<2>(0) = high;
+    if constexpr (IS_WIDE) {  // the eighth bit of a code is worth 128: the offset is 128 with it, or 256, twice as much
+        static_assert(FORMAT_T::OFFSET == 128);
+        const uint32_t exponents = ~codes & 128 * ONES;
+        offsets[0].template word<2>(0) = byte_perm(exponents, 0x43, 0x4140);
+        offsets[1].template word<2>(0) = byte_perm(exponents, 0x43, 0x4342);
     } else {
-        float x[4];  // eight significant bits: the upper half is all of a number
-        bytes_to_floats(codes, FORMAT_T::OFFSET, x);
-        low = pack_halves<true>(__float_as_uint(x[0]), __float_as_uint(x[1]));
-        high = pack_halves<true>(__float_as_uint(x[2]), __float_as_uint(x[3]));
+        offsets[0] = offsets[1] = Vec<T, 2>::full((IS_HALF ? 1024.0f : 128.0f) + FORMAT_T::OFFSET);
     }
+    low = (pairs[0] - offsets[0]).template word<2>(0);
+    high = (pairs[1] - offsets[1]).template word<2>(0);
 }
 
 // A tile of ones.
 template <typename T>
 constexpr uint32_t ONE_PAIR = is_same<T, half_t> ? 0x3c003c00 : 0x3f803f80;
+
+// Sums of X in GROUPS groups, and what minima times these sums are. A lane has sums of LANE_GROUPS groups, from group
+// first_group() on, and needs the minima of its rows of W in these groups.
+template <typename T, int TILES, bool = ON_MATRIX_CORES>
+struct GroupSums;
+
+// On matrix cores of one group, as products of X and ones.
+template <typename T, int TILES>
+struct GroupSums<T, TILES, true> {
+    static constexpr int GROUPS = 1, LANE_GROUPS = 1;
+    static DEVICE int first_group(int) { return 0; }
+    float sums[TILES][PRODUCT_SUMS] = {};
+
+    // Adds the group's elements of each row of X, which b has.
+    template <int WORDS>
+    DEVICE void add(const uint32_t (&b)[TILES][WORDS], int, int) {
+        uint32_t ones[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) ones[i] = ONE_PAIR<T>;
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) product<T>(sums[j], ones, b[j]);
+    }
+
+    // results -= minima times sums, summed over the groups.
+    DEVICE void subtract(float (&results)[TILES][PRODUCT_SUMS], const float (&minima)[LANE_ROWS][1]) const {
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) {
+#pragma unroll
+            for (int i = 0; i < PRODUCT_SUMS; ++i) {
+                results[j][i] = fmaf(-minima[i / ROW_SUMS][0], sums[j][i], results[j][i]);
+            }
+        }
+    }
+};
+
+// By mma.sync of eight groups. A lane's four words of row g of X, which are two operands b, are one operand a: its row g has
+// the first word of either operand b, its row g + 8 the second, and column c of the other factor is ones where elements
+// are of group c. So the lane gets both parts of row g's sums in groups 2t and 2t + 1, t = lane % 4: two elements of an
+// operand b, whose K is groups, in the product with minima. Factors of that product are sums of two numbers of TF32, which
+// hold 22 bits; the product of both smaller numbers is left out.
+template <typename T, int TILES>
+struct GroupSums<T, TILES, false> {
+    static constexpr int GROUPS = 8, LANE_GROUPS = 2;
+    static DEVICE int first_group(int lane) { return lane % 4 * 2; }
+    float sums[TILES][4] = {};
+
+    // Adds 32 elements of each row of X, which b has, the first 16 of group number `first`, the others of number `second`.
+    DEVICE void add(const uint32_t (&b)[TILES][4], int first, int second) {
+        const int g = lane_row(threadIdx.x % 32);
+        const uint32_t columns[2] = {g == first ? ONE_PAIR<T> : 0, g == second ? ONE_PAIR<T> : 0};
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) mma_m16n8k16<T>(sums[j], b[j], columns);
+    }
+
+    // results -= minima times sums, summed over the groups.
+    DEVICE void subtract(float (&results)[TILES][4], const float (&minima)[2][2]) const {
+        const float rows[4] = {minima[0][0], minima[1][0], minima[0][1], minima[1][1]};
+        uint32_t high_rows[4], low_rows[4];
+        split(rows, high_rows, low_rows);
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) {
+            const float columns[2] = {sums[j][0] + sums[j][2], sums[j][1] + sums[j][3]};
+            uint32_t high[2], low[2];
+            split(columns, high, low);
+            float products[4] = {};
+            mma_m16n8k8(products, low_rows, high);
+            mma_m16n8k8(products, high_rows, low);
+            mma_m16n8k8(products, high_rows, high);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) results[j][i] -= products[i];
+        }
+    }
+
+private:
+    // x = high + low, both TF32.
+    template <int N>
+    static DEVICE void split(const float (&x)[N], uint32_t (&high)[N], uint32_t (&low)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            high[i] = __float_as_uint(x[i]) & 0xffffe000;
+            low[i] = __float_as_uint(x[i] - __uint_as_float(high[i])) & 0xffffe000;
+        }
+    }
+};

@@ -112,7 +112,8 @@ struct RowTile {
     }
 };
 
-// Brings to L2 what ROWS rows have from byte `begin` on, at most BYTES each. All threads of the block call.
+// Brings to L2 what ROWS rows have from byte `begin` on, at most BYTES each. All threads of the block call. A kernel asks for
+// its first step: DRAM, asked for more, would bring the first step later.
 template <int NUM_THREADS, int ROWS, int BYTES>
 DEVICE void prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin) {
     constexpr int THREADS = NUM_THREADS / ROWS, LINE = 128;

@@ -8,7 +8,8 @@
 //     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8], in float32
 //
 // Words of four 8-bit elements have twice as many columns of A and rows of B: columns 4t + i / 2 * 16 and the next three
-// of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8].
+// of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8]. Words of one number have half: column t + i / 2 * 4 of
+// A [16, 8], row t + i * 4 of B [8, 8].
 //
 // AMD's matrix cores have other shapes, those of matrix_core.cuh: the products, loads and stores of this file do not
 // compile there.
@@ -32,6 +33,18 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 #undef PYOPS_MMA
 #elif PYOPS_HOST
     host_mma<T>(d, a, b);
+#endif
+}
+
+// D += A * B, the elements of A and B of type TF32: float32 whose last 13 bits are zeros.
+DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if PYOPS_CUDA
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#elif PYOPS_HOST
+    host_mma<float>(d, a, b);
 #endif
 }
 

@@ -81,22 +81,28 @@ DEVICE uint32_t nibbles_to_bytes(uint32_t four) {
     return (four | four << 4) & 0x0f0f0f0f;
 }
 
-// Four look-ups in a table of 16 bytes: byte i of the result is entry number (byte i of `indices`, 0 to 15) of the
-// table.
-DEVICE uint32_t look_up_bytes(uint32_t indices, const uint32_t (&table)[4]) {
+// Four look-ups in a table of 16 bytes: byte i of the result is entry number (nibble 2 i, or if `upper` 2 i + 1, of `word`).
+// What the look-ups of both nibbles share is computed once where both are asked for.
+DEVICE uint32_t look_up_nibbles(uint32_t word, bool upper, const uint32_t (&table)[4]) {
 #if PYOPS_HIP
     // HIP's __byte_perm takes a selector that is no constant through memory.
-    const uint32_t eighth = indices & 0x07070707;
+    const uint32_t indices = word >> 4 * upper & 0x0f0f0f0f, eighth = indices & 0x07070707;
     const uint32_t low = __builtin_amdgcn_perm(table[1], table[0], eighth);
     const uint32_t high = __builtin_amdgcn_perm(table[3], table[2], eighth);
-#else
-    uint32_t selector = (indices | indices >> 4) & 0x00ff00ff;
-    selector |= selector >> 8;
-    const uint32_t low = __byte_perm(table[0], table[1], selector & 0x7777);
-    const uint32_t high = __byte_perm(table[2], table[3], selector & 0x7777);
-#endif
     const uint32_t is_high = (indices >> 3 & 0x01010101) * 0xff;
     return (low & ~is_high) | (high & is_high);
+#else
+    // A selector is four nibbles, whose last three bits choose an entry of half of the table.
+    const uint32_t entries = word & 0x77777777, halves = (word >> 1 & 0x44444444) | 0x32103210;
+    uint32_t found[2];  // of four neighbouring nibbles each
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t low = __byte_perm(table[0], table[1], entries >> 16 * i);
+        const uint32_t high = __byte_perm(table[2], table[3], entries >> 16 * i);
+        found[i] = __byte_perm(low, high, halves >> 16 * i);
+    }
+    return __byte_perm(found[0], found[1], upper ? 0x7531 : 0x6420);
+#endif
 }
 
 // Little-endian loads; word_at needs an address that is a multiple of ALIGNMENT bytes, 2 or more.

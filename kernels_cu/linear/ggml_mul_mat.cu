@@ -14,13 +14,14 @@
 //
 // Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
 // each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
-// X. While the kernel before still runs, the block brings the format blocks of its first steps to L2. Where copies are
+// X. While the kernel before still runs, the block brings the format blocks of its first step to L2. Where copies are
 // held (async.cuh) there is one stage, and registers hold the next step while warps multiply.
 //
 // Fragments: in a product, row r of the tile of codes is row r of W, and the columns of a lane are 4 * CODE_WORDS
-// neighbouring elements, since the order of K is free. Then words of codes are what a lane needs. A tile of ones gives
-// the sums of X. Rows of X that do not exist are zeros in registers; on matrix cores they are other rows, whose sums
-// nobody writes. There a product takes a whole group, by as many instructions as that needs.
+// neighbouring elements, since the order of K is free. Then words of codes are what a lane needs. Sums of X, and what
+// minima times these are, come from more products (GroupSums). Rows of X that do not exist are zeros in shared memory; on
+// matrix cores they are other rows, whose sums nobody writes. There a product takes a whole group, by as many instructions
+// as that needs.
 //
 // Rows of X, of out and of W are those of ggml_rows.cuh.
 //
@@ -28,6 +29,7 @@
 //     CHOICES       how rows belong to experts (ggml_rows.cuh)
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
+//     WHOLE         whether rows are whole units
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
 //     STAGES        steps in shared memory; 1 where copies are held
@@ -48,6 +50,7 @@ constexpr int PRODUCT_K = ON_MATRIX_CORES ? GROUP : 16, PRODUCTS = GROUP / PRODU
 // Words of a lane in one product: of an operand, of codes of a row, of X.
 constexpr int WORDS = PRODUCT_K / 16 * SHORT_WORDS, CODE_WORDS = ON_MATRIX_CORES ? WORDS / 2 : 1;
 constexpr int X_WORDS = 2 * CODE_WORDS, X_RUN = X_WORDS < 4 ? X_WORDS : 4;
+constexpr int PARTS = WORDS / X_WORDS;  // products whose words of X fill an operand
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
@@ -56,6 +59,14 @@ using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
 // Codes are raised where minima need the sums of X anyway. On matrix cores all codes are that can be: these wait for codes,
 // not codes for them, and AMD has no instruction that subtracts bfloat16.
 constexpr bool RAISES = FORMAT::HAS_MINIMUM || (ON_MATRIX_CORES && RAISED<FORMAT, scalar_t> != 0);
+using sums_t = GroupSums<scalar_t, TILES>;
+constexpr int GROUPS = UNIT / GROUP, SET = sums_t::GROUPS;  // of a unit; whose sums of X a warp has at a time
+// What times the sum of X in a group is subtracted from its products.
+DEVICE float raised_minimum(const uint8_t* block, int group) {
+    const float minimum = FORMAT::minimum(block, group);
+    if constexpr (RAISED<FORMAT, scalar_t> == 0) return minimum;
+    return fmaf(float(RAISED<FORMAT, scalar_t>), FORMAT::scale(block, group), minimum);
+}
 
 // The first step of blocks number `split` of those that share rows.
 DEVICE int64_t step_of(int64_t k, unsigned split) {
@@ -65,7 +76,7 @@ DEVICE int64_t step_of(int64_t k, unsigned split) {
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
         const int64_t begin = step_of(k, blockIdx.y) * tile_t::PART;
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, begin);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, begin);
     }
 }
 
@@ -142,10 +153,6 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         cp_async_commit();
     };
 
-    constexpr uint32_t ONE = ONE_PAIR<scalar_t>;
-    uint32_t ones[WORDS];
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) ones[i] = ONE;
     float sums[TILES][PRODUCT_SUMS] = {};
     for (int stage = 0; stage < STAGES && !ON_MATRIX_CORES; ++stage) {
         clear_absent(reinterpret_cast<scalar_t*>(stage_of(stage) + tile_t::SIZE), rows);
@@ -172,53 +179,73 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
         const scalar_t* const x = reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + x_row * X_PITCH +
                                   k_warp * UNIT + 4 * CODE_WORDS * t;
+        // Groups of a unit that the row has, and whether it has one.
+        const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
+        const auto block_of = [&](int half, int group) {
+            return tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
+        };
 #pragma unroll
-        for (int element = 0; element < UNIT; element += GROUP) {
-            if (LENGTH < UNIT && int64_t(unit) * UNIT + element >= k) break;
-            order_loads();
-            const uint8_t* blocks[LANE_ROWS];
-            float scales[LANE_ROWS], minima[LANE_ROWS];
-            uint32_t a[PRODUCTS][WORDS];
+        for (int set = 0; set < GROUPS; set += SET) {
+            sums_t x_sums;
+            // Found before products, so that nothing waits for them at the end of a unit.
+            float minima[LANE_ROWS][sums_t::LANE_GROUPS];
 #pragma unroll
-            for (int half = 0; half < LANE_ROWS; ++half) {
-                blocks[half] = tile.block(row_warp * 16 + half * 8 + g, k_warp, element);
-                scales[half] = FORMAT::scale(blocks[half], element % LENGTH / GROUP);
-                minima[half] = FORMAT::minimum(blocks[half], element % LENGTH / GROUP);
-                if constexpr (RAISES) minima[half] = fmaf(float(RAISED<FORMAT, scalar_t>), scales[half], minima[half]);
+            for (int half = 0; half < LANE_ROWS && RAISES; ++half) {
 #pragma unroll
-                for (int u = 0; u < PRODUCTS; ++u) {
-#pragma unroll
-                    for (int i = 0; i < CODE_WORDS; ++i) {
-                        const int word = element % LENGTH / 4 + PRODUCT_K / 4 * u + CODE_WORDS * t + i;
-                        const uint32_t codes = FORMAT::codes(blocks[half], word, grid);
-                        uint32_t& high = a[u][ON_MATRIX_CORES ? 2 * i + 1 : half + 2];
-                        pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][ON_MATRIX_CORES ? 2 * i : half], high);
-                    }
+                for (int i = 0; i < sums_t::LANE_GROUPS; ++i) {
+                    const int group = set + sums_t::first_group(lane) + i;
+                    const bool exists = WHOLE || group < groups;
+                    minima[half][i] =
+                        exists ? raised_minimum(block_of(half, group), group * GROUP % LENGTH / GROUP) : 0.0f;
                 }
             }
+            uint32_t b[TILES][WORDS];
 #pragma unroll
-            for (int j = 0; j < TILES; ++j) {
-                float products[PRODUCT_SUMS] = {}, x_sums[PRODUCT_SUMS] = {};
+            for (int group = set; group < set + SET; ++group) {
+                if (!WHOLE && group >= groups) break;
+                order_loads();
+                const int of_block = group * GROUP % LENGTH;
+                float scales[LANE_ROWS];
+                uint32_t a[PRODUCTS][WORDS];
 #pragma unroll
-                for (int u = 0; u < PRODUCTS; ++u) {
-                    uint32_t b[WORDS];
+                for (int half = 0; half < LANE_ROWS; ++half) {
+                    const uint8_t* const block = block_of(half, group);
+                    scales[half] = FORMAT::scale(block, of_block / GROUP);
 #pragma unroll
-                    for (int i = 0; i < X_WORDS; i += X_RUN) {
-                        const auto run = *reinterpret_cast<const Vec<uint32_t, X_RUN>*>(
-                            x + j * PRODUCT_COLUMNS * X_PITCH + element + PRODUCT_K * u + 2 * i);
+                    for (int u = 0; u < PRODUCTS; ++u) {
 #pragma unroll
-                        for (int l = 0; l < X_RUN; ++l) b[i + l] = run.data[l];
+                        for (int i = 0; i < CODE_WORDS; ++i) {
+                            const int word = of_block / 4 + PRODUCT_K / 4 * u + CODE_WORDS * t + i;
+                            const uint32_t codes = FORMAT::codes(block, word, grid);
+                            uint32_t& high = a[u][ON_MATRIX_CORES ? 2 * i + 1 : half + 2];
+                            pairs_of_codes<FORMAT, scalar_t, RAISES>(codes, a[u][ON_MATRIX_CORES ? 2 * i : half], high);
+                        }
                     }
-                    product<scalar_t>(products, a[u], b);
-                    if constexpr (RAISES) product<scalar_t>(x_sums, ones, b);
                 }
 #pragma unroll
-                for (int i = 0; i < PRODUCT_SUMS; ++i) {
-                    const int half = i / ROW_SUMS;
-                    sums[j][i] = fmaf(scales[half], products[i], sums[j][i]);
-                    if constexpr (RAISES) sums[j][i] = fmaf(-minima[half], x_sums[i], sums[j][i]);
+                for (int j = 0; j < TILES; ++j) {
+                    float products[PRODUCT_SUMS] = {};
+#pragma unroll
+                    for (int u = 0; u < PRODUCTS; ++u) {
+                        const int part = (group * PRODUCTS + u) % PARTS;
+#pragma unroll
+                        for (int i = 0; i < X_WORDS; i += X_RUN) {
+                            const auto run = *reinterpret_cast<const Vec<uint32_t, X_RUN>*>(
+                                x + j * PRODUCT_COLUMNS * X_PITCH + group * GROUP + PRODUCT_K * u + 2 * i);
+#pragma unroll
+                            for (int l = 0; l < X_RUN; ++l) b[j][X_WORDS * part + i + l] = run.data[l];
+                        }
+                        product<scalar_t>(products, a[u], b[j], part);
+                    }
+#pragma unroll
+                    for (int i = 0; i < PRODUCT_SUMS; ++i) {
+                        sums[j][i] = fmaf(scales[i / ROW_SUMS], products[i], sums[j][i]);
+                    }
                 }
+                const int before = group - group * PRODUCTS % PARTS;  // the group of the first part of b
+                if (RAISES && (group + 1) * PRODUCTS % PARTS == 0) x_sums.add(b, before % SET, group % SET);
             }
+            if constexpr (RAISES) x_sums.subtract(sums, minima);
         }
     }
 

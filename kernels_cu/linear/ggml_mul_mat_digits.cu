@@ -10,7 +10,7 @@
 // elements, each of which is one warp's. The format blocks come to shared memory as they are, STAGES steps at a time. Each
 // thread makes the digits of eight elements of X in a step: those of the first two steps while the weight is on its way,
 // then those of the next step before it multiplies. While the kernel before still runs, the block brings the format
-// blocks of its first steps to L2.
+// blocks of its first step to L2.
 //
 // Fragments: the 32 columns of codes in a product are 16 elements of each half of a unit, of which lane t of a row has four
 // neighbours. Columns 0, 1 and 3 of X are digits 0, 1 and 2 of the first half's elements, and zeros for the second half's;
@@ -24,6 +24,7 @@
 //     CHOICES       how rows belong to experts (ggml_rows.cuh): 0 or 1
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
+//     WHOLE         whether rows are whole units
 //     TOKENS        rows of X of a block: 1
 //     K_WARPS       warps, along K
 //     STAGES        steps of the weight in shared memory
@@ -55,7 +56,7 @@ constexpr int DIGIT_STAGES = 2, ZERO_BYTES = 128;
 
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 
@@ -137,16 +138,15 @@ ggml_mul_mat_digits(scalar_t* out,       // [M, N]
         const int unit = step * K_WARPS + warp;
         if (unit >= units) continue;
         // Groups of a unit that the row has, and whether it has one.
-        const int groups = LENGTH < UNIT ? int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP)) : GROUPS;
+        const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const tile_t tile = tile_t::at(stage_of(step), unit - warp);
         const digits_t digits{shared + digits_at(step)};
         const int at = digits_at(step) + digit * digits_t::PITCH + warp * UNIT + 4 * t;  // of the lane's column
         const int first_at = has_first ? at : GRID_BYTES, second_at = has_second ? at + UNIT / 2 : GRID_BYTES;
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
-            if (LENGTH < UNIT && set >= groups) break;
-            if constexpr (LENGTH < UNIT)
-                sync_warp();  // a product needs all lanes, of which some left out the set before
+            if (!WHOLE && set >= groups) break;
+            if constexpr (!WHOLE) sync_warp();  // a product needs all lanes, of which some left out the set before
             int32_t products[4] = {};
 #pragma unroll
             for (int element = set * GROUP; element < (set + 1) * GROUP; element += 16) {
@@ -156,7 +156,7 @@ ggml_mul_mat_digits(scalar_t* out,       // [M, N]
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int from = element + i / 2 * (UNIT / 2);
-                    const bool exists = LENGTH == UNIT || set + i / 2 * SETS < groups;
+                    const bool exists = WHOLE || set + i / 2 * SETS < groups;
                     const uint8_t* const block = tile.block(i % 2 * 8 + g, warp, from);
                     a[i] = exists ? bytes_of_codes<FORMAT>(block, from % LENGTH / 4 + t, grid) : 0;
                 }
@@ -167,7 +167,7 @@ ggml_mul_mat_digits(scalar_t* out,       // [M, N]
             const float received = shfl_xor(float(is_first ? of_second : of_first), 1);
             float product = kept * (is_first ? 256.0f : 1.0f) + received * (is_first ? 1.0f : 256.0f);
             const int group = set + t / 2 * SETS;
-            if (LENGTH < UNIT && group >= groups) continue;
+            if (!WHOLE && group >= groups) continue;
             constexpr float FACTORS[2] = {1.0f, 1.0f / FORMAT::ODD_FACTOR};
             product *= digits.units()[warp * GROUPS + group] * FACTORS[set % 2];
             const float of_elements = HAS_SUMS ? digits.sums()[warp * GROUPS + group] : 0.0f;

@@ -9,7 +9,7 @@
 // Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. It goes through K in steps of
 // K_WARPS units of 256 elements, each of which is one warp's of each sixteen rows of W. The format blocks come to shared
 // memory as they are, STAGES steps at a time, with the rows of X. While the kernel before still runs, the block brings
-// the format blocks of its first steps to L2.
+// the format blocks of its first step to L2.
 //
 // Fragments: tiles of 16 rows of W and 8 groups are sums of products: the codes of group c times a matrix that has the
 // elements of X in column c, and zeros elsewhere. So a lane has the sums of two rows and two groups of each eight, and
@@ -23,6 +23,7 @@
 //     CHOICES       how rows belong to experts (ggml_rows.cuh)
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
+//     WHOLE         whether rows are whole units
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
 //     STAGES        steps in shared memory
@@ -43,7 +44,7 @@ constexpr int STAGE_BYTES = tile_t::SIZE + TOKENS * STEP * 2;
 
 DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t row_bytes) {
     if constexpr (CHOICES == 0) {
-        prefetch_rows<NUM_THREADS, ROWS, STAGES * tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
+        prefetch_rows<NUM_THREADS, ROWS, tile_t::PART>(W, first_row_of_block<ROWS>(n), n, row_bytes, 0);
     }
 }
 
@@ -108,7 +109,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
         const int unit = step * K_WARPS + k_warp;
         if (unit >= units) continue;
         // Groups of a unit that the row has, and whether it has one.
-        const int groups = LENGTH < UNIT ? int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP)) : GROUPS;
+        const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
 
         // Part u of the elements of the lane's group of each tile.
@@ -136,7 +137,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
         }
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
-            if (LENGTH < UNIT && group >= groups) break;
+            if (!WHOLE && group >= groups) break;
 #pragma unroll
             for (int u = 0; u < PARTS; ++u) {
                 uint32_t a[4];
@@ -157,7 +158,7 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
 #pragma unroll
         for (int i = 0; i < TILES * 4; ++i) {
             const int j = i / 4, half = i / 2 % 2, group = 8 * j + 2 * t + i % 2;
-            if (LENGTH < UNIT && group >= groups) continue;
+            if (!WHOLE && group >= groups) continue;
             const uint8_t* const block = tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
             const float scale = FORMAT::scale(block, group * GROUP % LENGTH / GROUP);
             const float minimum = FORMAT::minimum(block, group * GROUP % LENGTH / GROUP);

@@ -307,26 +307,28 @@ def test_matrix_product(run_on_host: Run, dtype: DType) -> None:
         assert numpy.abs(d - expected).max() <= 2**-24 * numpy.abs(expected).max() + 1e-12
 
 
-BYTES = """#include "mma.cuh"
+WORDS = """#include "mma.cuh"
 extern "C" __global__ void product(sum_t* d, const uint32_t* a, const uint32_t* b) {
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
     const uint32_t fa[4] = {a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]};
     const uint32_t fb[2] = {b[g * 8 + t], b[g * 8 + t + 4]};
     sum_t sum[4];
     for (int i = 0; i < 4; ++i) sum[i] = d[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
-    mma_m16n8k32<scalar_t>(sum, fa, fb);
+    PRODUCT(sum, fa, fb);
     for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sum[i];
 }
 """
 
 
-@pytest.mark.parametrize("dtype", [dtypes.int8, dtypes.float8_e4m3fn, dtypes.float8_e5m2], ids=str)
-def test_matrix_product_of_bytes(run_on_host: Run, dtype: DType) -> None:
-    """Exact for integers; b is given by its columns."""
+@pytest.mark.parametrize("dtype", [dtypes.int8, dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float32], ids=str)
+def test_matrix_product_of_words(run_on_host: Run, dtype: DType) -> None:
+    """Of four bytes, or of one TF32. Nothing is rounded; b is given by its columns."""
     rng = numpy.random.default_rng(4)
-    is_integer = dtype is dtypes.int8
-    a, b = (rng.integers(-128, 128, shape) / (1 if is_integer else 64) for shape in ((16, 32), (8, 32)))
-    codes = [one.astype(numpy.int8 if is_integer else getattr(ml_dtypes, dtype.name)) for one in (a, b)]
+    is_integer, is_wide = dtype is dtypes.int8, dtype is dtypes.float32
+    k = 8 if is_wide else 32
+    a, b = (rng.integers(-128, 128, shape) / (1 if is_integer else 64) for shape in ((16, k), (8, k)))
+    narrow = numpy.int8 if is_integer else numpy.float32 if is_wide else getattr(ml_dtypes, dtype.name)
+    codes = [one.astype(narrow) for one in (a, b)]
     start = rng.integers(-1000, 1000, (16, 8)).astype(numpy.int32 if is_integer else numpy.float32)
     exact = start.astype(float) + codes[0].astype(float) @ codes[1].astype(float).T
     for schedule in SCHEDULES:
@@ -334,7 +336,8 @@ def test_matrix_product_of_bytes(run_on_host: Run, dtype: DType) -> None:
         with scheduled(schedule):
             words = {name: one.view(numpy.uint32) for name, one in zip("ab", codes, strict=True)}
             sum_t = dtypes.int32 if is_integer else dtypes.float32
-            run_on_host(BYTES, grid=1, block=32, scalar_t=dtype, sum_t=sum_t, d=d, **words)
+            call = "mma_m16n8k8" if is_wide else "mma_m16n8k32<scalar_t>"
+            run_on_host(WORDS.replace("PRODUCT", call), grid=1, block=32, scalar_t=dtype, sum_t=sum_t, d=d, **words)
         assert numpy.array_equal(d, exact.astype(d.dtype))
 
 

@@ -27,8 +27,8 @@ _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it, if that is enough for 
 _RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
-# Of a multiprocessor, for which registers of ggml_mul_mat_digits.cu are bounded; and where rows have experts, or
-# elements of X are loaded one by one: more spill.
+# Of a multiprocessor, for which registers of ggml_mul_mat_digits.cu are bounded; and where rows have experts, elements
+# of X are loaded one by one, or codes are looked up: more spill.
 _RESIDENT_DIGITS_THREADS, _FEWER_RESIDENT_THREADS = 1024, 768
 # Types that ggml_mul_mat_digits.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
 _DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
@@ -38,14 +38,18 @@ _WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
+def _each(problem: Problem, blocks: int) -> int:
+    """Of so many blocks, those of a multiprocessor, at most."""
+    return -(-blocks // problem.out.device.multiprocessors)
+
+
 def _spread(problem: Problem, blocks: int, shared_memory: int) -> int:
     """Bytes of shared memory of a block; so many that one or two blocks to a multiprocessor leave no room for one more.
 
     Else blocks of the next product, which start before this one ends, find room where they like: three on some
     multiprocessors, one on others.
     """
-    device = problem.out.device
-    each = -(-blocks // device.multiprocessors)
+    device, each = problem.out.device, _each(problem, blocks)
     if not device.supports("clusters") or not 0 < each <= 2:  # before sm_90 kernels start when the one before has ended
         return shared_memory
     return max(shared_memory, device.shared_memory // (each + 1) + 1)
@@ -101,6 +105,7 @@ class MulMatConfig:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
         count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads(problem)
         shared = _spread(problem, count * self.splits, self.shared_memory(problem))
+        most = _RESIDENT_THREADS // threads if self.tokens <= _MAX_BOUNDED_TOKENS else 1
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if self.splits > 1 and count:
             results = -(-self.tokens * self.rows // threads)
@@ -114,14 +119,15 @@ class MulMatConfig:
             STAGES=self.stages,
             SPLITS=self.splits,
             X_ACCESS=problem.x_access,
-            MIN_BLOCKS=max(1, _RESIDENT_THREADS // threads) if self.tokens <= _MAX_BOUNDED_TOKENS else 1,
+            WHOLE=problem.is_whole,
+            MIN_BLOCKS=max(1, min(most, _each(problem, count * self.splits))),
         ).launch((count, self.splits), threads, shared, **problem.arguments(), **partial)
 
 
 def _resident(problem: Problem, grid: int, most: int) -> int:
     """Blocks of a multiprocessor, at most so many, for which the registers of one or two rows are bounded."""
     if problem.choices is None:
-        blocks = -(-grid // problem.out.device.multiprocessors)
+        blocks = _each(problem, grid)
         # Two find room anyway, and with fewer registers took longer.
         most = min(most, blocks) if blocks > 2 else 1
     return max(1, most)
@@ -167,6 +173,7 @@ class VecConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=problem.x_access,
+            WHOLE=problem.is_whole,
             MIN_BLOCKS=_resident(problem, grid, _RESIDENT_VEC_THREADS.get(self.tokens, 0) // threads),
         ).launch(grid, threads, _spread(problem, grid, self.shared_memory(problem)), **problem.arguments())
 
@@ -197,7 +204,7 @@ class DigitsConfig:
 
     def launch(self, problem: Problem) -> Launch:
         grid, threads = -(-problem.n // 16) * problem.tiles(1), 32 * self.k_warps
-        is_plain = problem.choices is None and problem.x_access > 1
+        is_plain = problem.choices is None and problem.x_access > 1 and problem.format.name == "Q4_K"
         most = _RESIDENT_DIGITS_THREADS if is_plain else _FEWER_RESIDENT_THREADS
         arguments = problem.arguments()
         del arguments["expert_ids"], arguments["num_tokens_post_padded"]
@@ -207,6 +214,7 @@ class DigitsConfig:
             K_WARPS=self.k_warps,
             STAGES=self.stages,
             X_ACCESS=min(8, problem.x_access),
+            WHOLE=problem.is_whole,
             MIN_BLOCKS=_resident(problem, grid, most // threads),
         ).launch(grid, threads, _spread(problem, grid, self.shared_memory(problem)), **arguments)
 

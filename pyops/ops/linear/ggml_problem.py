@@ -72,6 +72,11 @@ class Problem:
         """Elements of one access to X."""
         return Operand.of_rows(self.X).vec_size(self.k)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether rows are whole units."""
+        return self.k % UNIT == 0
+
     def bucket(self) -> str:
         weight = f"weight={self.n}x{self.k} {self.format.name} access={self.access}"
         experts = "" if self.choices is None else f" experts={self.choices.num_experts}"
