@@ -225,7 +225,8 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
         schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
         _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
         if dtype == torch.bfloat16:  # two terms, where no log-sum-exp is asked for
-            _varlen(one, has_lse=False, **call | {"logits_soft_cap": cap, "causal": True})
+            options = {"logits_soft_cap": cap, "causal": True, "sliding_window": 150}
+            _varlen(one, has_lse=False, **call | options)
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
     # All logits of a row are large and negative, down to -9 and -90.
@@ -237,6 +238,11 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     call["query"] = call["query"].to(dtype)
     for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
         _varlen(one, **call | {"logits_soft_cap": cap, "scale": factor * scale})
+    for s, blocks in enumerate(call["block_tables"]):  # and those of the first 96 keys, the last tile, are 0
+        call["key_cache"][blocks[:6].long()] = 0.0
+        call["plain"][s][0] = call["plain"][s][0].clone()
+        call["plain"][s][0][:96] = 0.0
+    _varlen(one, has_lse=False, **call | {"logits_soft_cap": 400.0, "scale": 30.0 * scale})
 
 
 POLYNOMIALS = """#include "attention.cuh"
