@@ -47,19 +47,14 @@ template <bool VALUE> struct IsFirst { static constexpr bool value = VALUE; };
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 constexpr float SLACK = 8.0f;
-// How probabilities are summed. FLOATS: by each lane, before they are rounded, as a log-sum-exp needs them. Else rounded, as
-// products with ones, which leave 64 of some 400 instructions of a tile of 128 keys away: by WGMMA beside the product with
-// values, or by MMA of a warp when all are rounded. docs/performance.md, "Instructions of a tile", says what is faster;
-// large heads lack the registers.
-enum class Sums { FLOATS, WGMMA, MMA };
-constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS && !HAS_LSE;
-constexpr Sums SUMS = !HAS_REGISTERS ? Sums::FLOATS
-                      : SHORT_SERIES ? Sums::MMA
-                                     : (HAS_SOFTCAP ? Sums::FLOATS : Sums::WGMMA);
-constexpr int SUM_CHAINS = SUMS == Sums::MMA ? 4 : 1;  // of products that do not wait for each other
+// Large heads lack registers for what saves instructions of a tile: docs/performance.md, "Instructions of a tile".
+constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;
+// Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
+// before they are rounded, as a log-sum-exp needs them.
+constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
 // Elements of a thread whose exponentials come before the wait for the product before: docs/performance.md, "The wait for
 // the product before".
-constexpr int BEFORE_WAIT = SUMS != Sums::FLOATS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : TOKENS / 4;
+constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -99,8 +94,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     Tiles tiles(shared, works, holes, kinds, &found);
     tiles.init<NUM_THREADS>();
     // Ones of 8 rows of 8 elements: both halves of an operand of 8 columns that runs along 16 keys.
-    __shared__ __align__(128) uint32_t ones[SUMS == Sums::WGMMA ? 32 : 1];
-    if (SUMS == Sums::WGMMA && threadIdx.x < 32) {
+    __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
+    if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
         ones[threadIdx.x] = PAIR_OF_ONES<scalar_t>;
         fence_proxy_async();
     }
@@ -148,7 +143,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                           num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float s[TOKENS / 2], o[HEAD_SIZE / 2];
     uint32_t p[TOKENS / 16][4];
-    float row_sums[SUM_CHAINS][4];   // by products, of the lane's two rows: elements 0 and 2
+    float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
     const auto start_logits = [&] {  // S = Q K^T
         const uint64_t a = make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + first_row * ROW_BYTES);
         const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * TILE_BYTES, TOKEN_STRIDE);
@@ -168,8 +163,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; ++i) {
             wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE), accumulate || i > 0);
-            if constexpr (SUMS == Sums::WGMMA) {
-                wgmma<scalar_t, 8>(row_sums[0], p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), accumulate || i > 0);
+            if constexpr (SUMS_BY_PRODUCTS) {
+                wgmma<scalar_t, 8>(row_sums, p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), accumulate || i > 0);
             }
         }
         warpgroup_commit_batch();
@@ -177,16 +172,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const auto end_output = [&] {
         warpgroup_wait<0>();
         warpgroup_fence_operand(o);
-        if constexpr (SUMS == Sums::WGMMA) warpgroup_fence_operand(row_sums[0]);
+        if constexpr (SUMS_BY_PRODUCTS) warpgroup_fence_operand(row_sums);
         release(tiles.value);
         tiles.value.advance();
-    };
-    const auto sum_rounded = [&] {
-        if constexpr (SUMS == Sums::MMA) {
-            const uint32_t b[2] = {PAIR_OF_ONES<scalar_t>, PAIR_OF_ONES<scalar_t>};
-#pragma unroll
-            for (int i = 0; i < TOKENS / 16; ++i) mma_m16n8k16<scalar_t>(row_sums[i % SUM_CHAINS], p[i], b);
-        }
     };
 
     tiles.query.wait();
@@ -209,8 +197,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         // `settled`: small logits under a soft cap have the base of all rows, or are below it. `ordered`: a row's logits
         // above its base are positive.
         bool is_small = false, settled = false, ordered = false;
-#pragma unroll
-        for (int i = 0; i < SUM_CHAINS * 4; ++i) row_sums[i / 4][i % 4] = 0.0f;
         float exact_factor = 1.0f;
         // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first
         // element of the chunk.
@@ -244,7 +230,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     }
                 });
                 by_short_series = SHORT_SERIES && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < short_limit));
-                is_small = SUMS == Sums::MMA && !IS_FIRST && by_short_series && whole && settled;
+                is_small = SUMS_BY_PRODUCTS && !IS_FIRST && by_short_series && whole && settled;
                 if (is_small) {
                     plain = true;
                     rises = false;
@@ -332,7 +318,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     max_logit[half] = larger;
                 }
                 const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
-                settled = SUMS == Sums::MMA && !any_lane(!(least >= MAX_MAGNITUDE));
+                settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
                 ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
                 huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
                                                       fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
@@ -356,7 +342,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 for (int i = begin / 2; i < end / 2; ++i) {
                     float& x = s[i / 2 * 4 + 2 * half + i % 2];
                     x = estimate_exp2(logit_above(x, base[half]));
-                    if (SUMS == Sums::FLOATS) sums[half] += x;
+                    if (!SUMS_BY_PRODUCTS) sums[half] += x;
                 }
                 exp_sum[half] += sums[half];
             }
@@ -395,7 +381,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             exponentials(c, c + FIRST_CHUNK / 2);
             round_probabilities(c, c + FIRST_CHUNK / 2);
         });
-        sum_rounded();
 
         bool accumulate = false;
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
@@ -420,7 +405,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 #pragma unroll
                     for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
 #pragma unroll
-                    for (int i = 0; i < SUM_CHAINS * 4; ++i) row_sums[i / 4][i % 4] *= shrink[i / 2 % 2];
+                    for (int i = 0; i < 4; ++i) row_sums[i] *= shrink[i / 2];
                 }
                 // Probabilities are rounded beside the exponentials that follow the wait.
                 become_probabilities(BEFORE_WAIT, TOKENS / 2);
@@ -428,14 +413,13 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             };
             if (is_small) finish(small_exponentials);
             else finish(exponentials);
-            sum_rounded();
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
         end_output();
-        if constexpr (SUMS != Sums::FLOATS) {  // all lanes of a row have its sum: a quarter of it to each
-#pragma unroll
-            for (int i = 0; i < SUM_CHAINS * 2; ++i) exp_sum[i % 2] += 0.25f * row_sums[i / 2][i % 2 * 2];
+        if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each
+            exp_sum[0] = 0.25f * row_sums[0];
+            exp_sum[1] = 0.25f * row_sums[2];
         }
 
         results.store(work, o, max_logit, exp_sum);
