@@ -11,9 +11,9 @@
 //
 // Warpgroups: one warp of the last produces: it loads queries, keys and values; another finds work (prefill_tiles.cuh). The
 // others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
-// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the
-// probabilities P of the new tile while the product with V goes on. Consumers take turns at starting products, so that
-// the softmax of one runs beside the products of the others.
+// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and looks for the
+// largest logits of the new tile, or computes some of its probabilities P, while the product with V goes on. Consumers
+// take turns at starting products, so that the softmax of one runs beside the products of the others.
 //
 // Constants
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
@@ -194,8 +194,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         const int whole_end = work.limit_of(first_row), whole_begin = window.first_seen(work.limit_of(first_row + 63));
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {0.0f, 0.0f}, shrink[2];
         bool rises = false, huge = false, plain = false, by_short_series = false;
-        // `settled`: small logits under a soft cap have the base of all rows, or are below it. `ordered`: a row's logits
-        // above its base are positive.
+        // `is_small`: a tile's logits are small, under a soft cap, and all rows see them, whose bases are `settled`: not too
+        // far below for small logits. `ordered`: logits that make a row's largest one rise are positive in every row.
         bool is_small = false, settled = false, ordered = false;
         float exact_factor = 1.0f;
         // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first
