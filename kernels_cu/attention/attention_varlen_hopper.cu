@@ -278,15 +278,13 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
                 if (BY_MAGNITUDE && plain) return;
                 if (HAS_REGISTERS && !HAS_SOFTCAP && !IS_FIRST && ordered) {
-                    // Floats of which the largest is positive are ordered as integers, three of them at a time.
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        int most = max(__float_as_int(s[2 * half]), __float_as_int(s[2 * half + 1]));
+                        largest[half] = s[2 * half];
 #pragma unroll
-                        for (int i = 4 + 2 * half; i < end; i += 4) {
-                            most = max(max(most, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+                        for (int i = 2 * half; i < end; i += 4) {
+                            largest[half] = largest_if_positive(largest[half], s[i], s[i + 1]);
                         }
-                        largest[half] = __int_as_float(most);
                     }
                     return;
                 }
