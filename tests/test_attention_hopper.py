@@ -72,15 +72,17 @@ def _varlen(
     VARLEN.forget()
 
 
-@pytest.mark.parametrize(("block_size", "head_size"), [(16, 64), (64, 128)])
-def test_every_schedule(on: str, block_size: int, head_size: int) -> None:
+@pytest.mark.parametrize(("block_size", "head_size", "has_lse"), [(16, 64, False), (64, 128, True)])
+def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
+    """With sums of probabilities by products, which a log-sum-exp does without."""
     call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
-    _varlen(HopperConfig(128, 2), SCHEDULES, **call)
+    _varlen(HopperConfig(128, 2), SCHEDULES, has_lse=has_lse, **call)
 
 
 @pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], 2))
 def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
-    """From tile to tile, by less than the slack of a base and by more, until only the first tokens count."""
+    """From tile to tile, by less than the slack of a base and by more, until only the first tokens count; and from far
+    below 0, where largest logits are no positive numbers."""
     call = varlen_call([65], [450], dtype=dtype, on=on)
     keys, table = call["plain"][0][0], call["block_tables"][0].long()
     for begin in range(0, 450, 16):
@@ -88,6 +90,18 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
         keys[begin : begin + 16] *= factor
         call["key_cache"][table[begin // 16]] *= factor
     _varlen(HopperConfig(64, 2), SCHEDULES[:2], **call | {"scale": 1.5 * call["scale"]})
+    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 1.5 * call["scale"]})
+    call = varlen_call([65], [450], dtype=dtype, on=on)
+    keys, query = call["plain"][0][0], call["query"][:1, :1]
+    row = query[0, 0].double().cpu()
+    for begin in range(0, 450, 16):  # of every row; every other one is as far below
+        logits = torch.tensor([1.0, 1.4]).repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
+        units = row * (logits / float(row @ row) / call["scale"])[:, None, None]
+        keys[begin : begin + 16] = units[: len(keys) - begin]
+        call["key_cache"][call["block_tables"][0, begin // 16].long()] = units.to(on, dtype)
+    keys[:] = keys.to(dtype).double()
+    call["query"] = query.expand(65, 4, -1).contiguous()
+    _varlen(HopperConfig(64, 2), has_lse=False, **call)
 
 
 # What the geometry depends on: the head, the block, the group of heads, the tile, the warpgroups.
@@ -220,7 +234,8 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
         schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
         _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
         if dtype == torch.bfloat16:  # two terms, where no log-sum-exp is asked for
-            _varlen(one, has_lse=False, **call | {"logits_soft_cap": cap, "causal": True})
+            options = {"logits_soft_cap": cap, "causal": True, "sliding_window": 150}
+            _varlen(one, has_lse=False, **call | options)
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
     # All logits of a row are large and negative, down to -9 and -90.
@@ -232,6 +247,11 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     call["query"] = call["query"].to(dtype)
     for cap, factor in ((50.0, 1.0), (400.0, 10.0)):
         _varlen(one, **call | {"logits_soft_cap": cap, "scale": factor * scale})
+    for s, blocks in enumerate(call["block_tables"]):  # and those of the first 96 keys, the last tile, are 0
+        call["key_cache"][blocks[:6].long()] = 0.0
+        call["plain"][s][0] = call["plain"][s][0].clone()
+        call["plain"][s][0][:96] = 0.0
+    _varlen(one, has_lse=False, **call | {"logits_soft_cap": 400.0, "scale": 30.0 * scale})
 
 
 POLYNOMIALS = """#include "attention.cuh"

@@ -467,8 +467,26 @@ def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
         assert torch.equal(dst.cpu(), right)
 
 
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("num_seqs", [31, 32])
+def test_gather_of_many_sequences(where: str, num_seqs: int) -> None:
+    """As many as one load of a warp's lanes bounds, and one more; most of them empty, and rows behind the last."""
+    lengths = torch.zeros(num_seqs, dtype=torch.int64)
+    lengths[[0, 1, 16, -1]] = ints([3, 1, 6, 5])
+    owners = torch.arange(num_seqs).repeat_interleave(lengths)
+    lens = torch.cat((ints([0]), lengths.cumsum(0))).int()
+    positions = torch.arange(15) - lens[owners]
+    tables = torch.randperm(2 * num_seqs).int().view(num_seqs, 2)
+    cache, dst = make(2 * num_seqs, 4, 8, where=where), torch.full((18, 8), 5.0, device=where)
+    pyops.cp_gather_cache(cache, dst, tables.to(where), lens.to(where), num_seqs)
+    assert torch.equal(dst[:15], cache[tables[owners, positions // 4].long(), positions % 4])
+    assert (dst[15:] == 5.0).all()
+
+
 @on_host
-@pytest.mark.parametrize("name", ["gather_and_maybe_dequant_cache", "cp_gather_and_upconvert_fp8_kv_cache"])
+@pytest.mark.parametrize(
+    "name", ["gather_and_maybe_dequant_cache", "cp_gather_cache", "cp_gather_and_upconvert_fp8_kv_cache"]
+)
 def test_entries_are_asked_for_early(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that look their entries up before the kernel before has ended, and others; with a table of any numbers."""
     op = pyops.registry[name]

@@ -11,9 +11,9 @@
 //
 // Warpgroups: one warp of the last produces: it loads queries, keys and values; another finds work (prefill_tiles.cuh). The
 // others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
-// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and computes the
-// probabilities P of the new tile while the product with V goes on. Consumers take turns at starting products, so that
-// the softmax of one runs beside the products of the others.
+// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and looks for the
+// largest logits of the new tile, or computes some of its probabilities P, while the product with V goes on. Consumers
+// take turns at starting products, so that the softmax of one runs beside the products of the others.
 //
 // Constants
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
@@ -48,9 +48,14 @@ template <bool VALUE> struct IsFirst { static constexpr bool value = VALUE; };
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 constexpr float SLACK = 8.0f;
-// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
-// wait for the product before".
-constexpr int BEFORE_WAIT = HAS_SOFTCAP ? TOKENS / 2 : TOKENS / 4;
+// Large heads lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
+constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;
+// Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
+// before they are rounded, as a log-sum-exp needs them.
+constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
+// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The wait for
+// the product before".
+constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
@@ -90,6 +95,12 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     __shared__ Found found;
     Tiles tiles(shared, works, holes, kinds, &found);
     tiles.init<NUM_THREADS>();
+    // Ones of 8 rows of 8 elements: both halves of an operand of 8 columns that runs along 16 keys.
+    __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
+    if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
+        ones[threadIdx.x] = PAIR_OF_ONES<scalar_t>;
+        fence_proxy_async();
+    }
     __syncthreads();
     const Window window(sliding_window);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
@@ -134,6 +145,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                           num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float s[TOKENS / 2], o[HEAD_SIZE / 2];
     uint32_t p[TOKENS / 16][4];
+    float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
     const auto start_logits = [&] {  // S = Q K^T
         const uint64_t a = make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + first_row * ROW_BYTES);
         const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * TILE_BYTES, TOKEN_STRIDE);
@@ -146,15 +158,25 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         }
         warpgroup_commit_batch();
     };
-    const auto start_output = [&](bool accumulate) {  // O += P V
+    const auto start_output = [&](bool accumulate) {  // O += P V, and sums of rows of P
         const uint64_t b = make_smem_desc(tiles.values + tiles.value.stage * TILE_BYTES, TOKEN_STRIDE, PANEL_STRIDE);
         tiles.value.wait();
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; ++i) {
             wgmma<scalar_t, HEAD_SIZE, true>(o, p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE), accumulate || i > 0);
+            if constexpr (SUMS_BY_PRODUCTS) {
+                wgmma<scalar_t, 8>(row_sums, p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), accumulate || i > 0);
+            }
         }
         warpgroup_commit_batch();
+    };
+    const auto end_output = [&] {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(o);
+        if constexpr (SUMS_BY_PRODUCTS) warpgroup_fence_operand(row_sums);
+        release(tiles.value);
+        tiles.value.advance();
     };
 
     tiles.query.wait();
@@ -175,6 +197,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         const int whole_end = work.limit_of(first_row), whole_begin = window.first_seen(work.limit_of(first_row + 63));
         float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {0.0f, 0.0f}, shrink[2];
         bool rises = false, huge = false, plain = false, by_short_series = false;
+        // `is_small`: a tile's logits are small, under a soft cap, and all rows see them, whose bases are `settled`: not too
+        // far below for small logits. `ordered`: logits that make a row's largest one rise are positive in every row.
+        bool is_small = false, settled = false, ordered = false;
         float exact_factor = 1.0f;
         // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first
         // element of the chunk.
@@ -208,6 +233,12 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     }
                 });
                 by_short_series = SHORT_SERIES && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < short_limit));
+                is_small = SUMS_BY_PRODUCTS && !IS_FIRST && by_short_series && whole && settled;
+                if (is_small) {
+                    plain = true;
+                    rises = false;
+                    return;
+                }
                 by_series =
                     !HAS_ALIBI && (by_short_series || !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit)));
             }
@@ -249,6 +280,17 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 mask(start < whole_begin, [&](int column, int half) { return column < firsts[half] - before; });
                 mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
                 if (BY_MAGNITUDE && plain) return;
+                if (HAS_REGISTERS && !HAS_SOFTCAP && !IS_FIRST && ordered) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        largest[half] = s[2 * half];
+#pragma unroll
+                        for (int i = 2 * half; i < end; i += 4) {
+                            largest[half] = largest_if_positive(largest[half], s[i], s[i + 1]);
+                        }
+                    }
+                    return;
+                }
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -276,6 +318,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                     exp_sum[half] *= shrink[half];
                     max_logit[half] = larger;
                 }
+                const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
+                settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
+                ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
                 huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
                                                       fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
             }
@@ -288,29 +333,32 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 exact_factor = 1.0f;
             }
         };
-        // Elements of the thread from `begin` to `end` become probabilities.
-        const auto exponentials = [&](int begin, int end) {
+        // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base).
+        const auto each_exponential = [&](int begin, int end, auto logit_above) {
             const float base[2] = {probability_base<scalar_t>(max_logit[0]), probability_base<scalar_t>(max_logit[1])};
-            const auto each = [&](auto logit_above) {
-                float sums[2] = {0.0f, 0.0f};
+            float sums[2] = {0.0f, 0.0f};
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                    for (int i = begin / 2; i < end / 2; ++i) {
-                        float& x = s[i / 2 * 4 + 2 * half + i % 2];
-                        x = estimate_exp2(logit_above(x, base[half]));
-                        sums[half] += x;
-                    }
-                    exp_sum[half] += sums[half];
+                for (int i = begin / 2; i < end / 2; ++i) {
+                    float& x = s[i / 2 * 4 + 2 * half + i % 2];
+                    x = estimate_exp2(logit_above(x, base[half]));
+                    if (!SUMS_BY_PRODUCTS) sums[half] += x;
                 }
-            };
-            // The series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+                exp_sum[half] += sums[half];
+            }
+        };
+        // A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+        const auto small_exponentials = [&](int begin, int end) {
+            each_exponential(begin, end, [&](float y, float from) { return short_series.logit(y, from); });
+        };
+        const auto exponentials = [&](int begin, int end) {
             if (HAS_SOFTCAP && plain && by_short_series) {
-                each([&](float y, float from) { return short_series.logit(y, from); });
+                small_exponentials(begin, end);
             } else if (HAS_SOFTCAP && plain) {
-                each([&](float y, float from) { return series.logit(y, from); });
+                each_exponential(begin, end, [&](float y, float from) { return series.logit(y, from); });
             } else {
-                each([&](float x, float from) { return fmaf(x, exact_factor, -from); });
+                each_exponential(begin, end, [&](float x, float from) { return fmaf(x, exact_factor, -from); });
             }
         };
         const auto round_probabilities = [&](int begin, int end) {
@@ -347,28 +395,33 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             warpgroup_fence_operand(s);
             release_keys(tile);
             find_base(IsFirst<false>(), tile, missing);
-            // Without a soft cap the product before is done by the middle of the exponentials, and probabilities are
-            // rounded beside their rest.
-            exponentials(0, BEFORE_WAIT);
-            warpgroup_fence_operand(s);
-            hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
-            warpgroup_wait<0>();
-            warpgroup_fence_operand(o);
-            release(tiles.value);
-            tiles.value.advance();
-            if (rises) {
+            const auto finish = [&](auto become_probabilities) {
+                if constexpr (BEFORE_WAIT > 0) {
+                    become_probabilities(0, BEFORE_WAIT);
+                    warpgroup_fence_operand(s);
+                    hold_next_wait(fminf(exp_sum[0], exp_sum[1]));
+                }
+                end_output();
+                if (rises) {
 #pragma unroll
-                for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
-            }
-            exponentials(BEFORE_WAIT, TOKENS / 2);
-            round_probabilities(0, TOKENS / 2);
+                    for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= shrink[i / 2 % 2];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) row_sums[i] *= shrink[i / 2];
+                }
+                // Probabilities are rounded beside the exponentials that follow the wait.
+                become_probabilities(BEFORE_WAIT, TOKENS / 2);
+                round_probabilities(0, TOKENS / 2);
+            };
+            if (is_small) finish(small_exponentials);
+            else finish(exponentials);
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(o);
-        release(tiles.value);
-        tiles.value.advance();
+        end_output();
+        if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each
+            exp_sum[0] = 0.25f * row_sums[0];
+            exp_sum[1] = 0.25f * row_sums[2];
+        }
 
         results.store(work, o, max_logit, exp_sum);
         // Results are stored first: the next item's queries come later than this one's last product ends.

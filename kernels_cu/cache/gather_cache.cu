@@ -6,8 +6,9 @@
 //
 // A row without a sequence, or whose entry does not exist, is left as it is.
 //
-// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and
-// a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
+// Threads: a block takes TOKENS rows. One thread per row finds the row's entry: of fewer than LANES sequences, each lane
+// loads where one begins, and the search goes through the lanes. Then all threads share the vectors, and a thread loads
+// BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t        element type of dst
@@ -23,7 +24,9 @@
 #include "cache.cuh"
 #include "paged.cuh"
 
-static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS);
+constexpr int LANES = 32;                                         // that search together
+constexpr int FINDERS = ceil_div(TOKENS, WARP_SIZE) * WARP_SIZE;  // threads that find rows, in whole warps
+static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS && NUM_THREADS % LANES == 0);
 
 // Where the entries of rows are named.
 struct Rows {
@@ -34,24 +37,46 @@ struct Rows {
     Pages<BLOCK_SIZE> pages;
     int64_t num_rows, num_seqs, max_blocks, table_stride, table_entry_stride, lens_stride, owner_stride, starts_stride;
 
+    // The sequence of a row, and the rows from `begin` to `end` that are the sequence's.
+    struct Owner { int64_t sequence, begin, end; };
+    template <bool FRESH>
+    DEVICE Owner owner_of(int64_t row) const {
+        const auto bound = [&](int64_t sequence) {
+            return int64_t(load_index<FRESH>(cu_seq_lens + sequence * lens_stride));
+        };
+        if (HAS_OWNER || num_seqs >= LANES) {
+            const int64_t sequence =
+                HAS_OWNER ? int64_t(load_index<FRESH>(token_to_seq + min(row, num_rows - 1) * owner_stride))
+                          : count_up_to(cu_seq_lens + lens_stride, num_seqs, lens_stride, row);
+            if (sequence < 0 || sequence >= num_seqs) return {NOWHERE, 0, 0};
+            return {sequence, bound(sequence), bound(sequence + 1)};
+        }
+        // The number of sequences that end at the row or before it. Lanes behind the last sequence have its end.
+        const int64_t begin = bound(min(int64_t(threadIdx.x % LANES), num_seqs));
+        int sequence = 0;
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) {
+            if (shfl<LANES>(begin, sequence + step) <= row) sequence += step;
+        }
+        const int next = min(sequence + 1, LANES - 1);
+        const Owner owner{sequence, shfl<LANES>(begin, sequence), shfl<LANES>(begin, next)};
+        return owner.sequence < num_seqs ? owner : Owner{NOWHERE, 0, 0};
+    }
+
     // Of a row: the position of its entry in the sequence, and the place in block_table that names the position's block;
-    // NOWHERE for a row without a sequence.
+    // NOWHERE for a row without a sequence. Every lane of the warp calls.
     struct Place { int64_t position, in_table; };
     template <bool FRESH>
     DEVICE Place place_of(int64_t row) const {
         const Place nowhere{0, NOWHERE};
-        if (row >= num_rows) return nowhere;
-        const int64_t sequence = HAS_OWNER ? int64_t(load_index<FRESH>(token_to_seq + row * owner_stride))
-                                           : count_up_to(cu_seq_lens + lens_stride, num_seqs, lens_stride, row);
-        if (sequence < 0 || sequence >= num_seqs) return nowhere;
-        const int64_t begin = load_index<FRESH>(cu_seq_lens + sequence * lens_stride);
-        const int64_t end = load_index<FRESH>(cu_seq_lens + (sequence + 1) * lens_stride);
-        const int64_t start = HAS_STARTS ? int64_t(load_index<FRESH>(seq_starts + sequence * starts_stride)) : 0;
+        const Owner owner = owner_of<FRESH>(row);
+        if (row >= num_rows || owner.sequence == NOWHERE) return nowhere;
+        const int64_t start = HAS_STARTS ? int64_t(load_index<FRESH>(seq_starts + owner.sequence * starts_stride)) : 0;
         const int64_t capacity = max_blocks * BLOCK_SIZE;
-        if (begin < 0 || row < begin || row >= end || start < 0 || start > capacity) return nowhere;
-        const int64_t position = row - begin + start;
+        if (owner.begin < 0 || row < owner.begin || row >= owner.end || start < 0 || start > capacity) return nowhere;
+        const int64_t position = row - owner.begin + start;
         if (position >= capacity) return nowhere;
-        return {position, sequence * table_stride + pages.page_of(position) * table_entry_stride};
+        return {position, owner.sequence * table_stride + pages.page_of(position) * table_entry_stride};
     }
 };
 
@@ -77,9 +102,10 @@ DEVICE Early prefetch_entries(const Rows& rows, const cache_t* src_cache, int64_
                       (rows.num_seqs - 1) * rows.table_stride + (rows.max_blocks - 1) * rows.table_entry_stride,
                       blockIdx.x);
     }
-    if (!HAS_OWNER || blockIdx.x >= early_blocks || threadIdx.x >= TOKENS) return {rows, {0, NOWHERE}};
+    if (blockIdx.x >= early_blocks || threadIdx.x >= FINDERS) return {rows, {0, NOWHERE}};
     const Rows::Place place = rows.place_of<true>(int64_t(blockIdx.x) * TOKENS + threadIdx.x);
     if (place.in_table == NOWHERE) return {rows, place};
+    if (threadIdx.x >= TOKENS) return {rows, place};
     const int64_t entry = rows.pages.in_block(load_fresh(rows.block_table + place.in_table), place.position);
     if (entry != NOWHERE) {
         for (int i = 0; i < ENTRY_SIZE; i += 128 / int(sizeof(cache_t))) prefetch_line(src_cache + entry + i);
@@ -115,13 +141,15 @@ gather_cache(const cache_t* src_cache,     // [num_blocks, BLOCK_SIZE, ENTRY_SIZ
     await_previous_kernel();
     __shared__ int64_t entries[TOKENS];
     const int64_t first = int64_t(blockIdx.x) * TOKENS;
-    if (threadIdx.x < TOKENS) {
+    if (threadIdx.x < FINDERS) {
         // The block's number is loaded from its early place while the place is found again.
         int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
         keep_loads();
         const Rows::Place place = early.rows.place_of<false>(first + threadIdx.x);
         if (place.in_table != early.place.in_table && place.in_table != NOWHERE) block = block_table[place.in_table];
-        entries[threadIdx.x] = place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
+        if (threadIdx.x < TOKENS)
+            entries[threadIdx.x] =
+                place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
     }
     __syncthreads();
 

@@ -115,6 +115,11 @@ DEVICE bool ieee_less_equal(float a, float b) {
 #endif
 }
 
+// The largest of three numbers if it is positive, else one of them: as integers, which from sm_90 on takes one instruction.
+DEVICE float largest_if_positive(float a, float b, float c) {
+    return __int_as_float(max(max(__float_as_int(a), __float_as_int(b)), __float_as_int(c)));
+}
+
 // x clamped to 0 ... 1; NaN becomes 0.
 DEVICE float saturate(float x) {
 #if PYOPS_CUDA

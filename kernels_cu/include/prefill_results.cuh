@@ -17,6 +17,9 @@
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 
+// Two ones of type T in a word.
+template <typename T> constexpr uint32_t PAIR_OF_ONES = is_same<T, half_t> ? 0x3c003c00u : 0x3f803f80u;
+
 // The arguments of the kernel, by their names, where results go.
 struct Results {
     scalar_t* out;

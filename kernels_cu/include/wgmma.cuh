@@ -135,6 +135,7 @@ template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
 #if PYOPS_CUDA
 // An instruction names its registers one by one, and operands by number: first the registers of d, by eights, then
 // those of the other operands, I0 to I6.
+#define PYOPS_RHALF "%0, %1, %2, %3"
 #define PYOPS_R1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PYOPS_R2 PYOPS_R1 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PYOPS_R3 PYOPS_R2 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -153,6 +154,7 @@ template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
 #define PYOPS_R16 PYOPS_R15 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define PYOPS_EIGHT(C, I) \
     C(d[I]), C(d[I + 1]), C(d[I + 2]), C(d[I + 3]), C(d[I + 4]), C(d[I + 5]), C(d[I + 6]), C(d[I + 7])
+#define PYOPS_DHALF(C) C(d[0]), C(d[1]), C(d[2]), C(d[3])
 #define PYOPS_D1(C) PYOPS_EIGHT(C, 0)
 #define PYOPS_D2(C) PYOPS_D1(C), PYOPS_EIGHT(C, 8)
 #define PYOPS_D3(C) PYOPS_D2(C), PYOPS_EIGHT(C, 16)
@@ -209,6 +211,7 @@ template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
         else PYOPS_RS_INT8(N, E, I0, I1, I2, I3, I4, I5);                                            \
     }
 #define PYOPS_WGMMA_SHAPES(X)                     \
+    X(8, HALF, 4, 5, 6, 7, 8, 9, 10)              \
     X(16, 1, 8, 9, 10, 11, 12, 13, 14)            \
     X(32, 2, 16, 17, 18, 19, 20, 21, 22)          \
     X(48, 3, 24, 25, 26, 27, 28, 29, 30)          \
@@ -230,7 +233,7 @@ template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
 // d += A * B^T or, unless `accumulate`, d = A * B^T. make_smem_desc describes A and B.
 template <typename T, int COLUMNS, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false>
 DEVICE void wgmma(wgmma_sum_t<T> (&d)[COLUMNS / 2], uint64_t a, uint64_t b, bool accumulate = true) {
-    static_assert(COLUMNS % 16 == 0 && COLUMNS > 0 && COLUMNS <= 256);
+    static_assert((COLUMNS % 16 == 0 || COLUMNS == 8) && COLUMNS > 0 && COLUMNS <= 256);
     static_assert(sizeof(T) == 2 || !(TRANSPOSED_A || TRANSPOSED_B), "elements of 8 bits run along K");
 #if PYOPS_CUDA
     PYOPS_WGMMA_SHAPES(PYOPS_SS)
@@ -242,7 +245,7 @@ DEVICE void wgmma(wgmma_sum_t<T> (&d)[COLUMNS / 2], uint64_t a, uint64_t b, bool
 // The same with A in registers.
 template <typename T, int COLUMNS, bool TRANSPOSED_B = false>
 DEVICE void wgmma(wgmma_sum_t<T> (&d)[COLUMNS / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
-    static_assert(COLUMNS % 16 == 0 && COLUMNS > 0 && COLUMNS <= 256);
+    static_assert((COLUMNS % 16 == 0 || COLUMNS == 8) && COLUMNS > 0 && COLUMNS <= 256);
     static_assert(sizeof(T) == 2 || !TRANSPOSED_B, "elements of 8 bits run along K");
 #if PYOPS_CUDA
     PYOPS_WGMMA_SHAPES(PYOPS_RS)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _gather_cache = Kernel("cache/gather_cache.cu")
 
+_MAX_SEQUENCES_OF_A_WARP = 31  # whose bounds a warp loads at once
+
 # An element type of each size, under which the kernel copies elements of any dtype bit for bit.
 _COPIED_AS = {1: uint8, 2: float16, 4: float32}
 
@@ -47,7 +49,8 @@ def _launch(
         for arg, dims in ((src_cache, 2), (dst, 1))
     )
     vec_size = check.vector_width(entry.size, flat_entries, rows)
-    config = _geometry.config(dst, num_rows, max(1, entry.size // vec_size), early=token_to_seq is not None)
+    looks_early = token_to_seq is not None or num_seqs <= _MAX_SEQUENCES_OF_A_WARP
+    config = _geometry.config(dst, num_rows, max(1, entry.size // vec_size), early=looks_early)
     return _gather_cache(
         **types,
         table_t=block_table.dtype,
@@ -72,7 +75,7 @@ def _launch(
         lens_stride=first_stride(cu_seq_lens),
         owner_stride=first_stride(token_to_seq),
         starts_stride=first_stride(seq_starts),
-        early_blocks=_geometry.early_blocks(config.num_blocks(num_rows), dst.device),
+        early_blocks=_geometry.early_blocks(config.num_blocks(num_rows), dst.device) if looks_early else 0,
         **entry.fixed,
         **dict.fromkeys(absent, 0),
     )
