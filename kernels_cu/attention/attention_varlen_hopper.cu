@@ -53,8 +53,8 @@ constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
 // before they are rounded, as a log-sum-exp needs them.
 constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
-// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The wait for
-// the product before".
+// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
+// wait for the product before".
 constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
