@@ -45,8 +45,8 @@ struct Codes {
     // Below 128, the only place of bfloat16 worth 1, is no room for a byte: its nibbles are converted apart.
     static constexpr bool BY_NIBBLES = !IS_FLOAT && BITS == 8 && !IS_HALF;
 
-    // Whether odd pairs are codes in place. AMD's processors have no such instruction for bfloat16.
-    static constexpr bool ODD_IN_PLACE = !IS_FLOAT && BITS == 4 && !PYOPS_HIP;
+    // Whether odd pairs are codes in place.
+    static constexpr bool ODD_IN_PLACE = !IS_FLOAT && BITS == 4;
     // In place, 2^127 leaves quarters of bfloat16's integers: the largest power of two there is.
     static constexpr float SUM_FACTOR = ODD_IN_PLACE && !IS_HALF ? 4.0f : 1.0f;
     static constexpr uint32_t RAISED = ODD_IN_PLACE && !IS_HALF ? 0x42004200 : RAISED_PAIR<T>;

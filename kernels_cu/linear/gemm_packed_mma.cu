@@ -335,8 +335,8 @@ gemm_packed_mma(out_t* out,                       // [M, N]
         for (int j = 0; j < SPLITS * 4; ++j) total.data[j % 4] += load_of_block<SPLITS>(sums_of_block + j % 4, j / 4);
         return total;
     };
-    // Of fewer than eight rows, those lanes alone whose rows exist.
-    constexpr int ROW_LANES = TILE_M < 8 ? ceil_div(TILE_M, 2) : 4, LANES = FRAGMENTS * 8 * ROW_LANES;
+    // Of fewer than eight rows, those lanes alone whose rows exist; held, all of them are faster.
+    constexpr int ROW_LANES = TILE_M < 8 && !HELD ? ceil_div(TILE_M, 2) : 4, LANES = FRAGMENTS * 8 * ROW_LANES;
     const auto lane_of = [](int i) { return i / ROW_LANES * 4 + i % ROW_LANES; };
     for (int i = threadIdx.x; i < LANES && SPLITS > 1; i += NUM_THREADS) {
         reinterpret_cast<four_t*>(shared)[lane_of(i)] = sum_of_block(lane_of(i));
