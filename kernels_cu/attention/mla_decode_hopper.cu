@@ -95,7 +95,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         mbarrier_init(&queries_full, 1);
         tiles.init();
     }
-    sync_cluster<CLUSTER>();
+    start_cluster<CLUSTER>();
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
 
     if (warpgroup == 2) {
@@ -119,7 +119,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
 
     const auto await_full = [&](int stage, int panel, int pair) {
-        mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(stage, panel), pair & 1);
+        mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
         if (IS_FP8) fence_proxy_async();  // for the warps that have stored the panel, or queries
     };
     // s = Q K^T of the warpgroup's tile, in units of log 2, -inf where there is no entry. `top`: the largest of a row.

@@ -64,7 +64,7 @@ struct EntryTiles {
         fence_mbarrier_init();
     }
     DEVICE void await_empty(int stage, int half, int pair) const {
-        mbarrier_wait<(CLUSTER > 1)>(empty + stage * 2 + half, (pair & 1) ^ 1);
+        mbarrier_wait(empty + stage * 2 + half, (pair & 1) ^ 1);
     }
 };
 
