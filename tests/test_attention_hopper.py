@@ -434,33 +434,20 @@ def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes
 
 
 @pytest.mark.parametrize(
-    ("lengths", "num_heads", "page_size", "splits", "dtype", "cluster"),
+    ("lengths", "num_heads", "page_size", "splits", "dtype"),
     few(
         [
-            ([70, 129], 24, 16, 1, torch.bfloat16, 1),
-            ([65, 64, 1, 0], 128, 16, 1, torch.bfloat16, 2),
-            ([65, 129], 9, 8, 1, torch.bfloat16, 1),
-            ([65, 129], 128, 64, 1, torch.bfloat16, 1),
-            ([450, 65], 40, 48, 3, torch.bfloat16, 1),
-            ([330, 65], 100, 128, 2, torch.float16, 2),
+            ([70, 129], 24, 16, 1, torch.bfloat16),
+            ([65, 129], 9, 8, 1, torch.bfloat16),
+            ([65, 129], 128, 64, 1, torch.bfloat16),
+            ([450, 65], 40, 48, 3, torch.bfloat16),
+            ([330, 65, 0], 100, 128, 2, torch.float16),
         ],
         3,
     ),
 )
-def test_mla(
-    on: str,
-    lengths: list[int],
-    num_heads: int,
-    page_size: int,
-    splits: int,
-    dtype: torch.dtype,
-    cluster: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One block and clusters of two, boxes of halves and of panels, tiles and pairs of tiles that end anywhere, direct
-    results and joined ones."""
-    chosen = mla_hopper.choose
-    monkeypatch.setattr(mla_hopper, "choose", lambda *call: replace(chosen(*call), cluster=cluster))
+def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype) -> None:
+    """Boxes of halves and of panels, tiles and pairs of tiles that end anywhere, direct results and joined ones."""
     first: Any = None
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
@@ -481,7 +468,7 @@ def test_mla(
         ([65, 129, 0], 70, 16, 1, torch.bfloat16, FP8),
         ([450], 70, 5, 3, torch.float16, FP8),
         ([65, 129, 0], 70, 64, 1, torch.bfloat16, torch.uint8),
-        ([330], 70, 5, 2, torch.float16, torch.uint8),
+        ([330], 40, 5, 2, torch.float16, torch.uint8),
         ([65, 129, 0], 16, 16, 1, torch.bfloat16, FP8),
         ([330], 11, 5, 2, torch.bfloat16, torch.uint8),
         ([193, 1], 7, 64, 1, torch.float16, torch.uint8),
@@ -506,7 +493,10 @@ def test_mla_codes(
         with schedule:
             assert_is_mla(call)
         expected = mla_codes.CodesConfig if num_heads <= 16 else mla_hopper.HopperConfig
-        assert isinstance(tuning.last[MLA.name], expected)
+        chosen = tuning.last[MLA.name]
+        assert isinstance(chosen, expected)
+        if isinstance(chosen, mla_hopper.HopperConfig):  # two blocks of heads share conversions of scaled codes
+            assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
     MLA.forget()
 
 
@@ -550,7 +540,7 @@ def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype
     ("cluster", "cache_t", "half_boxes", "is_ds_mla"),
     few(
         [
-            (2, dtypes.bfloat16, False, False),
+            (2, dtypes.float8_e4m3fn, False, True),
             (1, dtypes.float8_e4m3fn, False, True),
             (1, dtypes.float8_e4m3fn, False, False),
             (1, dtypes.bfloat16, True, False),
@@ -569,7 +559,7 @@ def test_mla_compiles_without_spills_and_advice(
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
-        BOX_TOKENS=16 if half_boxes else 64 // cluster,
+        BOX_TOKENS=16 if half_boxes else 64,
         CLUSTER=cluster,
         HALF_BOXES=half_boxes,
         HAS_LSE=True,

@@ -9,7 +9,7 @@
 //
 // Blocks: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
 // attention.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
-// same entries, and each loads a part of them for all.
+// same entries, and each widens a part of them for all.
 //
 // Warpgroups: the last loads tiles of TOKENS entries, in pairs (mla_tiles.cuh). Each of the other two computes the logits of one tile of a pair, and one half
 // of the results' columns, left or right, for which it needs the probabilities of both tiles:
@@ -32,23 +32,22 @@
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
-//     BOX_TOKENS     a multiple of 8 that divides TOKENS / CLUSTER and, unless the cache is of fp8, PAGE_SIZE
-//     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel: clusters, codes
-//     CLUSTER        blocks of a cluster: 1 or 2; of an fp8 cache 1
+//     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is of fp8, PAGE_SIZE
+//     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel
+//     CLUSTER        blocks of a cluster: 1, or, with IS_DS_MLA, 2
 //     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
-#include "mla_tiles.cuh"
+#include "mla_code_loader.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64;
 // Named barriers: what has been written to shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // A thread's registers: what the loaders give up, the others take.
-constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : CLUSTER > 1 ? 40 : 24;
-constexpr int REGISTERS = IS_FP8 ? 208 : CLUSTER > 1 ? 232 : 240;
+constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
 static_assert(!IS_DS_MLA || IS_FP8);
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % (BOX_TOKENS * CLUSTER) == 0 && BOX_TOKENS % 8 == 0);
+static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
 mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
@@ -95,17 +94,17 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
         mbarrier_init(&queries_full, 1);
         tiles.init();
     }
-    sync_cluster<CLUSTER>();
+    start_cluster<CLUSTER>();
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
 
     if (warpgroup == 2) {
         warpgroup_reg_dealloc<LOADER_REGISTERS>();
         if (threadIdx.x == 256 && pairs > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, seq);
         if constexpr (IS_FP8) {
-            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, {}};
+            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, rank, {}};
             if (pairs > 0) loader.run();
         } else if (threadIdx.x / 32 % 4 == 0) {
-            load_boxes(tiles, own, &cache_map, &half_map, rank);
+            load_boxes(tiles, own, &cache_map, &half_map);
         }
         return leave_cluster<CLUSTER>();
     }
@@ -119,7 +118,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
 
     const auto await_full = [&](int stage, int panel, int pair) {
-        mbarrier_wait<(CLUSTER > 1)>(tiles.full_of(stage, panel), pair & 1);
+        mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
         if (IS_FP8) fence_proxy_async();  // for the warps that have stored the panel, or queries
     };
     // s = Q K^T of the warpgroup's tile, in units of log 2, -inf where there is no entry. `top`: the largest of a row.

@@ -115,24 +115,17 @@ DEVICE void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
 #endif
 }
 
-// Waits until the latest phase of this parity has ended. With CLUSTER, other blocks arrive at the mbarrier, too.
-template <bool CLUSTER = false>
+// Waits until the latest phase of this parity has ended.
 DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #if PYOPS_CUDA
     const uint32_t address = shared_address(barrier);
     uint32_t ended;
-#define PYOPS_TRY_WAIT(SEMANTICS)                                    \
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity" SEMANTICS \
-                 ".shared::cta.b64 p, [%1], %2; selp.u32 %0, "       \
-                 "1, 0, p;}"                                         \
-                 : "=r"(ended)                                       \
-                 : "r"(address), "r"(parity)                         \
-                 : "memory")
     do {
-        if constexpr (CLUSTER) PYOPS_TRY_WAIT(".acquire.cluster");
-        else PYOPS_TRY_WAIT("");
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(ended)
+                     : "r"(address), "r"(parity)
+                     : "memory");
     } while (!ended);
-#undef PYOPS_TRY_WAIT
 #elif PYOPS_HOST
     host::mbarrier_wait(barrier, parity);
 #endif

@@ -42,6 +42,14 @@ DEVICE void leave_cluster() {
 #endif
 }
 
+// Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the
+// device.
+template <int BLOCKS>
+DEVICE void start_cluster() {
+    if constexpr (BLOCKS > 1) leave_cluster<BLOCKS>();
+    else __syncthreads();
+}
+
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
 // The address in the shared memory of block `rank` of what this block has at `own`.
 DEVICE uint32_t address_in_block(const void* own, unsigned rank) {

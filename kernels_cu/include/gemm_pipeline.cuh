@@ -8,14 +8,6 @@
 #include "cluster.cuh"
 #include "tma.cuh"
 
-// Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the
-// device.
-template <int BLOCKS>
-DEVICE void start_cluster() {
-    if constexpr (BLOCKS > 1) leave_cluster<BLOCKS>();
-    else __syncthreads();
-}
-
 // Loads rows of a tile that all BLOCKS blocks of a cluster need. The block number `rank` brings a part for all of them, of
 // which boxes of the map are; x and y are where the tile begins.
 template <int BLOCKS, int ROWS, int ROW_BYTES>

@@ -1,4 +1,4 @@
-// mla_tiles.cuh: the tiles of mla_decode_hopper, whose constants it reads, and the warps that fill them.
+// mla_tiles.cuh: the tiles of mla_decode_hopper, whose constants it reads, and the warp that fills them by TMA.
 //
 // A tile is TOKENS entries in nine panels of 64 elements, whose rows of 128 bytes are swizzled: four panels of the left
 // half of the latent vectors, four of the right, and the rotated keys. A panel lies in atoms of 8 entries; atoms follow
@@ -7,16 +7,13 @@
 // back: the left halves by warpgroup 0, the right ones by warpgroup 1. Rotated keys are filled with the half of the
 // warpgroup that reads probabilities in their place.
 //
-// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. CodeLoader: a warpgroup loads the codes of an
-// fp8 cache to registers, and stores them as product_t: float16, one instruction for a pair, or, with scales, the type of
-// the queries. What it needs next is in flight while it waits for the place of what it has.
+// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. The entries of an fp8 cache are
+// widened to product_t by a warpgroup (mla_code_loader.cuh).
 #pragma once
-#include "async.cuh"
 #include "attention.cuh"
 #include "cluster.cuh"
 #include "mla_entry.cuh"
 #include "mma.cuh"
-#include "paged.cuh"
 #include "tma.cuh"
 
 constexpr bool IS_FP8 = is_same<cache_t, fp8_e4m3_t>;
@@ -28,11 +25,10 @@ constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTE
 constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
 // Who fills a half at once says so once, not for each of its panels.
 constexpr bool HALF_BARRIERS = HALF_BOXES || IS_FP8;
-constexpr int SCALES = IS_DS_MLA ? 2 * 2 * TOKENS : 1;  // that a CodeLoader keeps: of entries of two pairs of tiles
 using product_t =
     conditional_t<CONVERTS_QUERIES, half_t, query_t>;  // of the products' operands; float16 has every code
-static_assert(IS_FP8 ? CLUSTER == 1 && !HALF_BOXES : is_same<query_t, cache_t>);
-static_assert(CLUSTER == 1 || !HALF_BOXES);
+static_assert(IS_FP8 ? !HALF_BOXES : is_same<query_t, cache_t>);
+static_assert(CLUSTER == 1 || IS_DS_MLA);
 
 // The tiles of a block, and who waits for what of them.
 struct EntryTiles {
@@ -64,7 +60,7 @@ struct EntryTiles {
         fence_mbarrier_init();
     }
     DEVICE void await_empty(int stage, int half, int pair) const {
-        mbarrier_wait<(CLUSTER > 1)>(empty + stage * 2 + half, (pair & 1) ^ 1);
+        mbarrier_wait(empty + stage * 2 + half, (pair & 1) ^ 1);
     }
 };
 
@@ -115,9 +111,9 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
 }
 
 // Loads entries by TMA. Every lane of one warp calls.
-DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map,
-                       const TensorMap* half_map, int rank) {
-    constexpr int BOXES = TOKENS / BOX_TOKENS, OWN_BOXES = BOXES / CLUSTER;  // of a panel, and those of this block
+DEVICE void
+load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, const TensorMap* half_map) {
+    constexpr int BOXES = TOKENS / BOX_TOKENS;  // of a panel
     const int lane = threadIdx.x % WARP_SIZE;
     // Lane i has the page of box i of a pair, -1 where there is none: what is loaded from there are zeros.
     const auto page_at = [&](int pair) {
@@ -132,9 +128,9 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
         next_page = page_at(pair + 1);
         const uint32_t found = ballot(page >= 0);
         const auto load = [&](int stage, int half) {
-            const int start = split.begin + (pair * 2 + stage) * TOKENS, box = rank * OWN_BOXES + lane % OWN_BOXES;
+            const int start = split.begin + (pair * 2 + stage) * TOKENS, box = lane % BOXES;
             const int box_page = shfl<WARP_SIZE>(page, stage * BOXES + box);
-            if (lane >= OWN_BOXES) return;
+            if (lane >= BOXES) return;
             tiles.await_empty(stage, half, pair);
             if (lane == 0 && half == stage) {  // read by the warpgroup that gives this half back
                 uint64_t bits = 0;
@@ -156,8 +152,7 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
                 if (lane == 0) mbarrier_arrive_expect_tx(barrier, PANEL_BYTES);
                 uint8_t* const to = tiles.panel(stage, panel) + box * BOX_TOKENS * ROW_BYTES;
                 const int x = panel * PANEL_SIZE;
-                if constexpr (CLUSTER == 1) tma_load(to, cache_map, barrier, x, slot, box_page);
-                else tma_load_multicast(to, cache_map, barrier, (1 << CLUSTER) - 1, x, slot, box_page);
+                tma_load(to, cache_map, barrier, x, slot, box_page);
             };
             for (int panel = 0; panel < HALF_PANELS && !HALF_BOXES; ++panel) load_panel(half * HALF_PANELS + panel);
             if (half != stage) load_panel(ROPE_PANEL);
@@ -170,164 +165,3 @@ DEVICE void load_boxes(const EntryTiles& tiles, const Split& split, const Tensor
     }
     sync_warp();
 }
-
-// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). A warp has 32 entries of a pair: of each
-// tile 8 neighbours, and 8 half a tile further on. Four neighbouring lanes have one entry of each eight, each 16 codes
-// of every panel.
-struct CodeLoader {
-    static constexpr int HALVES = 4;     // of a pair, in the order in which they are given back: steps
-    static constexpr int CHUNK = 16;     // bytes that a thread loads at once
-    static constexpr int WARP_ROWS = 8;  // neighbouring entries of a warp
-    // Chunks of a thread, of a half and of rotated keys; rotated keys that are no codes are copied where they belong.
-    static constexpr int LATENT_CHUNKS = 2 * HALF_PANELS, CHUNKS = LATENT_CHUNKS + (IS_DS_MLA ? 0 : 2);
-    const EntryTiles& tiles;
-    const Split& split;
-    const cache_t* cache;
-    int64_t page_stride, slot_stride;
-    float4* scales;  // [4 warps][2 pairs][WARP_SIZE], shared: the scales of each entry, if IS_DS_MLA
-    uint4 codes[CHUNKS];
-
-    DEVICE void run() {
-        // Each lane finds the place of one entry of the warp's, a pair ahead; its page is asked for two pairs ahead.
-        const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
-        const auto page_at = [&](int pair) {
-            const int token = split.begin + pair * 2 * TOKENS + own;
-            return token < split.end ? split.pages[token / PAGE_SIZE * split.table_step] : table_t(-1);
-        };
-        const auto place_on = [&](table_t page, int pair) {
-            if (page < 0 || page >= split.num_pages) return NOWHERE;
-            const int slot = (split.begin + pair * 2 * TOKENS + own) % PAGE_SIZE;
-            const int64_t place = page * page_stride + slot * slot_stride;
-            // Brought to L2 before its codes are loaded: registers hold no more than a step of what is on its way.
-            for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
-            return place;
-        };
-        int64_t place = place_on(page_at(0), 0);
-        table_t next_page = page_at(1);
-        copy_scales(0, place);
-        load_step<0>(rows_of<0>(place));
-        for (int pair = 0; pair < split.pairs(); ++pair) {
-            const int64_t next_place = place_on(next_page, pair + 1);
-            next_page = page_at(pair + 2);
-            if constexpr (IS_DS_MLA) {
-                cp_async_wait<0>();
-                sync_warp();
-                copy_scales(pair + 1, next_place);
-            }
-            pass<0>(pair, place, place);
-            pass<1>(pair, place, place);
-            pass<2>(pair, place, place);
-            pass<3>(pair, place, next_place);
-            place = next_place;
-        }
-    }
-
-private:
-    // Where the thread's codes of its rows begin.
-    struct Rows { const cache_t* from[2]; };
-
-    static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
-    static DEVICE int warp() { return threadIdx.x % 128 / WARP_SIZE; }
-    static constexpr DEVICE int stage_of(int step) { return step % 2; }
-    static constexpr DEVICE int half_of(int step) { return step == 1 || step == 2 ? RIGHT : LEFT; }
-    static constexpr DEVICE bool has_rope(int step) { return half_of(step) != stage_of(step); }
-    static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : LATENT_CHUNKS; }
-    static constexpr DEVICE int row_of(int chunk) { return chunk < LATENT_CHUNKS ? chunk / HALF_PANELS : chunk % 2; }
-    static constexpr DEVICE int panel_of(int step, int chunk) {
-        return chunk < LATENT_CHUNKS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
-    }
-    // `place`: of the entry of each lane. An entry that is nowhere is zeroed by who multiplies, and is the first one until then.
-    template <int STEP>
-    DEVICE Rows rows_of(int64_t place) const {
-        Rows rows;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int64_t of_row = shfl<WARP_SIZE>(place, (stage_of(STEP) * 2 + i) * WARP_ROWS + lane() / 4);
-            rows.from[i] = cache + max(of_row, int64_t(0)) + lane() % 4 * CHUNK;
-        }
-        return rows;
-    }
-    // Starts a copy of the scales of the lane's entry.
-    DEVICE void copy_scales(int pair, int64_t place) const {
-        if constexpr (IS_DS_MLA) {
-            cp_async<16>(scales_of(pair) + lane(), cache + max(place, int64_t(0)) + SCALES_AT);
-            cp_async_commit();
-        }
-    }
-    DEVICE float4* scales_of(int pair) const { return scales + (warp() * 2 + pair % 2) * WARP_SIZE; }
-    template <int STEP>
-    DEVICE void load(int chunk, const Rows& rows) {
-        const cache_t* const from = rows.from[row_of(chunk)] + panel_of(STEP, chunk) * PANEL_SIZE;
-        codes[chunk] = *reinterpret_cast<const uint4*>(from);
-    }
-    template <int STEP>
-    DEVICE void load_step(const Rows& rows) {
-#pragma unroll
-        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) load<STEP>(chunk, rows);
-    }
-    // `at`: the place of the thread's first codes in a panel. Rows half a tile apart are swizzled alike.
-    template <int STEP>
-    DEVICE void store(int chunk, int at, const float2 (&row_scales)[2]) const {
-        uint8_t* const rows =
-            tiles.panel(stage_of(STEP), panel_of(STEP, chunk)) + row_of(chunk) * (TOKENS / 2 * ROW_BYTES);
-        uint4 elements[2];
-        if constexpr (IS_DS_MLA) {
-            const float2 of_half = row_scales[row_of(chunk)];
-            const bool is_second = panel_of(STEP, chunk) * PANEL_SIZE / SCALED_SIZE % 2;
-            widen_scaled_fp8<product_t>(codes[chunk], is_second ? of_half.y : of_half.x, elements);
-        } else {
-            widen_fp8<product_t>(codes[chunk], elements);
-        }
-        *reinterpret_cast<uint4*>(rows + at) = elements[0];
-        *reinterpret_cast<uint4*>(rows + (at ^ 16)) = elements[1];
-    }
-    // Starts copies of rotated keys that are no codes, as they lie in L2 by now: two chunks of each row of the thread.
-    template <int STEP>
-    DEVICE void copy_rope(int64_t place) const {
-        const Rows rows = rows_of<STEP>(place);
-        const int at = swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * CHUNK);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const cache_t* const from = rows.from[i] + ROPE_AT;
-            uint8_t* const to = tiles.panel(stage_of(STEP), ROPE_PANEL) + i * (TOKENS / 2 * ROW_BYTES);
-            cp_async<16>(to + at, from);
-            cp_async<16>(to + (at ^ 4 * CHUNK), from + 4 * CHUNK);
-        }
-        cp_async_mbarrier_arrive_noinc(tiles.full_of(stage_of(STEP), ROPE_PANEL));
-    }
-    // Stores what has been loaded for a step of a pair, and loads for the next step in its place. The warps that multiply
-    // fence: a fence here would wait for the loads.
-    template <int STEP>
-    DEVICE void pass(int pair, int64_t place, int64_t next_place) {
-        constexpr int NEXT = (STEP + 1) % HALVES, STAGE = stage_of(STEP), HALF = half_of(STEP);
-        tiles.await_empty(STAGE, HALF, pair);
-        if (STEP < 2) {  // read by the warpgroup that gives this half back
-            const uint32_t found = ballot(place != NOWHERE) >> STAGE * 2 * WARP_ROWS;
-            uint8_t* const exists = reinterpret_cast<uint8_t*>(tiles.exists + STAGE);
-            if (lane() < 2) exists[lane() * (TOKENS / 2 / 8) + warp()] = found >> lane() * WARP_ROWS;
-        }
-        float2 row_scales[2] = {};
-        if constexpr (IS_DS_MLA) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float4* const of_row = scales_of(pair) + (STAGE * 2 + i) * WARP_ROWS + lane() / 4;
-                row_scales[i] = reinterpret_cast<const float2*>(of_row)[HALF];
-            }
-        }
-        const Rows next = rows_of<NEXT>(next_place);
-        if (IS_DS_MLA && has_rope(STEP)) copy_rope<STEP>(place);
-        // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
-        const int at = made_anew(swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 32));
-        constexpr int BOTH = chunks_of(NEXT) < chunks_of(STEP) ? chunks_of(NEXT) : chunks_of(STEP);
-#pragma unroll
-        for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) {
-            store<STEP>(chunk, at, row_scales);
-            if (chunk < BOTH) load<NEXT>(chunk, next);
-            if (IS_DS_MLA || chunk % 2 == 1) keep_loads_of_warp();
-        }
-        sync_warp();
-        if (lane() == 0) mbarrier_arrive(tiles.full_of(STAGE, HALF * HALF_PANELS));
-#pragma unroll
-        for (int chunk = BOTH; chunk < chunks_of(NEXT); ++chunk) load<NEXT>(chunk, next);
-    }
-};

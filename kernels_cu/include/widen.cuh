@@ -140,27 +140,26 @@ DEVICE void fp8_to_pairs(uint32_t codes, uint32_t (&pairs)[2]) {
     }
 }
 
-// 16 e4m3 elements as elements of T.
+// 8, or 16, e4m3 elements as elements of T.
 template <typename T>
-DEVICE void widen_fp8(uint4 codes, uint4 (&elements)[2]) {
-    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-    uint32_t pairs[4][2];
+DEVICE void widen_fp8(uint2 codes, uint4 (&elements)[1]) {
+    const uint32_t words[2] = {codes.x, codes.y};
+    uint32_t pairs[2][2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
         if constexpr (is_same<T, half_t>) fp8_to_half<fp8_e4m3_t>(words[i], pairs[i]);
         else fp8_to_bf16(words[i], pairs[i]);
     }
     elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
-    elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);
 }
 
-// 16 e4m3 elements times a scale, products of float32 rounded to T.
+// The same times a scale: products of float32, rounded to T.
 template <typename T>
-DEVICE void widen_scaled_fp8(uint4 codes, float scale, uint4 (&elements)[2]) {
-    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-    uint32_t pairs[4][2];
+DEVICE void widen_scaled_fp8(uint2 codes, float scale, uint4 (&elements)[1]) {
+    const uint32_t words[2] = {codes.x, codes.y};
+    uint32_t pairs[2][2];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 4; ++i) {
         if (i % 2 == 0) fp8_to_half<fp8_e4m3_t>(words[i / 2], pairs[i / 2]);
         uint32_t& pair = pairs[i / 2][i % 2];
         float low, high;
@@ -168,5 +167,22 @@ DEVICE void widen_scaled_fp8(uint4 codes, float scale, uint4 (&elements)[2]) {
         pair = pack_pair<T>(low * scale, high * scale);
     }
     elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
-    elements[1] = make_uint4(pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]);
+}
+
+template <typename T>
+DEVICE void widen_fp8(uint4 codes, uint4 (&elements)[2]) {
+    uint4 half[1];
+    widen_fp8<T>(make_uint2(codes.x, codes.y), half);
+    elements[0] = half[0];
+    widen_fp8<T>(make_uint2(codes.z, codes.w), half);
+    elements[1] = half[0];
+}
+
+template <typename T>
+DEVICE void widen_scaled_fp8(uint4 codes, float scale, uint4 (&elements)[2]) {
+    uint4 half[1];
+    widen_scaled_fp8<T>(make_uint2(codes.x, codes.y), scale, half);
+    elements[0] = half[0];
+    widen_scaled_fp8<T>(make_uint2(codes.z, codes.w), scale, half);
+    elements[1] = half[0];
 }

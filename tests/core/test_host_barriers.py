@@ -221,7 +221,7 @@ extern "C" __global__ void CLUSTER_OF(2) sent_on(int* out, const int* in) {
     /*FAULT:FENCE*/fence_proxy_async();/*END*/
     __syncthreads();
     if (threadIdx.x == 0) bulk_copy_to_block(received, tile, 256, barrier + 1, rank ^ 1);
-    /*FAULT:RECEIVED*/mbarrier_wait<true>(barrier + 1, 0);/*END*/
+    /*FAULT:RECEIVED*/mbarrier_wait(barrier + 1, 0);/*END*/
     out[64 * rank + threadIdx.x] = received[threadIdx.x];
     /*FAULT:LEAVE*/leave_cluster<2>();/*END*/
 }

@@ -30,7 +30,7 @@ class HopperConfig:
     """The geometry of mla_decode_hopper.cu.
 
     Attributes:
-        cluster: blocks that load entries for each other: 1 or 2.
+        cluster: blocks that widen codes for each other: 1, or, of entries of "fp8_ds_mla", 2.
         max_splits: splits of a sequence, at most; a block takes one split.
         min_split: tokens of a split, at least; a multiple of SPLIT_UNIT.
         join: how the splits are joined.
@@ -54,8 +54,8 @@ class HopperConfig:
         """A block for each 64 heads of each split of each sequence."""
         cache, page_table, device = problem.cache, problem.page_table, problem.cache.device
         num_pages, page_size, _ = cache.shape
-        box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS // self.cluster)
-        has_half_boxes = box_tokens < _TOKENS and self.cluster == 1 and not problem.is_fp8
+        box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS)
+        has_half_boxes = box_tokens < _TOKENS and not problem.is_fp8
         panels = _map(problem.q_pe if problem.is_fp8 else cache, box_tokens)  # codes are loaded without a map
         kernel = _decode.for_arch(device.arch_feature)(
             query_t=problem.q_nope.dtype,
@@ -95,8 +95,8 @@ def _groups(problem: Problem) -> int:
 
 
 def _may_share(problem: Problem) -> bool:
-    """Whether blocks may be clusters of two, which load entries for each other."""
-    return _groups(problem) % 2 == 0 and not problem.is_fp8
+    """Whether blocks may be clusters of two, each of which widens half of the codes: of codes with scales."""
+    return _groups(problem) % 2 == 0 and problem.is_ds_mla
 
 
 def _map(arg: TensorArg, rows: int) -> TensorMap:
@@ -116,7 +116,7 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
 
 
 def choose(problem: Problem, device: Device) -> HopperConfig:
-    """As many splits as end first by the model of the device; no clusters, which wait for the slower of two blocks."""
+    """As many splits as end first by the model of the device; clusters where they may share conversions."""
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 
@@ -132,4 +132,4 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     max_splits = max(1, min(max_splits, tiles))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return HopperConfig(1, max_splits, _TOKENS, join)
+    return HopperConfig(2 if _may_share(problem) else 1, max_splits, _TOKENS, join)

@@ -102,7 +102,7 @@ FAULTS = {
         maps={"input": {"box": (64, 256)}},
     ),
     "no wait for an empty stage": _deleted(
-        {"mbarrier misuse"}, "                    mbarrier_wait<(CLUSTER > 1)>(empty + stage, phase ^ 1);\n"
+        {"mbarrier misuse"}, "                    mbarrier_wait(empty + stage, phase ^ 1);\n"
     ),
     "loaded to another stage": Fault(
         {"async copy not waited for", "shared memory race", "uninitialised shared memory"},

@@ -48,7 +48,7 @@ gemm(const __grid_constant__ TensorMap input_map,   // boxes of BLOCK_M x BLOCK_
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 const int row = (tile / tiles_n * CLUSTER + rank) * BLOCK_M, column = tile % tiles_n * BLOCK_N;
                 for (int step = 0; step < steps; ++step, advance()) {
-                    mbarrier_wait<(CLUSTER > 1)>(empty + stage, phase ^ 1);
+                    mbarrier_wait(empty + stage, phase ^ 1);
                     uint8_t* to = shared + stage * STAGE_BYTES;
                     mbarrier_arrive_expect_tx(full + stage, STAGE_BYTES);
                     tma_load(to, &input_map, full + stage, step * BLOCK_K, row);
