@@ -99,8 +99,8 @@ def fused_marlin_moe(
             "_no_mul"; moe_sum: ``(input, out)`` in the place of the sum over the choices of a token.
         expert_map: [global_num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not
             here; or None.
-        input_dtype: int8 or float8_e4m3fn: of the inputs of both products, quantised row by row, for weights as
-            `moe_wna16_marlin_gemm` takes them for activations of 8 bits; None: inputs are not quantised.
+        input_dtype: of the inputs of both products, int8 or float8_e4m3fn, quantised row by row, for weights as
+            `moe_wna16_marlin_gemm` takes them for activations of 8 bits; or None, for inputs as they are.
         input_global_scale1, input_global_scale2: one float32 each, by which scales of the rows of int8 are multiplied;
             or None.
         workspace, intermediate_cache13, intermediate_cache2: vLLM's; they have no effect.

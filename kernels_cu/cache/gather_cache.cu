@@ -51,12 +51,17 @@ struct Rows {
             if (sequence < 0 || sequence >= num_seqs) return {NOWHERE, 0, 0};
             return {sequence, bound(sequence), bound(sequence + 1)};
         }
-        // The number of sequences that end at the row or before it. Lanes behind the last sequence have its end.
+        // The number of sequences that end at the row or before it, by the steps of count_up_to, whose answer this is for
+        // numbers that do not ascend, too. Lanes behind the last sequence have its end.
         const int64_t begin = bound(min(int64_t(threadIdx.x % LANES), num_seqs));
-        int sequence = 0;
+        int sequence = 0, end = int(num_seqs);
 #pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) {
-            if (shfl<LANES>(begin, sequence + step) <= row) sequence += step;
+        for (int step = LANES; step > 1; step /= 2) {
+            const int middle = (sequence + end) / 2;
+            const bool above = shfl<LANES>(begin, min(middle + 1, LANES - 1)) <= row;
+            if (sequence == end) continue;
+            if (above) sequence = middle + 1;
+            else end = middle;
         }
         const int next = min(sequence + 1, LANES - 1);
         const Owner owner{sequence, shfl<LANES>(begin, sequence), shfl<LANES>(begin, next)};
