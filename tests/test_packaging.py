@@ -55,7 +55,7 @@ def test_the_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr("signal.signal", lambda number, action: handled.append(number))
     assert getattr(importlib.import_module(module), function)() == 0
     assert handled == [signal.SIGPIPE]
-    assert len(capsys.readouterr().out.splitlines()) == len(pyops.registry)
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} >= set(pyops.registry)
 
 
 def _source(folder: Path) -> Path:

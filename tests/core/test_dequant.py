@@ -17,7 +17,7 @@ TEXT = """
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 extern "C" __global__ void unpack(scalar_t* out, const uint32_t* words, const uint32_t* zeros, float* factor, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i == 0) *factor = codes_t::FACTOR;
+    if (i == 0) *factor = codes_t::FACTOR * codes_t::SUM_FACTOR;
     if (i >= n) return;
     for (int pair = 0; pair < codes_t::PAIRS; ++pair) {
         const auto numbers = codes_t().pair(words[i], pair, codes_t::zero(zeros[i]));
