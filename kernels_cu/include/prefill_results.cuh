@@ -58,17 +58,9 @@ struct Results {
                 }
                 continue;
             }
-            float sink_shrink = 1.0f;
-            if (HAS_SINKS) {
-                const float sink = sinks[head] * LOG2_E, larger = fmaxf(row_max, sink);
-                sink_shrink = relative_exp2(row_max, larger);
-                row_sum = row_sum * sink_shrink + relative_exp2(sink, larger);
-                row_max = larger;
-            }
-            if (HAS_LSE && exists && t == 0) {
-                lse[head * num_tokens + token] = row_sum == 0.0f ? minus_infinity() : row_max * LN_2 + logf(row_sum);
-            }
-            const float share = sink_shrink / (row_sum + EPSILON) * unit;
+            const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+            if (HAS_LSE && exists && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
+            const float share = shrink / (row_sum + EPSILON) * unit;
             scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
 #pragma unroll
             for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
