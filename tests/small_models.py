@@ -159,8 +159,10 @@ def texts(case: str, count: int) -> list[list[int]]:
     return [text(case, tuple(prompt), count) for prompt in PROMPTS]
 
 
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a case, saved once."""
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], Any] = reference
+) -> Callable[[str], Path]:
+    """The folder of a case, in which its model, of transformers', is saved once."""
     saved: dict[str, Path] = {}
 
     def get(case: str) -> Path:

@@ -22,6 +22,7 @@ from pyops.__main__ import main
 from pyops._core.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, StateSpace, load
 from pyops.models.runner import Part, Runner
+from tests.small_models import folders
 from tests.transformers_mamba import random_model
 
 transformers.utils.logging.disable_progress_bar()
@@ -117,16 +118,7 @@ def texts(case: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a case, saved once."""
-    saved: dict[str, Path] = {}
-
-    def get(case: str) -> Path:
-        if case not in saved:
-            saved[case] = tmp_path_factory.mktemp("model")
-            reference(case).save_pretrained(saved[case])
-        return saved[case]
-
-    return get
+    return folders(tmp_path_factory, reference)
 
 
 def soiled(engine: Engine) -> Engine:
@@ -355,7 +347,9 @@ def test_a_model_that_was_warmed_up_compiles_nothing(kind: str, monkeypatch: pyt
 
 
 def config_of(case: str, **changes: Any) -> Config:
-    return Config.parse(json.loads(reference(case).config.to_json_string(use_diff=False)) | changes)
+    model = reference(case)
+    values = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return Config.parse(values | changes)
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
