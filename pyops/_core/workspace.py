@@ -90,7 +90,7 @@ class _Map:
 # Zeros by (device, stream). Graphs hold their addresses, so a piece that has become too small is kept, too.
 _zeros: dict[tuple[int, int], list[_Zeros]] = {}
 # By device, zeros for streams that are captured before they have had an eager call: torch.cuda.graph captures on a
-# stream of its own. A piece is as large as the largest of `_zeros`.
+# stream of its own. Pieces are made with those of `_zeros`, and as large, or larger if larger spare ones are left.
 _spare: dict[int, list[_Zeros]] = {}
 _SPARE_PIECES = 2  # streams that may be captured so, at least, until an eager call needs more memory than there is
 _MIN_BYTES = 1 << 16
