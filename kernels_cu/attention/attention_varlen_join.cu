@@ -33,7 +33,7 @@ attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, 
                               num_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
     Work work;
     int seq, length;
-    if (!sequences.find(int(blockIdx.x * max_splits), Window(sliding_window), work, seq, length)) return;
+    if (!sequences.find(int(blockIdx.x * max_splits), Window{int(sliding_window)}, work, seq, length)) return;
     const int row = blockIdx.y * WARPS + threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     if (work.splits <= 1 || row >= USED_ROWS || row / GROUP >= work.tokens) return;
 

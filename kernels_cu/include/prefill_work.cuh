@@ -30,10 +30,8 @@ struct alignas(8) Work {
 
 // The first key that a row sees whose last one is `limit`.
 struct Window {
-    static constexpr int64_t MAX = 0x7fffffff;
-    int size;
+    int size;  // 2^31 - 1: no window
 
-    DEVICE explicit Window(int64_t sliding_window) : size(int(min(sliding_window > 0 ? sliding_window : MAX, MAX))) {}
     DEVICE int first_seen(int limit) const { return limit < size ? 0 : limit - size + 1; }
 };
 

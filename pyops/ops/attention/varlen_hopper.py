@@ -26,6 +26,7 @@ _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
+_NO_WINDOW = 2**31 - 1  # the sliding_window that the kernel takes for none
 # Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
 _SECTION_BYTES = 24 << 20
 # The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us".
@@ -91,6 +92,7 @@ class HopperConfig:
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
             "section_heads": _section_heads(problem, device, num_tiles),
+            "sliding_window": min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW,
         }
         attend = kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
