@@ -123,6 +123,32 @@ def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_siz
     _varlen(one, **call)
 
 
+# Keys and values of latent attention; panels that values of a head fill in part; splits; codes.
+SHORT_VALUES = [
+    (HopperConfig(128, 2), (192, 128), 16, False),
+    (HopperConfig(64, 2, max_splits=3), (192, 128), 64, False),
+    (HopperConfig(96, 2), (192, 128), 16, True),
+    (HopperConfig(48, 3), (128, 48), 16, False),
+    (HopperConfig(48, 2), (256, 16), 8, True),
+]
+
+
+@pytest.mark.parametrize(("one", "sizes", "block_size", "codes"), few(SHORT_VALUES, 5), ids=str)
+def test_values_shorter_than_keys(
+    on: str, one: HopperConfig, sizes: tuple[int, int], block_size: int, codes: bool
+) -> None:
+    """What no token has is NaN. A window begins in a tile."""
+    options = {"dtype": torch.bfloat16, "block_size": block_size, "head_size": sizes[0], "value_size": sizes[1]}
+    call = varlen_call(COUNTS, [600, 257, 129], (2, 2), on=on, **options) | {"sliding_window": 400}
+    if codes:
+        call["plain"] = [
+            [x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]
+        ]
+        call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
+        call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
+    _varlen(one, SCHEDULES[:2], **call)
+
+
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of one key-value head after another; of two, and then of the one that is left."""
@@ -328,11 +354,11 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     """Of four sequences, with eight query heads to each of two key-value heads."""
     make = ArgMaker(device.model(arch))
     dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
-    cache = make.empty(99, block_size, 2, head_size, dtype=changes.get("cache_dtype", dtype))
+    value_size, cache_dtype = changes.get("value_size", head_size), changes.get("cache_dtype", dtype)
+    caches = [make.empty(99, block_size, 2, size, dtype=cache_dtype) for size in (head_size, value_size)]
     index = {"dtype": "int32"}
     kv = PagedKV(
-        cache,
-        cache,
+        *caches,
         2,
         make.empty(4, 64, **index),
         make.empty(4, **index),
@@ -344,7 +370,7 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     slopes = make.empty(16, dtype="float32") if changes.get("options") else None
     query = make.empty(num_tokens, 16, head_size, dtype=dtype)
     call = {
-        "out": query,
+        "out": make.empty(num_tokens, 16, value_size, dtype=dtype),
         "query": query,
         "cu_seqlens_q": make.empty(5, **index),
         "causal": True,
@@ -355,20 +381,23 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
 
 
 def test_choice() -> None:
-    """Tiles by the size of heads; the other kernels for what cannot be mapped, and for few rows of each sequence."""
-    for head_size, options, expected in (
-        (64, False, HopperConfig(112, 3)),
-        (80, True, HopperConfig(128, 2)),
-        (128, False, HopperConfig(128, 2)),
-        (192, False, HopperConfig(112, 2)),
-        (64, True, HopperConfig(96, 3)),
-        (192, True, HopperConfig(96, 2)),
-        (256, False, HopperConfig(80, 2)),
-        (256, True, HopperConfig(64, 2)),
+    """Tiles by the sizes of heads; the other kernels for what cannot be mapped, and for few rows of each sequence."""
+    for head_size, value_size, options, expected in (
+        (64, 64, False, HopperConfig(112, 3)),
+        (80, 80, True, HopperConfig(128, 2)),
+        (128, 128, False, HopperConfig(128, 2)),
+        (192, 192, False, HopperConfig(112, 2)),
+        (192, 128, False, HopperConfig(128, 2)),
+        (256, 128, False, HopperConfig(96, 2)),
+        (64, 64, True, HopperConfig(96, 3)),
+        (192, 192, True, HopperConfig(96, 2)),
+        (256, 256, False, HopperConfig(80, 2)),
+        (256, 256, True, HopperConfig(64, 2)),
     ):
-        problem = _problem(4096, head_size, options=options)
+        sizes = {"head_size": head_size, "value_size": value_size, "options": options}
+        problem = _problem(4096, **sizes)
         assert choose(problem, HOPPER) == expected
-        of_codes = _problem(4096, head_size, options=options, cache_dtype="uint8")
+        of_codes = _problem(4096, **sizes, cache_dtype="uint8")
         for served in (problem, of_codes) if of_codes.uses_wgmma else (problem,):
             chosen = choose(served, HOPPER)
             assert isinstance(chosen, HopperConfig)
@@ -405,27 +434,30 @@ def test_choice() -> None:
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("head_size", "options", "codes", "splits"),
+    ("sizes", "options", "codes", "splits"),
     few(
         [
-            (64, False, True, False),
-            (128, False, False, False),
-            (64, True, True, True),
-            (128, True, False, False),
-            (192, True, False, False),
-            (256, True, False, False),
-            (256, True, False, True),
-            (256, False, False, False),
-            (256, False, True, False),
-            (128, False, False, True),
-            (256, False, False, True),
+            ((64, 64), False, True, False),
+            ((128, 128), False, False, False),
+            ((64, 64), True, True, True),
+            ((128, 128), True, False, False),
+            ((192, 192), True, False, False),
+            ((256, 256), True, False, False),
+            ((256, 256), True, False, True),
+            ((256, 256), False, False, False),
+            ((256, 256), False, True, False),
+            ((128, 128), False, False, True),
+            ((256, 256), False, False, True),
+            ((192, 128), False, False, False),
+            ((192, 128), False, True, False),
+            ((192, 128), False, False, True),
         ],
         2,
     ),
 )
-def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool, splits: bool) -> None:
+def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: bool, codes: bool, splits: bool) -> None:
     changes = {"cache_dtype": "uint8"} if codes else {}
-    problem = _problem(64 if splits else 4096, head_size, options=options, **changes)
+    problem = _problem(64 if splits else 4096, sizes[0], value_size=sizes[1], options=options, **changes)
     one = launch(problem, choose(problem, HOPPER))[0].specialisation
     assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")

@@ -19,7 +19,8 @@
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
 //     cache_t        element type of the caches: T or fp8_e4m3_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
-//     HEAD_SIZE      a multiple of 16, at most 256
+//     HEAD_SIZE      elements of a query or key of a head: a multiple of 16, at most 256
+//     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
 //     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS
 //     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
 //     GROUP          query heads of one key-value head, at most ITEM_ROWS
@@ -39,13 +40,13 @@
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
 // A thread's registers: what the producer gives up, the consumers take.
-constexpr int PRODUCER_REGISTERS = HEAD_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
+constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 // Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
 // wait for the product before".
 constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
-static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
+static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
 static_assert(!HEAD_SCALES || !(HAS_SOFTCAP || HAS_ALIBI));
@@ -58,8 +59,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                                                                       // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
                                                                       // num_kv_heads * PANELS, 8, a panel]; 1 x
                                                                       // BOX_TOKENS / 8 x PANELS x 8 x a panel
-                        const __grid_constant__ TensorMap value_map,  // likewise
-                        scalar_t* out,                                // [num_tokens, num_heads, HEAD_SIZE]
+                        const __grid_constant__ TensorMap value_map,  // likewise, of VALUE_SIZE
+                        scalar_t* out,                                // [num_tokens, num_heads, VALUE_SIZE]
                         float* lse,                                   // [num_heads, num_tokens]
                         const table_t* block_tables,                  // [num_seqs, max_tokens / BLOCK_SIZE]
                         const length_t* seq_lens,                     // [num_seqs]
@@ -67,7 +68,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         const float* alibi_slopes,                    // [num_heads]
                         const float* sinks,                           // [num_heads]
                         const float* k_scale, const float* v_scale,   // [1] or [num_kv_heads]
-                        float* tmp_out,                               // [num_tokens, num_heads, max_splits, HEAD_SIZE]
+                        float* tmp_out,                               // [num_tokens, num_heads, max_splits, VALUE_SIZE]
                         float* max_logits,                            // [num_tokens, num_heads, max_splits]
                         float* exp_sums,                              // [num_tokens, num_heads, max_splits]
                         uint32_t* items_taken,                        // [1], zero before and after
@@ -124,12 +125,12 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 
     const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
                           num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
-    float o[HEAD_SIZE / 2];
+    float o[VALUE_SIZE / 2];
     float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
     const auto start_logits = [&] {  // S = Q K^T
         const uint64_t a =
             make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + softmax.first_row * ROW_BYTES);
-        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * TILE_BYTES, TOKEN_STRIDE);
+        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * KeyTile::BYTES, KeyTile::TOKEN_STRIDE);
         tiles.key.wait();
         warpgroup_arrive();
 #pragma unroll
@@ -140,13 +141,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_commit_batch();
     };
     const auto start_output = [&](bool accumulate) {  // O += P V, and sums of rows of P
-        const uint64_t b = make_smem_desc(tiles.values + tiles.value.stage * TILE_BYTES, TOKEN_STRIDE, PANEL_STRIDE);
+        const uint64_t b =
+            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES, ValueTile::TOKEN_STRIDE, PANEL_STRIDE);
         tiles.value.wait();
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; ++i) {
-            wgmma<scalar_t, HEAD_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE),
-                                             accumulate || i > 0);
+            wgmma<scalar_t, VALUE_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE),
+                                              accumulate || i > 0);
             if constexpr (SUMS_BY_PRODUCTS) {
                 wgmma<scalar_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
                                    accumulate || i > 0);
@@ -207,7 +209,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 end_output();
                 if (softmax.rises) {
 #pragma unroll
-                    for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
+                    for (int i = 0; i < VALUE_SIZE / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.shrink[i / 2];
                 }

@@ -18,8 +18,8 @@ constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 constexpr float SLACK = 8.0f;
-// Large heads lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
-constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;
+// Large values lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
+constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
 // before they are rounded, as a log-sum-exp needs them.
 constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);

@@ -119,6 +119,7 @@ def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], ar
         VARLEN=False,
         CAUSAL=False,
         SPARSE=problem.sparse.on,
+        VALUE_SIZE=problem.head_size,
         X=problem.layout.x,
     )
     sparse = problem.sparse.named()

@@ -58,8 +58,7 @@ class HopperConfig:
 
     def fits(self, problem: Problem, device: Device) -> bool:
         """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
-        head_size = problem.query.shape[2]
-        registers = head_size // 2 + self.tokens * 3 // 4
+        registers = problem.value_size // 2 + self.tokens * 3 // 4
         boxes = self.tokens // gcd(problem.layout.block_size, self.tokens)
         return (
             self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
@@ -87,7 +86,7 @@ class HopperConfig:
             "CONSUMERS": self.consumers,
         }
         arguments = arguments | {
-            **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, head_size),
+            **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, problem.value_size),
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
@@ -114,7 +113,7 @@ class HopperConfig:
         )
         if not has_splits:
             return [attend]
-        names = ("scalar_t", "length_t", "starts_t", "HEAD_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
+        names = ("scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
         join = _join(**{name: constants[name] for name in names}, **shared_constants)
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
         return [attend, join.launch(grid, 32 * _JOIN_WARPS, **_taken(_join, arguments))]
@@ -122,9 +121,9 @@ class HopperConfig:
     def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int]:
         """Tiles of keys, work items with queries, and bytes, of shared memory."""
         head_size = problem.query.shape[2]
-        row_bytes = -(-head_size // _PANEL_SIZE) * _ROW_BYTES
-        query = 64 * self.consumers * row_bytes + 2 * _BARRIER_BYTES
-        stage = 2 * (self.tokens * row_bytes + 2 * _BARRIER_BYTES)
+        key_bytes, value_bytes = (-(-size // _PANEL_SIZE) * _ROW_BYTES for size in (head_size, problem.value_size))
+        query = 64 * self.consumers * key_bytes + 2 * _BARRIER_BYTES
+        stage = self.tokens * (key_bytes + value_bytes) + 4 * _BARRIER_BYTES
         fixed = 3 * _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
         room = device.shared_memory - _STATIC_BYTES - fixed
         # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
@@ -162,10 +161,9 @@ def _map_of_codes(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 def _has_whole_heads(problem: Problem) -> bool:
     """Whether a box may hold all panels of its tokens: panels follow each other through all heads of a token."""
-    head_size = problem.query.shape[2]
     caches = problem.kv.key_cache, problem.kv.value_cache
-    follow = all(cache.shape[2] == 1 or cache.strides[2] == head_size for cache in caches)
-    return not problem.is_fp8 and head_size % _PANEL_SIZE == 0 and follow
+    follow = all(cache.shape[2] == 1 or cache.strides[2] == cache.shape[3] for cache in caches)
+    return not problem.is_fp8 and follow and all(cache.shape[3] % _PANEL_SIZE == 0 for cache in caches)
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
@@ -181,24 +179,27 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 
 def choose(problem: Problem, device: Device) -> HopperConfig:
-    """The largest tile of keys that registers and shared memory have room for; more rows for small heads; splits of
-    the keys where work items are fewer than multiprocessors."""
+    """The largest tile of keys that registers and shared memory have room for; splits of the keys where work items are
+    fewer than multiprocessors."""
     one = _choose_tile(problem)
+    while not one.fits(problem, device):
+        one = replace(one, tokens=one.tokens - 16)
     max_splits = _choose_splits(problem, one, device)
-    if max_splits > 1 and problem.query.shape[2] > 192:
-        # Who finds splits takes registers from the consumers, which spill with one tile more of heads of 256.
+    if max_splits > 1 and problem.value_size > 192:
+        # Who finds splits takes registers from the consumers, which spill with one tile more of values of 256.
         one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
     return replace(one, max_splits=max_splits)
 
 
 def _choose_tile(problem: Problem) -> HopperConfig:
-    head_size, is_plain = problem.query.shape[2], problem.has_plain_logits
+    """The largest tile of keys that registers have room for, beside sums of values; more rows for small heads."""
+    head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if head_size <= 64:
         return HopperConfig(tokens=112 if is_plain else 96, consumers=3)
-    if head_size <= 128:
+    if value_size <= 128:
         return HopperConfig(tokens=128, consumers=2)
-    if head_size <= 192:
-        return HopperConfig(tokens=80 if problem.is_fp8 else 112 if is_plain else 96, consumers=2)
+    if value_size <= 192:
+        return HopperConfig(tokens=112 if is_plain else 96, consumers=2)
     if not _has_whole_heads(problem):
         return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
     return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
@@ -207,8 +208,8 @@ def _choose_tile(problem: Problem) -> HopperConfig:
 def _section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
     block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
-    layout, head_size = problem.layout, problem.query.shape[2]
-    head_bytes = 2 * max_tokens_of(problem.kv) * head_size * layout.dtype.itemsize
+    layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
+    head_bytes = max_tokens_of(problem.kv) * elements * layout.dtype.itemsize
     heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // num_tiles))
     return max(1, min(layout.num_kv_heads, heads))
 

@@ -89,14 +89,19 @@ def shared_memory(problem: Problem, config: Config) -> int:
     bytes.
     """
     device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
-    head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2
+    head_bytes, step_bytes = _row_bytes(head_size), tokens * 2
     on_matrix_cores = not device.supports("mma")
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
-    value_bytes = head_size * dim_bytes if by_dim else tokens * head_bytes
+    value_bytes = problem.value_size * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     stages = 2 if device.supports("async_copies") else 1
     return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
+
+
+def _row_bytes(elements: int) -> int:
+    """Bytes of a row of 16-bit elements in shared memory."""
+    return -(-elements // 64) * 128
 
 
 def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
@@ -105,6 +110,7 @@ def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
         "starts_t": problem.cu_seqlens_q.dtype,
+        "VALUE_SIZE": problem.value_size,
         "X": problem.layout.x,
         "CAUSAL": problem.causal,
     }

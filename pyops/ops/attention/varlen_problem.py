@@ -50,6 +50,11 @@ class Problem:
         return int(self.query.shape[1]) // int(self.kv.num_kv_heads)
 
     @property
+    def value_size(self) -> int:
+        """Elements of a value of a head, at most as many as of a key."""
+        return self.layout.value_size
+
+    @property
     def is_fp8(self) -> bool:
         return self.layout.dtype is not self.query.dtype
 
@@ -67,7 +72,7 @@ class Problem:
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
-            and head_size % 16 == 0
+            and head_size % 16 == self.value_size % 16 == 0
             and head_size <= _max_head_size(query.device)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
@@ -77,7 +82,7 @@ class Problem:
     def uses_wgmma(self) -> bool:
         """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
         query, out, layout = self.query, self.out, self.layout
-        has_registers = not self.is_fp8 or query.shape[2] <= 192 or self.has_plain_logits
+        has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale
         return (
             query.device.supports("wgmma")
@@ -97,11 +102,12 @@ class Problem:
 
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
+        sizes = f"{head_size}" + f"/{self.value_size}" * (self.value_size != head_size)
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
             f"{self.query.dtype.name}",
             f"cache={layout.dtype.name}{'-packed' * layout.packed}",
-            f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
+            f"heads={num_heads}/{self.kv.num_kv_heads}x{sizes}",
             f"block={layout.block_size}",
             f"seqs={tuning.power_of_two(self.num_seqs)}",
             f"query_tokens={tuning.power_of_two(num_tokens)}",
@@ -114,8 +120,10 @@ def check_varlen(call: Mapping[str, Any]) -> Problem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
-    layout = check_kv(query, kv, options)
-    check.like(out, query)
+    layout = check_kv(query, kv, options, short_values=True)
+    num_tokens, num_heads, _ = query.shape
+    check.sizes(out, num_tokens=num_tokens, num_heads=num_heads, value_size=layout.value_size)
+    check.dtype(out, query.dtype)
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    check.shape(options.lse, float32, num_heads=query.shape[1], num_tokens=query.shape[0])
+    check.shape(options.lse, float32, num_heads=num_heads, num_tokens=num_tokens)
     return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]))
