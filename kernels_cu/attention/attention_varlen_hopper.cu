@@ -57,7 +57,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
                                                                       // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
                                                                       // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
-                                                                      // num_kv_heads * PANELS, 8, a panel]; 1 x
+                                                                      // panels of a token, 8, a panel]; 1 x
                                                                       // BOX_TOKENS / 8 x PANELS x 8 x a panel
                         const __grid_constant__ TensorMap value_map,  // likewise, of VALUE_SIZE
                         scalar_t* out,                                // [num_tokens, num_heads, VALUE_SIZE]
@@ -73,9 +73,10 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         float* exp_sums,                              // [num_tokens, num_heads, max_splits]
                         uint32_t* items_taken,                        // [1], zero before and after
                         int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
-                        int64_t section_heads, int64_t num_items, int64_t max_tokens, int64_t sliding_window,
-                        int64_t max_splits, int64_t out_stride, int64_t table_stride, int64_t table_step,
-                        int64_t length_step, int64_t starts_step, float scale, float logits_soft_cap) {
+                        int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
+                        int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride,
+                        int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale,
+                        float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
@@ -103,7 +104,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             Finder finder{sequences,  window,     block_tables, table_stride,
                           table_step, num_blocks, items_taken,  int(num_items)};
             if (warp == 1) return finder.run(tiles);
-            Producer producer{tiles, finder, window, &query_map, &key_map, &value_map, lane, lane % BOXES};
+            Producer producer{
+                tiles, finder,      window, &query_map, {&key_map, key_head_panels}, {&value_map, value_head_panels},
+                lane,  lane % BOXES};
             producer.run();
         } else if constexpr (IS_FP8) {
             widen_tiles(tiles);

@@ -162,12 +162,19 @@ struct Finder {
     }
 };
 
+// A cache of keys or values in the memory of the device.
+struct MappedCache {
+    const TensorMap* map;
+    int64_t head_panels;  // WHOLE_HEADS: from one head of a token to the next
+};
+
 // The producer.
 struct Producer {
     Tiles& tiles;
     Finder& finder;
     const Window& window;
-    const TensorMap *query_map, *key_map, *value_map;
+    const TensorMap* query_map;
+    MappedCache key_cache, value_cache;
     int lane, box;  // `box`: of a tile, the lane's
     uint32_t landings = 0;
 
@@ -229,22 +236,23 @@ private:
     }
     DEVICE void load_keys(const Work& work, int tile, int block) {
         const uint32_t missing = ballot(block < 0 && lane < BOXES);
-        if constexpr (IS_FP8) return load_codes<KeyTile>(key_map, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
+        if constexpr (IS_FP8)
+            return load_codes<KeyTile>(key_cache, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
         auto& ring = tiles.key;
         ring.acquire();
         if (lane == 0) tiles.holes[ring.stage] = missing;
-        load<KeyTile>(tiles.keys + ring.stage * KeyTile::BYTES, key_map, ring.full(), work, tile, block);
+        load<KeyTile>(tiles.keys + ring.stage * KeyTile::BYTES, key_cache, ring.full(), work, tile, block);
         ring.advance();
     }
     DEVICE void load_values(const Work& work, int tile, int block, int length) {
         const int start = tile * TOKENS, begin = window.first_seen(work.limit) - start, end = length - start;
         const Codes kind{Codes::VALUES, 0, begin, end};
-        if constexpr (IS_FP8) return load_codes<ValueTile>(value_map, kind, work, tile, block);
+        if constexpr (IS_FP8) return load_codes<ValueTile>(value_cache, kind, work, tile, block);
         auto& ring = tiles.value;
         ring.acquire();
         uint8_t* const to = tiles.values + ring.stage * ValueTile::BYTES;
         const bool whole = begin <= 0 && end >= TOKENS;
-        load<ValueTile>(to, value_map, whole ? ring.full() : tiles.landed, work, tile, block);
+        load<ValueTile>(to, value_cache, whole ? ring.full() : tiles.landed, work, tile, block);
         if (!whole) {
             mbarrier_wait(tiles.landed, landings++ & 1);
             for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // chunks of 16 bytes
@@ -260,31 +268,34 @@ private:
         ring.advance();
     }
     template <typename Tile>
-    DEVICE void load_codes(const TensorMap* map, const Codes& kind, const Work& work, int tile, int block) {
+    DEVICE void load_codes(const MappedCache& cache, const Codes& kind, const Work& work, int tile, int block) {
         auto& ring = tiles.code;
         ring.acquire();
         if (lane == 0) tiles.kinds[ring.stage] = kind;
-        load<Tile>(tiles.codes + ring.stage * CODE_BYTES, map, ring.full(), work, tile, block);
+        load<Tile>(tiles.codes + ring.stage * CODE_BYTES, cache, ring.full(), work, tile, block);
         ring.advance();
     }
     template <typename Tile>
-    DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* full, const Work& work, int tile, int block) const {
+    DEVICE void
+    load(uint8_t* to, const MappedCache& cache, uint64_t* full, const Work& work, int tile, int block) const {
         if (lane == 0) mbarrier_arrive_expect_tx(full, Tile::LOADED_BYTES);
         sync_warp();
         const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
         const int from = block < 0 ? int(finder.num_blocks) : block;
         if constexpr (IS_FP8) {
             uint8_t* const to_box = to + box * (BOX_TOKENS * Tile::SIZE);
-            if (lane < BOXES) tma_load(to_box, map, full, 0, work.kv_head, slot, from);
+            if (lane < BOXES) tma_load(to_box, cache.map, full, 0, work.kv_head, slot, from);
         } else {
             uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * Tile::TOKEN_STRIDE;
             if constexpr (WHOLE_HEADS) {
-                if (lane < BOXES) tma_load(to_box, map, full, 0, 0, work.kv_head * Tile::PANELS, slot / 8, from);
+                const int panel = work.kv_head * int(cache.head_panels);
+                if (lane < BOXES) tma_load(to_box, cache.map, full, 0, 0, panel, slot / 8, from);
             } else {
                 constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
                 for (int i = lane; i < Tile::PANELS * BOXES && lane < LOADERS; i += LOADERS) {
                     const int panel = i / BOXES;
-                    tma_load(to_box + panel * PANEL_STRIDE, map, full, panel * PANEL_SIZE, work.kv_head, slot, from);
+                    tma_load(to_box + panel * PANEL_STRIDE, cache.map, full, panel * PANEL_SIZE, work.kv_head, slot,
+                             from);
                 }
             }
         }

@@ -108,6 +108,8 @@ class HopperConfig:
             query_map=_map(query, (head_size, num_heads, num_tokens), (_PANEL_SIZE, group, item_tokens)),
             key_map=map_cache(caches[0], box_tokens),
             value_map=map_cache(caches[1], box_tokens),
+            key_head_panels=_head_panels(caches[0]),
+            value_head_panels=_head_panels(caches[1]),
             num_items=num_items * self.max_splits,
             items_taken=Scratch(4, zeroed=True),
         )
@@ -160,20 +162,26 @@ def _map_of_codes(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 
 def _has_whole_heads(problem: Problem) -> bool:
-    """Whether a box may hold all panels of its tokens: panels follow each other through all heads of a token."""
+    """Whether a box may hold all panels of its tokens: heads have whole panels, and begin whole panels apart."""
     caches = problem.kv.key_cache, problem.kv.value_cache
-    follow = all(cache.shape[2] == 1 or cache.strides[2] == cache.shape[3] for cache in caches)
-    return not problem.is_fp8 and follow and all(cache.shape[3] % _PANEL_SIZE == 0 for cache in caches)
+    sizes = [size for cache in caches for size in (cache.shape[3], cache.strides[2] if cache.shape[2] > 1 else 0)]
+    return not problem.is_fp8 and all(size % _PANEL_SIZE == 0 for size in sizes)
+
+
+def _head_panels(cache: TensorArg) -> int:
+    """Panels from one head of a token to the next."""
+    return (cache.strides[2] if cache.shape[2] > 1 else cache.shape[3]) // _PANEL_SIZE
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
     """Boxes of all panels of some tokens of a head. Of 8 tokens, one panel after another lies in shared memory."""
     num_blocks, block_size, heads, head_size = cache.shape
     panels, itemsize = head_size // _PANEL_SIZE, cache.dtype.itemsize
-    row = heads * panels * _ROW_BYTES
+    row_panels = (heads - 1) * _head_panels(cache) + panels
+    row = row_panels * _ROW_BYTES
     token = cache.strides[1] * itemsize if block_size > 1 else row
     block = cache.strides[0] * itemsize if num_blocks > 1 else block_size * token
-    sizes = (_PANEL_SIZE, 8, heads * panels, block_size // 8, num_blocks)
+    sizes = (_PANEL_SIZE, 8, row_panels, block_size // 8, num_blocks)
     box = (_PANEL_SIZE, 8, panels, box_tokens // 8, 1)
     return TensorMap(cache, cache.dtype, sizes, (token, _ROW_BYTES, 8 * token, block), box, _ROW_BYTES)
 
