@@ -4,13 +4,13 @@ python -m benchmarks.attention
 python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
 python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-16384:32/8x128
 
-A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, the same with "capped" for "prompts", where a soft cap
-of 30 is on logits, or with "decode", one query token to a sequence, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
-:BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes;
-queries are bf16. Prompts are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached
-ones. TOKENS of 1-16384 of decode rows are lengths from 1 to 16384, evenly spaced. torch's attention (cuDNN's and
-FlashAttention of prompts; of decode rows, whichever it takes) reads contiguous keys and values, of whole prompts and of
-equal lengths.
+A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, or HEAD_SIZE/VALUE_SIZE for shorter values, the same
+with "capped" for "prompts", where a soft cap of 30 is on logits, or with "decode", one query token to a sequence, or
+mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is
+bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes; queries are bf16. Prompts are causal, every query token new; TOKENS
+of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths from 1 to 16384,
+evenly spaced. torch's attention (cuDNN's and FlashAttention of prompts; of decode rows, whichever it takes) reads
+contiguous keys and values, of whole prompts and of equal lengths.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROWS = (
     *(f"prompts:bf16:{one}" for one in ("1x8192:32/8x64", "16x2048:32/8x64", "1x8192:16/4x256", "16x2048:16/4x256")),
     "prompts:fp8:1x8192:32/8x128",
     "prompts:bf16:1x256+32768:32/8x128",
+    *(f"prompts:bf16:1x4096:128/128x{size}" for size in ("192/128", "192")),
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
@@ -56,22 +57,20 @@ def _tables(num_seqs: int, tokens: int, block: int) -> Any:
     return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
 
 
-def prompts(
-    cache: str, num_seqs: int, new: int, heads: tuple[int, int, int], block: int, cached: int = 0
-) -> dict[str, Any]:
+def prompts(cache: str, num_seqs: int, new: int, heads: tuple[int, ...], block: int, cached: int = 0) -> dict[str, Any]:
     """The arguments of `paged_attention_varlen`, by name, for so many new tokens behind cached ones."""
-    num_heads, num_kv_heads, head_size = heads
+    num_heads, num_kv_heads, *sizes = heads
     tokens = new + cached
     tables = _tables(num_seqs, tokens, block)
-    caches = [_randn(tables.numel(), block, num_kv_heads, head_size).to(_DTYPES[cache]) for _ in "kv"]
-    query = _randn(num_seqs * new, num_heads, head_size)
+    caches = [_randn(tables.numel(), block, num_kv_heads, size).to(_DTYPES[cache]) for size in sizes]
+    query = _randn(num_seqs * new, num_heads, sizes[0])
     return {
-        "out": torch.empty_like(query),
+        "out": query.new_empty(num_seqs * new, num_heads, sizes[1]),
         "query": query,
         "key_cache": caches[0],
         "value_cache": caches[1],
         "num_kv_heads": num_kv_heads,
-        "scale": head_size**-0.5,
+        "scale": sizes[0] ** -0.5,
         "block_tables": tables,
         "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
         "cu_seqlens_q": torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32, device="cuda"),
@@ -82,9 +81,7 @@ def prompts(
     }
 
 
-def decode(
-    cache: str, num_seqs: int, tokens: int, heads: tuple[int, int, int], block: int, shortest: int
-) -> dict[str, Any]:
+def decode(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, shortest: int) -> dict[str, Any]:
     """The arguments of `paged_attention_v1`, by name, for lengths from `shortest` to `tokens`, in any order."""
     call = prompts(cache, num_seqs, 1, heads, block, tokens - 1)
     lengths = torch.linspace(shortest, tokens, num_seqs, device="cuda").round().int()
@@ -182,14 +179,16 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         num_heads = int(heads)
         operations = 2.0 * num_seqs * tokens * num_heads * (2 * _LATENT + _ROPE)
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
-    num_heads, num_kv_heads, head_size = map(int, heads.replace("/", "x").split("x"))
+    num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
+    sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
+    elements = num_heads * sum(sizes_of_heads[2:])  # of keys and values that a query token meets
     if kind == "decode":
         least = int(shortest) if is_mixed else tokens
-        operations = 2.0 * num_seqs * (least + tokens) * num_heads * head_size
-        sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, least]
+        operations = 1.0 * num_seqs * (least + tokens) * elements
+        sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, least]
         return kind, cache, sizes, operations
-    operations = 2.0 * num_seqs * tokens * (2 * cached + tokens) * num_heads * head_size
-    sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, cached]
+    operations = 1.0 * num_seqs * tokens * (2 * cached + tokens) * elements
+    sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, cached]
     return kind, cache, sizes, operations
 
 
