@@ -356,6 +356,8 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
     value_size, cache_dtype = changes.get("value_size", head_size), changes.get("cache_dtype", dtype)
     caches = [make.empty(99, block_size, 2, size, dtype=cache_dtype) for size in (head_size, value_size)]
+    if apart := changes.get("heads_apart"):  # elements
+        caches = [replace(cache, strides=(block_size * 2 * apart, 2 * apart, apart, 1)) for cache in caches]
     index = {"dtype": "int32"}
     kv = PagedKV(
         *caches,
@@ -423,6 +425,10 @@ def test_choice() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), Config)
+    # Boxes of whole heads, where heads have whole panels and lie whole panels apart.
+    for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
+        problem = _problem(4096, head_size, heads_apart=apart)
+        assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole
     # Sections of heads that have room in the L2 cache, but of two rounds of items at least.
     for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
         problem = _problem(tokens, 128, block_size=slots * 8)
