@@ -87,13 +87,13 @@ def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-@pytest.mark.parametrize("head_size", [8, 16, 80, 96, 120, 128, 192, 256, 264])
+@pytest.mark.parametrize("head_size", [8, 16, 80, 96, 128, 192, 256, 264])
 def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
     _assert_is_attention(_call([18, 2], [90, 2], head_size=head_size, dtype=torch.float16, packed=packed, on=on))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-@pytest.mark.parametrize(("head_size", "value_size"), [(192, 128), (80, 16), (72, 40), (64, 1)])
+@pytest.mark.parametrize(("head_size", "value_size"), [(192, 128), (80, 16), (72, 41)])
 def test_values_shorter_than_keys(on: str, head_size: int, value_size: int, packed: bool) -> None:
     """Keys of 192 elements and values of 128 are those of latent attention."""
     call = _call(
