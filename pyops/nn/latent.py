@@ -133,7 +133,8 @@ def expanded_attention(
         up_keys, up_values = up[some].split([plain_size, values.shape[3]], 1)
         for weights, made in ((up_keys, k[..., :plain_size]), (up_values, v)):
             latents = kv_c.flatten(0, 1).expand(len(weights), -1, -1)
-            torch.bmm(latents, weights.transpose(1, 2), out=made.flatten(0, 1).transpose(0, 1))
+            # Not `bmm` with `out`, which torch.compile does not trace for tensors with gaps.
+            made.flatten(0, 1).transpose(0, 1).baddbmm_(latents, weights.transpose(1, 2), beta=0)
         paged_attention_varlen(out[:, some], query[:, some], k, v, k.shape[2], scale, *prompts)
     return out.flatten(1)
 
