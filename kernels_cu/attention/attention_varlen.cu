@@ -10,8 +10,8 @@
 // Rows: a sequence has one row for each query token and each of the GROUP query heads of a key-value head, heads first.
 //
 // Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
-// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows.
-// blockIdx.y is the key-value head.
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows. Sequences
+// of fewer than min_tokens query tokens are left alone. blockIdx.y is the key-value head.
 //
 // Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
 // the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one, or, where
@@ -51,11 +51,11 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
                  const float* alibi_slopes,     // [num_heads]
                  const float* sinks,            // [num_heads]
                  const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
-                 int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
-                 int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
-                 int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
-                 int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
-                 int64_t value_head_stride, float scale, float logits_soft_cap) {
+                 int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t max_tokens,
+                 int64_t sliding_window, int64_t out_stride, int64_t query_stride, int64_t table_stride,
+                 int64_t table_step, int64_t length_step, int64_t starts_step, int64_t key_block_stride,
+                 int64_t key_token_stride, int64_t key_head_stride, int64_t value_block_stride,
+                 int64_t value_token_stride, int64_t value_head_stride, float scale, float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
@@ -80,6 +80,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     if (seq < 0) return;
     const int64_t first_token = cu_seqlens_q[seq * starts_step], end_token = cu_seqlens_q[(seq + 1) * starts_step];
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
+    if (end_token - first_token < min_tokens) return;
     const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
     if (tile_row >= num_rows) return;
 

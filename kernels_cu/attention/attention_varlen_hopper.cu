@@ -72,11 +72,11 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                         float* max_logits,                            // [num_tokens, num_heads, max_splits]
                         float* exp_sums,                              // [num_tokens, num_heads, max_splits]
                         uint32_t* items_taken,                        // [1], zero before and after
-                        int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
-                        int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
-                        int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride,
-                        int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale,
-                        float logits_soft_cap) {
+                        int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks,
+                        int64_t num_kv_heads, int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads,
+                        int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t max_splits,
+                        int64_t out_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+                        int64_t starts_step, float scale, float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
@@ -99,8 +99,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp <= HAS_FINDER) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,
-                                      num_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
+                                      min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
             Finder finder{sequences,  window,     block_tables, table_stride,
                           table_step, num_blocks, items_taken,  int(num_items)};
             if (warp == 1) return finder.run(tiles);

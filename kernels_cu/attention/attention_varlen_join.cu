@@ -25,12 +25,12 @@ attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, 
                       const length_t* seq_lens,      // [num_seqs]
                       const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                       const float* sinks,            // [num_heads]
-                      int64_t num_tokens, int64_t num_seqs, int64_t num_kv_heads, int64_t section_heads,
-                      int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride,
-                      int64_t length_step, int64_t starts_step) {
+                      int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_kv_heads,
+                      int64_t section_heads, int64_t max_tokens, int64_t sliding_window, int64_t max_splits,
+                      int64_t out_stride, int64_t length_step, int64_t starts_step) {
     await_previous_kernel();
-    const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,
-                              num_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
+    const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
+                              min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
     Work work;
     int seq, length;
     if (!sequences.find(int(blockIdx.x * max_splits), Window{int(sliding_window)}, work, seq, length)) return;

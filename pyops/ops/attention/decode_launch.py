@@ -25,7 +25,8 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
     """
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
     arguments = {
-        **absent(lse=problem.options.lse, sinks=problem.options.sinks, query_start_loc=problem.query_start_loc),
+        **absent(lse=problem.options.lse, sinks=problem.options.sinks),
+        "query_start_loc": problem.query_start_loc or 0,
         "num_seqs": problem.num_seqs,
         "num_rows": problem.query.shape[0],
         "max_tokens": problem.max_tokens,
