@@ -29,8 +29,9 @@ _MAX_SPLITS = 32
 _NO_WINDOW = 2**31 - 1  # the sliding_window that the kernel takes for none
 # Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
 _SECTION_BYTES = 24 << 20
-# The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us".
-_ITEM_TILES, _JOIN_TILES = 2, 2
+# The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us" and "A number
+# without work costs 1.5 us".
+_ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +224,22 @@ def _section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
 
 
 def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:
-    """As many splits of an item as end first by the model of the device."""
+    """As many splits of an item as end first by the model of the device.
+
+    Each sequence may leave an item, with all its splits, without work.
+    """
     item_tokens = 64 * one.consumers // problem.group
     items = -(-problem.query.shape[0] // item_tokens) * problem.layout.num_kv_heads
+    empty_items = problem.num_seqs * problem.layout.num_kv_heads
     if items >= device.multiprocessors:
         return 1
     window, max_tokens = problem.options.sliding_window, max_tokens_of(problem.kv)
     attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
     tiles = -(-attended // one.tokens)
 
-    def time(splits: int) -> int:
-        rounds = -(-items * splits // device.multiprocessors)
-        return rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
+    def time(splits: int) -> float:
+        rounds, empty_rounds = (-(-count * splits // device.multiprocessors) for count in (items, empty_items))
+        tile_times = rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
+        return tile_times + empty_rounds * _NUMBER_TILES
 
     return min(range(1, _MAX_SPLITS + 1), key=time)

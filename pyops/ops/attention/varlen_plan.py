@@ -135,7 +135,9 @@ def _single_rows(problem: Problem) -> decode_problem.Problem | None:
         query_start_loc=problem.cu_seqlens_q,
         fp8_out_scale=None,
     )
-    may_be_many = problem.num_seqs > 1 and problem.query.shape[0] <= _MAX_TOKENS_BESIDE_SINGLE_ROWS * problem.num_seqs
+    num_seqs, num_tokens = problem.num_seqs, problem.query.shape[0]
+    fill_the_device = num_seqs * problem.kv.num_kv_heads >= problem.query.device.multiprocessors
+    may_be_many = fill_the_device and num_tokens <= _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
     is_served = problem.uses_mma and single_rows.uses_mma and problem.value_size == problem.query.shape[2]
     return single_rows if may_be_many and is_served else None
 

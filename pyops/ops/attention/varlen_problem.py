@@ -13,9 +13,6 @@ from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .layout import CacheLayout, check_kv, heads_stride
 
-# docs/performance/prefill.md, "64 rows of a sequence are enough".
-_MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
-
 
 def _max_head_size(device: Device) -> int:
     """Of attention_varlen.cu: by WMMA, registers of larger heads spill."""
@@ -80,13 +77,12 @@ class Problem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
+        """Whether attention_varlen_hopper.cu serves the call."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale
         return (
             query.device.supports("wgmma")
-            and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
             and self.uses_mma
             and layout.dtype in (query.dtype, float8_e4m3fn)
             and not layout.packed
