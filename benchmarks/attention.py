@@ -6,6 +6,7 @@ python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-163
 
 A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, or HEAD_SIZE/VALUE_SIZE for shorter values, the same
 with "capped" for "prompts", where a soft cap of 30 is on logits, or with "decode", one query token to a sequence, or
+mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS, decode rows and a prompt of NEW tokens in one batch, beside a call of each, or
 mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is
 bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes; queries are bf16. Prompts are causal, every query token new; TOKENS
 of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths from 1 to 16384,
@@ -37,6 +38,7 @@ ROWS = (
     *(f"prompts:bf16:1x4096:128/128x{size}" for size in ("192/128", "192")),
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
+    *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
@@ -94,6 +96,19 @@ def decode(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block
     return call | changed
 
 
+def mixed(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, new: int) -> dict[str, Any]:
+    """The arguments of `paged_attention_varlen`, by name, for decode rows of so many tokens and a new prompt."""
+    call = prompts(cache, num_seqs + 1, 1, heads, block, max(tokens, new) - 1)
+    index = {"dtype": torch.int32, "device": "cuda"}
+    query = _randn(num_seqs + new, heads[0], heads[2])
+    return call | {
+        "out": query.new_empty(num_seqs + new, heads[0], heads[3]),
+        "query": query,
+        "seq_lens": torch.tensor([tokens] * num_seqs + [new], **index),
+        "cu_seqlens_q": torch.tensor([*range(num_seqs + 1), num_seqs + new], **index),
+    }
+
+
 def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
     """The arguments of `sm100_cutlass_mla_decode`, by name."""
     table = _tables(num_seqs, tokens, page)
@@ -119,6 +134,7 @@ _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "prompts": prompts,
     "capped": prompts,
     "decode": decode,
+    "mixed": mixed,
     "mla": mla,
 }
 
@@ -149,6 +165,23 @@ def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
     return lambda: F.scaled_dot_product_attention(query, keys, values)
 
 
+def _two_calls(call: dict[str, Any]) -> Call:
+    """Decode attention of the rows of `mixed`, and the prompt alone."""
+    rows = len(call["seq_lens"]) - 1
+    of_rows, of_seqs = ("out", "query"), ("block_tables", "seq_lens")
+    decoded = call | {name: call[name][:rows] for name in (*of_rows, *of_seqs)}
+    prompt = call | {name: call[name][rows:] for name in (*of_rows, *of_seqs)}
+    prompt["cu_seqlens_q"] = call["cu_seqlens_q"][rows:] - rows
+    decoded |= {"max_seq_len": int(decoded["seq_lens"].max()), "alibi_slopes": None}
+    del decoded["cu_seqlens_q"]
+
+    def attend() -> None:
+        pyops.paged_attention_v1(**decoded)
+        pyops.paged_attention_varlen(**prompt)
+
+    return attend
+
+
 def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[str, Any]], Call]]:
     """{name: a function that makes a call of arguments}."""
     from torch.nn.attention import SDPBackend
@@ -160,7 +193,9 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
             pyops.paged_attention_v1 if kind == "decode" else pyops.paged_attention_varlen, **call
         )
     }
-    if cache == "bf16" and whole and kind == "decode":
+    if kind == "mixed":
+        found["two calls"] = _two_calls
+    elif cache == "bf16" and whole and kind == "decode":
         found["SDPA"] = _sdpa_of_one_token
     elif cache == "bf16" and whole:
         found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
@@ -169,7 +204,7 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
 
 
 def parse(row: str) -> tuple[str, str, list[Any], float]:
-    """(kind, cache, the sizes that `prompts`, `decode` or `mla` takes, floating-point operations)."""
+    """(kind, cache, the sizes that the maker of this kind takes, floating-point operations)."""
     kind, cache, sequences, heads, *block = row.split(":")
     count, _, length = sequences.partition("x")
     shortest, is_mixed, longest = length.partition("-")
@@ -188,6 +223,8 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, least]
         return kind, cache, sizes, operations
     operations = 1.0 * num_seqs * tokens * (2 * cached + tokens) * elements
+    if kind == "mixed":
+        operations = (2.0 * num_seqs * tokens + cached * cached) * elements
     sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, cached]
     return kind, cache, sizes, operations
 

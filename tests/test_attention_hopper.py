@@ -350,7 +350,8 @@ def test_slices(on: str) -> None:
 
 
 def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> Problem:
-    """Of four sequences, with eight query heads to each of two key-value heads."""
+    """Of `num_seqs` sequences, four, with eight query heads to each of two key-value heads."""
+    num_seqs = changes.get("num_seqs", 4)
     make = ArgMaker(device.model(arch))
     dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
     value_size, cache_dtype = changes.get("value_size", head_size), changes.get("cache_dtype", dtype)
@@ -361,8 +362,8 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     kv = PagedKV(
         *caches,
         2,
-        make.empty(4, 64, **index),
-        make.empty(4, **index),
+        make.empty(num_seqs, 64, **index),
+        make.empty(num_seqs, **index),
         block_size,
         "auto" if "cache_dtype" not in changes else "fp8",
         make.empty(changes.get("scales", 1), dtype="float32"),
@@ -373,7 +374,7 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     call = {
         "out": make.empty(num_tokens, 16, value_size, dtype=dtype),
         "query": query,
-        "cu_seqlens_q": make.empty(5, **index),
+        "cu_seqlens_q": make.empty(num_seqs + 1, **index),
         "causal": True,
         **kv.named(),
         **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
@@ -382,7 +383,7 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
 
 
 def test_choice() -> None:
-    """Tiles by the sizes of heads; the other kernels for what cannot be mapped, and for few rows of each sequence."""
+    """Tiles by the sizes of heads; the other kernels for what cannot be mapped."""
     for head_size, value_size, options, expected in (
         (64, 64, False, HopperConfig(112, 3)),
         (80, 80, True, HopperConfig(128, 2)),
@@ -411,8 +412,9 @@ def test_choice() -> None:
     assert choose(_problem(64, 256), HOPPER) == HopperConfig(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == HopperConfig(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == HopperConfig(128, 2)
+    # Of 70 sequences, whose single tokens decode attention takes, none may be left; numbers without work cost, too.
+    assert choose(_problem(70, 128, num_seqs=70), HOPPER) == HopperConfig(128, 2)
     for problem in (
-        _problem(4, 128),
         _problem(0, 128),
         _problem(4096, 120),
         _problem(4096, 272),
@@ -435,6 +437,22 @@ def test_choice() -> None:
     for wrong in (lambda: HopperConfig(100, 2), lambda: HopperConfig(272, 2), lambda: HopperConfig(128, 4)):
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
+
+
+def test_choice_of_decode_attention() -> None:
+    """For sequences of one token among many, of which the other kernel takes none; values are as long as keys there."""
+    for num_tokens, changes, files in (
+        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "attention_varlen_hopper.cu"]),
+        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "attention_varlen.cu"]),
+        (70 * 128, {"num_seqs": 70}, ["attention_varlen_hopper.cu"]),
+        (65 * 100, {"num_seqs": 65}, ["attention_varlen_hopper.cu"]),
+        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["attention_varlen_hopper.cu"]),
+        (70, {"num_seqs": 70, "dtype": "float32"}, ["attention_decode_simt.cu"]),
+    ):
+        problem = _problem(num_tokens, 128, **changes)
+        launches = launch(problem, choose(problem, HOPPER))
+        assert [one.specialisation.kernel.file for one in launches] == [f"attention/{name}" for name in files]
+        assert len(files) == 1 or launches[-1].fixed["min_tokens"] == 2
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import pyops
-from pyops._core import config
+from pyops._core import config, device
 from pyops.testing import assert_matches_reference
 from tests.calls import DEVICES, Host
 from tests.test_attention import in_codes_of_heads, paged_call
@@ -18,8 +19,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @pytest.fixture(params=DEVICES)
-def on(request: pytest.FixtureRequest) -> Any:
-    """Each device: its name; the host's runs the kernels."""
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each device: its name; the host's runs the kernels that compute capability 8.0 has."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 
@@ -79,6 +81,13 @@ def test_is_attention(on: str, dtype: torch.dtype, packed: bool, causal: bool) -
     """Whole prompts, the ends of prompts, single tokens, and sequences that have none in this batch."""
     call = _call([70, 0, 1, 33, 5], [70, 9, 40, 90, 5], dtype=dtype, packed=packed, on=on)
     _assert_is_attention(call | {"causal": causal, "lse": torch.empty(4, 109, device=on)})
+
+
+def test_single_tokens_of_many_sequences(on: str) -> None:
+    """Among sequences of more tokens and of none; so many that decode attention takes them."""
+    counts = [*[1] * 40, 0, 9, *[1] * 30, 2]
+    call = _call(counts, [count and count + s * 7 % 40 for s, count in enumerate(counts)], dtype=torch.bfloat16, on=on)
+    _assert_is_attention(call | {"sliding_window": 25, "lse": torch.empty(4, sum(counts), device=on)})
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 1), (40, 2), (9, 1)])

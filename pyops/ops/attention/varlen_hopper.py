@@ -229,7 +229,10 @@ def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:
     Each sequence may leave an item, with all its splits, without work.
     """
     item_tokens = 64 * one.consumers // problem.group
-    items = -(-problem.query.shape[0] // item_tokens) * problem.layout.num_kv_heads
+    num_tokens = problem.query.shape[0]
+    if problem.single_rows:
+        num_tokens = max(0, num_tokens - problem.num_seqs)
+    items = -(-num_tokens // item_tokens) * problem.layout.num_kv_heads
     empty_items = problem.num_seqs * problem.layout.num_kv_heads
     if items >= device.multiprocessors:
         return 1

@@ -9,7 +9,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import decode_choose, decode_launch, decode_problem, varlen_hopper
+from . import decode_choose, decode_launch, varlen_hopper
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants
 from .layout import absent, heads_stride, max_tokens_of
@@ -24,9 +24,6 @@ _STATIC_SHARED_MEMORY = 2176  # bytes of a block, at most: places of 64 keys and
 # docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
 _MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill: one then")
-# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where a sequence has so many
-# query tokens on average, at most.
-_MAX_TOKENS_BESIDE_SINGLE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,36 +107,12 @@ def _row_bytes(elements: int) -> int:
 def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
     """The launches of decode attention for sequences of one query token, where they may be many, and those of the
     kernel of all other sequences."""
-    single_rows = _single_rows(problem)
+    single_rows = problem.single_rows
     if single_rows is None:
         return _launch_rows(problem, config, min_tokens=1)
     device = problem.query.device
     decode_config = tuning.config("paged_attention_v1", single_rows, device, decode_choose.choose)
     return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]
-
-
-def _single_rows(problem: Problem) -> decode_problem.Problem | None:
-    """The problem of decode attention that the sequences of one query token are; None where prompts' kernel takes them.
-
-    Of which sequences that is, only the device knows.
-    """
-    single_rows = decode_problem.Problem(
-        problem.out,
-        problem.query,
-        problem.kv,
-        problem.layout,
-        problem.options,
-        Sparse(),
-        partials=None,
-        partition=0,
-        query_start_loc=problem.cu_seqlens_q,
-        fp8_out_scale=None,
-    )
-    num_seqs, num_tokens = problem.num_seqs, problem.query.shape[0]
-    fill_the_device = num_seqs * problem.kv.num_kv_heads >= problem.query.device.multiprocessors
-    may_be_many = fill_the_device and num_tokens <= _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
-    is_served = problem.uses_mma and single_rows.uses_mma and problem.value_size == problem.query.shape[2]
-    return single_rows if may_be_many and is_served else None
 
 
 def _launch_rows(problem: Problem, config: Config | HopperConfig, min_tokens: int) -> list[Launch]:

@@ -10,8 +10,13 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fn, float32
 from ..._core.tensor import TensorArg
-from .arguments import Options, PagedKV
+from . import decode_problem
+from .arguments import Options, PagedKV, Sparse
 from .layout import CacheLayout, check_kv, heads_stride
+
+# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where a sequence has fewer
+# query tokens than these on average.
+_MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
 def _max_head_size(device: Device) -> int:
@@ -95,6 +100,29 @@ class Problem:
             and query.numel * self.kv.key_cache.numel > 0
             and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
         )
+
+    @property
+    def single_rows(self) -> decode_problem.Problem | None:
+        """What decode attention computes: the sequences of one query token, if they may be enough for all
+        multiprocessors; None where the kernel of other sequences takes them. Only the device knows which they are.
+        """
+        num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
+        single_rows = decode_problem.Problem(
+            self.out,
+            self.query,
+            self.kv,
+            self.layout,
+            self.options,
+            Sparse(),
+            partials=None,
+            partition=0,
+            query_start_loc=self.cu_seqlens_q,
+            fp8_out_scale=None,
+        )
+        is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
+        may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
+        return single_rows if is_served and may_be_many else None
 
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
