@@ -31,6 +31,7 @@ def paged_call(
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
     on: str = "cpu",
+    value_size: int = 0,
 ) -> dict[str, Any]:
     """The arguments of a call, and the keys and values of each sequence as plain tensors."""
     generator = torch.Generator().manual_seed(sum(lengths) + head_size)
@@ -39,7 +40,10 @@ def paged_call(
     num_blocks = len(lengths) * max_blocks + 3
     table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * max_blocks].view(len(lengths), max_blocks)
     query = torch.randn(len(lengths), num_heads, head_size, generator=generator).to(dtype)
-    slots = [torch.randn(num_blocks, block_size, num_kv_heads, head_size, generator=generator).to(dtype) for _ in "kv"]
+    slots = [
+        torch.randn(num_blocks, block_size, num_kv_heads, size, generator=generator).to(dtype)
+        for size in (head_size, value_size or head_size)
+    ]
     plain = []
     for s, length in enumerate(lengths):
         plain.append([cache[table[s]].flatten(0, 1)[:length] for cache in slots])
@@ -48,7 +52,7 @@ def paged_call(
         for i in range(length):
             used[int(table[s, i // block_size]) * block_size + i % block_size] = True
     for cache in slots:  # what no token has is NaN
-        cache.view(-1, num_kv_heads, head_size)[~used] = torch.nan
+        cache.view(len(used), num_kv_heads, -1)[~used] = torch.nan
     key_cache, value_cache = slots
     if packed:
         x = 16 // key_cache.element_size()

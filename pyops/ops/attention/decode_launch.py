@@ -25,7 +25,8 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
     """
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
     arguments = {
-        **absent(lse=problem.options.lse, sinks=problem.options.sinks, query_start_loc=problem.query_start_loc),
+        **absent(lse=problem.options.lse, sinks=problem.options.sinks),
+        "query_start_loc": problem.query_start_loc or 0,
         "num_seqs": problem.num_seqs,
         "num_rows": problem.query.shape[0],
         "max_tokens": problem.max_tokens,
@@ -119,6 +120,7 @@ def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], ar
         VARLEN=False,
         CAUSAL=False,
         SPARSE=problem.sparse.on,
+        VALUE_SIZE=problem.head_size,
         X=problem.layout.x,
     )
     sparse = problem.sparse.named()

@@ -1,0 +1,255 @@
+// prefill_softmax.cuh: what a consumer of attention_varlen_hopper, whose constants it reads, makes of products of queries
+// and keys: probabilities, tile by tile.
+//
+//     p = exp2(logit(q . k) - base)        logit: the scale, a soft cap, slopes and masks, in units of log 2
+//
+// The base of a row is its largest logit when that was last looked for. Lane 4g + t of warp w has of rows 16w + g and
+// 16w + g + 8 of its warpgroup, in each 8 keys, pair t.
+#pragma once
+#include "attention.cuh"
+#include "memory.cuh"
+#include "prefill_results.cuh"
+#include "prefill_work.cuh"
+
+// Whether a polynomial of two terms serves small products under a soft cap.
+constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
+// The first tile of an item is computed in chunks of so many keys, of which those that no row sees are left out.
+constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
+// Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
+// in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
+constexpr float SLACK = 8.0f;
+// Large values lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
+constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
+// Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
+// before they are rounded, as a log-sum-exp needs them.
+constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
+
+// The softmax of the 64 rows of a warpgroup. What has two elements belongs to the thread's rows own_row and own_row + 8.
+struct Softmax {
+    // Of the call: the logit of a product is logit_of(product, unit, soft_cap), for which a series serves up to its limit.
+    const Window& window;
+    const float soft_cap;
+    float unit;
+    const CapSeries<2> short_series;
+    const CapSeries<3> series;
+    const CapSeries<5> long_series;
+    float series_limit, short_limit;
+    const int first_row;  // of the warpgroup, in the block
+    // Of the work item. A row sees keys firsts ... limits. All rows of the warpgroup see keys whole_begin ... whole_end, and
+    // some row sees the first `seen` keys of the tile that comes first.
+    int limits[2], whole_begin, whole_end, seen;
+    float slopes[2];
+    float max_logit[2], exp_sum[2];
+    // Of the tile. Its largest logits make max_logit rise, by which sums so far shrink; `huge`: max_logit is beyond 2^24.
+    // `plain`: s are products when they become probabilities, and by_short_series says which series serves them.
+    // `is_small`: logits are small, under a soft cap, and all rows see them, whose bases are `settled`: not too far below
+    // for small logits. `ordered`: logits that make a row's largest one rise are positive in every row.
+    bool rises, huge, plain, by_short_series, is_small, settled, ordered;
+    float shrink[2], exact_factor;
+    float s[TOKENS / 2];         // products, then logits unless `plain`, then probabilities
+    uint32_t p[TOKENS / 16][4];  // probabilities, rounded
+
+    // product_unit: the scale of logits and of keys. warpgroup: the number of the consumer.
+    DEVICE Softmax(const Window& window, float product_unit, float soft_cap, int warpgroup)
+        : window(window),
+          soft_cap(soft_cap),
+          unit(logit_unit<HAS_SOFTCAP>(product_unit, soft_cap)),
+          short_series(product_unit, soft_cap),
+          series(product_unit, soft_cap),
+          long_series(product_unit, soft_cap),
+          first_row(warpgroup * 64) {
+        const float unit_limit = BY_MAGNITUDE || unit > 0.0f ? MAX_MAGNITUDE / fabsf(product_unit * LOG2_E) : 0.0f;
+        series_limit = fminf(series.limit, unit_limit);
+        short_limit = fminf(short_series.limit, unit_limit);
+    }
+
+    // Begins a work item.
+    DEVICE void begin(const Work& work, const float* alibi_slopes) {
+        const int own_row = first_row + made_anew(threadIdx.x) % 128 / 32 * 16 + made_anew(threadIdx.x) % 32 / 4;
+        limits[0] = work.limit_of(own_row);
+        limits[1] = work.limit_of(own_row + 8);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int head = work.kv_head * GROUP + (own_row + half * 8) % GROUP;
+            slopes[half] = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
+            max_logit[half] = minus_infinity();
+            exp_sum[half] = 0.0f;
+        }
+        whole_end = work.limit_of(first_row);
+        whole_begin = window.first_seen(work.limit_of(first_row + 63));
+        seen = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
+        rises = huge = plain = by_short_series = is_small = settled = ordered = false;
+        exact_factor = 1.0f;
+    }
+
+    // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first element of
+    // the chunk.
+    template <typename F>
+    DEVICE void each_seen_chunk(F f) const {
+#pragma unroll
+        for (int c = 0; c < TOKENS / 2; c += FIRST_CHUNK / 2) {
+            if (2 * c < seen) f(c);
+        }
+    }
+
+    // Products of a tile become logits, or stay products where exponentials make logits of them. Probabilities are
+    // relative to max_logit, a row's largest logit when it was last looked for: max_logit `rises` with a logit that
+    // is more than SLACK above it. What was computed relative to the one before is then multiplied by `shrink`.
+    // `missing`: a bit for each box of the tile that comes from no block of the cache.
+    template <bool IS_FIRST>
+    DEVICE void find_base(int tile, uint32_t missing) {
+        constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
+        const int start = tile * TOKENS, t = made_anew(threadIdx.x) % 4;
+        const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+        const auto each_chunk = [&](auto f) {
+            if constexpr (IS_FIRST) each_seen_chunk(f);
+            else f(0);
+        };
+        // Where all products of a warp are small, a series takes the place of tanh.
+        float magnitude[2] = {0.0f, 0.0f};
+        bool by_series = false;
+        if (HAS_SOFTCAP) {
+            each_chunk([&](int c) {
+#pragma unroll
+                for (int i = c; i < c + CHUNK / 2; ++i) {
+                    magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
+                }
+            });
+            by_short_series = SHORT_SERIES && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < short_limit));
+            is_small = SUMS_BY_PRODUCTS && !IS_FIRST && by_short_series && whole && settled;
+            if (is_small) {
+                plain = true;
+                rises = false;
+                return;
+            }
+            by_series =
+                !HAS_ALIBI && (by_short_series || !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit)));
+        }
+        // In the plain case products take the place of logits, up to the factor `unit` or the series.
+        plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
+        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
+        float largest[2] = {minus_infinity(), minus_infinity()};
+        each_chunk([&](int c) {
+            const int end = c + CHUNK / 2;
+            if (!plain) {
+#pragma unroll
+                for (int i = c; i < end; ++i) {
+                    if (!HAS_SOFTCAP) s[i] *= unit;
+                    else if (by_series) s[i] = series.logit(s[i]);
+                    else if (by_long_series) s[i] = long_series.logit(s[i]);
+                    else s[i] = logit_of<true>(s[i], unit, soft_cap);
+                }
+            }
+            if (HAS_ALIBI) {
+#pragma unroll
+                for (int i = c; i < end; ++i) {
+                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // 2t columns before its own
+                    const float distance = float(start + 2 * t - limits[half]);
+                    s[i] = fmaf(slopes[half], distance + float(column), s[i]);
+                }
+            }
+            // Masks of the limits, of the window and of blocks that do not exist, each where there are such keys.
+            const auto mask = [&](bool any, auto is_masked) {
+                if (!any) return;
+#pragma unroll
+                for (int i = c; i < end; ++i) {
+                    if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
+                }
+            };
+            const int before = start + 2 * t;  // columns before the lane's first
+            mask(start + 2 * end - 1 > whole_end, [&](int column, int half) { return column > limits[half] - before; });
+            mask(start < whole_begin,
+                 [&](int column, int half) { return column < window.first_seen(limits[half]) - before; });
+            mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
+            if (BY_MAGNITUDE && plain) return;
+            if (HAS_REGISTERS && !HAS_SOFTCAP && !IS_FIRST && ordered) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    largest[half] = s[2 * half];
+#pragma unroll
+                    for (int i = 2 * half; i < end; i += 4) {
+                        largest[half] = largest_if_positive(largest[half], s[i], s[i + 1]);
+                    }
+                }
+                return;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                for (int i = c + 2 * half; i < end; i += 4) {
+                    const float larger = fmaxf(s[i], s[i + 1]);
+                    largest[half] = !IS_FIRST && i < 4 ? larger : fmaxf(largest[half], larger);
+                }
+            }
+        });
+        const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (HAS_SOFTCAP && plain) largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
+        }
+        const auto is_above = [&](int half) { return largest[half] * factor > max_logit[half] + SLACK; };
+        rises = IS_FIRST || any_lane(is_above(0) || is_above(1));
+        if (rises) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float larger = largest[half];
+                larger = fmaxf(larger, shfl_xor(larger, 1));
+                larger = fmaxf(larger, shfl_xor(larger, 2));
+                larger = fmaxf(max_logit[half], larger * factor);
+                shrink[half] = relative_exp2(max_logit[half], larger);
+                exp_sum[half] *= shrink[half];
+                max_logit[half] = larger;
+            }
+            const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
+            settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
+            ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
+            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
+                                                  fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
+        }
+        // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
+        // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
+        exact_factor = factor;
+        if (huge) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor;
+            exact_factor = 1.0f;
+        }
+    }
+
+    // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base).
+    template <typename LogitAbove>
+    DEVICE void each_exponential(int begin, int end, LogitAbove logit_above) {
+        const float base[2] = {probability_base<scalar_t>(max_logit[0]), probability_base<scalar_t>(max_logit[1])};
+        float sums[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int i = begin / 2; i < end / 2; ++i) {
+                float& x = s[i / 2 * 4 + 2 * half + i % 2];
+                x = estimate_exp2(logit_above(x, base[half]));
+                if (!SUMS_BY_PRODUCTS) sums[half] += x;
+            }
+            exp_sum[half] += sums[half];
+        }
+    }
+
+    // A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+    DEVICE void small_exponentials(int begin, int end) {
+        each_exponential(begin, end, [&](float y, float from) { return short_series.logit(y, from); });
+    }
+
+    DEVICE void exponentials(int begin, int end) {
+        if (HAS_SOFTCAP && plain && by_short_series) {
+            small_exponentials(begin, end);
+        } else if (HAS_SOFTCAP && plain) {
+            each_exponential(begin, end, [&](float y, float from) { return series.logit(y, from); });
+        } else {
+            each_exponential(begin, end, [&](float x, float from) { return fmaf(x, exact_factor, -from); });
+        }
+    }
+
+    DEVICE void round_probabilities(int begin, int end) {
+#pragma unroll
+        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
+    }
+};
