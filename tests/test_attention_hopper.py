@@ -101,8 +101,9 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
     call = varlen_call([65], [450], dtype=dtype, on=on)
     keys, query = call["plain"][0][0], call["query"][:1, :1]
     row = query[0, 0].double().cpu()
-    for begin in range(0, 450, 16):  # of every row; every other one is as far below
-        logits = torch.tensor([1.0, 1.4]).repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
+    for begin in range(0, 450, 16):  # of every row; every other one is further from 0, and in between below all bases
+        pair = torch.tensor([1.0, 40.0 if 64 <= begin < 192 else 1.4])
+        logits = pair.repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
         units = row * (logits / float(row @ row) / call["scale"])[:, None, None]
         keys[begin : begin + 16] = units[: len(keys) - begin]
         call["key_cache"][call["block_tables"][0, begin // 16].long()] = units.to(on, dtype)

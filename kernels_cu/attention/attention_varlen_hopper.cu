@@ -183,6 +183,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
+        softmax.begin_tile(work.last_tile, missing);
         softmax.find_base<true>(work.last_tile, missing);
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) softmax.p[i / 4][i % 4] = 0;
@@ -199,10 +200,10 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             start_output(accumulate);
             accumulate = true;
             end_turn();
+            softmax.begin_tile(tile, missing);
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release_keys(tile);
-            softmax.find_base<false>(tile, missing);
             const auto finish = [&](auto become_probabilities) {
                 if constexpr (BEFORE_WAIT > 0) {
                     become_probabilities(0, BEFORE_WAIT);
@@ -220,8 +221,13 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 become_probabilities(BEFORE_WAIT, TOKENS / 2);
                 softmax.round_probabilities(0, TOKENS / 2);
             };
-            if (softmax.is_small) finish([&](int begin, int end) { softmax.small_exponentials(begin, end); });
-            else finish([&](int begin, int end) { softmax.exponentials(begin, end); });
+            if (HAS_USUAL && softmax.is_usual()) {
+                softmax.rises = false;
+                finish([&](int begin, int end) { softmax.usual_exponentials(begin, end); });
+            } else {
+                softmax.find_base<false>(tile, missing);
+                finish([&](int begin, int end) { softmax.exponentials(begin, end); });
+            }
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);

@@ -23,6 +23,9 @@ constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
 // before they are rounded, as a log-sum-exp needs them.
 constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
+// Whether usual tiles have instructions of their own, docs/performance/prefill.md, "A text of usual tiles". Under a soft cap
+// usual tiles are those that the short series serves.
+constexpr bool HAS_USUAL = HAS_REGISTERS && !HAS_ALIBI && (!HAS_SOFTCAP || SUMS_BY_PRODUCTS);
 
 // The softmax of the 64 rows of a warpgroup. What has two elements belongs to the thread's rows own_row and own_row + 8.
 struct Softmax {
@@ -35,16 +38,16 @@ struct Softmax {
     const CapSeries<5> long_series;
     float series_limit, short_limit;
     const int first_row;  // of the warpgroup, in the block
-    // Of the work item. A row sees keys firsts ... limits. All rows of the warpgroup see keys whole_begin ... whole_end, and
-    // some row sees the first `seen` keys of the tile that comes first.
+    // Of the work item. A row sees keys up to `limits`, as far back as the window goes. All rows of the warpgroup see keys
+    // whole_begin ... whole_end, and some row sees the first `seen` keys of the tile that comes first.
     int limits[2], whole_begin, whole_end, seen;
     float slopes[2];
     float max_logit[2], exp_sum[2];
-    // Of the tile. Its largest logits make max_logit rise, by which sums so far shrink; `huge`: max_logit is beyond 2^24.
-    // `plain`: s are products when they become probabilities, and by_short_series says which series serves them.
-    // `is_small`: logits are small, under a soft cap, and all rows see them, whose bases are `settled`: not too far below
-    // for small logits. `ordered`: logits that make a row's largest one rise are positive in every row.
-    bool rises, huge, plain, by_short_series, is_small, settled, ordered;
+    // Of the tile. `whole`: all rows see all keys of the tile. `rises`: max_logit has risen, and sums so far are to shrink.
+    // `huge`: max_logit is beyond 2^24. `plain`: s are products when they become probabilities, and by_short_series says
+    // which series serves them. `settled`: bases are such that tiles may be usual.
+    bool whole, rises, huge, plain, by_short_series, settled;
+    float magnitude;  // the largest one of products, under a soft cap
     float shrink[2], exact_factor;
     float s[TOKENS / 2];         // products, then logits unless `plain`, then probabilities
     uint32_t p[TOKENS / 16][4];  // probabilities, rounded
@@ -78,7 +81,7 @@ struct Softmax {
         whole_end = work.limit_of(first_row);
         whole_begin = window.first_seen(work.limit_of(first_row + 63));
         seen = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
-        rises = huge = plain = by_short_series = is_small = settled = ordered = false;
+        whole = rises = huge = plain = by_short_series = settled = false;
         exact_factor = 1.0f;
     }
 
@@ -92,42 +95,60 @@ struct Softmax {
         }
     }
 
+    // Begins a tile, before its products are there. `missing`: a bit for each box of the tile that comes from no block of the cache.
+    DEVICE void begin_tile(int tile, uint32_t missing) {
+        const int start = tile * TOKENS;
+        whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+    }
+
+    // Of the thread's products from `begin` to `end`.
+    DEVICE float largest_magnitude(int begin, int end) const {
+        float of_row[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = begin; i < end; ++i) of_row[i / 2 % 2] = fmaxf(of_row[i / 2 % 2], fabsf(s[i]));
+        return fmaxf(of_row[0], of_row[1]);
+    }
+
+    // Whether the tile is as most tiles are: all rows see the tile whole, and no logit makes max_logit rise. Such a logit
+    // would be positive, as rows are settled, so that the largest logit is found as an integer.
+    DEVICE bool is_usual() {
+        if constexpr (HAS_SOFTCAP) {
+            magnitude = largest_magnitude(0, TOKENS / 2);
+            by_short_series = !any_lane(!(magnitude < short_limit));
+            return by_short_series && whole && settled;
+        }
+        if (!(whole && settled)) return false;
+        float largest[2] = {s[0], s[2]};
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 2) {
+            largest[i / 2 % 2] = largest_if_positive(largest[i / 2 % 2], s[i], s[i + 1]);
+        }
+        return !any_lane(is_above(largest[0] * unit, 0) || is_above(largest[1] * unit, 1));
+    }
+
+    DEVICE bool is_above(float logit, int half) const { return logit > max_logit[half] + SLACK; }
+
     // Products of a tile become logits, or stay products where exponentials make logits of them. Probabilities are
     // relative to max_logit, a row's largest logit when it was last looked for: max_logit `rises` with a logit that
     // is more than SLACK above it. What was computed relative to the one before is then multiplied by `shrink`.
-    // `missing`: a bit for each box of the tile that comes from no block of the cache.
     template <bool IS_FIRST>
     DEVICE void find_base(int tile, uint32_t missing) {
         constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
         const int start = tile * TOKENS, t = made_anew(threadIdx.x) % 4;
-        const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
         const auto each_chunk = [&](auto f) {
             if constexpr (IS_FIRST) each_seen_chunk(f);
             else f(0);
         };
         // Where all products of a warp are small, a series takes the place of tanh.
-        float magnitude[2] = {0.0f, 0.0f};
-        bool by_series = false;
-        if (HAS_SOFTCAP) {
-            each_chunk([&](int c) {
-#pragma unroll
-                for (int i = c; i < c + CHUNK / 2; ++i) {
-                    magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
-                }
-            });
-            by_short_series = SHORT_SERIES && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < short_limit));
-            is_small = SUMS_BY_PRODUCTS && !IS_FIRST && by_short_series && whole && settled;
-            if (is_small) {
-                plain = true;
-                rises = false;
-                return;
-            }
-            by_series =
-                !HAS_ALIBI && (by_short_series || !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit)));
+        if (HAS_SOFTCAP && (IS_FIRST || !HAS_USUAL)) {
+            magnitude = 0.0f;
+            each_chunk([&](int c) { magnitude = fmaxf(magnitude, largest_magnitude(c, c + CHUNK / 2)); });
+            by_short_series = SHORT_SERIES && !any_lane(!(magnitude < short_limit));
         }
+        const bool by_series = HAS_SOFTCAP && !HAS_ALIBI && (by_short_series || !any_lane(!(magnitude < series_limit)));
         // In the plain case products take the place of logits, up to the factor `unit` or the series.
         plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
-        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
+        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(magnitude < long_series.limit));
         float largest[2] = {minus_infinity(), minus_infinity()};
         each_chunk([&](int c) {
             const int end = c + CHUNK / 2;
@@ -162,17 +183,6 @@ struct Softmax {
                  [&](int column, int half) { return column < window.first_seen(limits[half]) - before; });
             mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
             if (BY_MAGNITUDE && plain) return;
-            if (HAS_REGISTERS && !HAS_SOFTCAP && !IS_FIRST && ordered) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    largest[half] = s[2 * half];
-#pragma unroll
-                    for (int i = 2 * half; i < end; i += 4) {
-                        largest[half] = largest_if_positive(largest[half], s[i], s[i + 1]);
-                    }
-                }
-                return;
-            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -187,8 +197,7 @@ struct Softmax {
         for (int half = 0; half < 2; ++half) {
             if (HAS_SOFTCAP && plain) largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
         }
-        const auto is_above = [&](int half) { return largest[half] * factor > max_logit[half] + SLACK; };
-        rises = IS_FIRST || any_lane(is_above(0) || is_above(1));
+        rises = IS_FIRST || any_lane(is_above(largest[0] * factor, 0) || is_above(largest[1] * factor, 1));
         if (rises) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -200,11 +209,13 @@ struct Softmax {
                 exp_sum[half] *= shrink[half];
                 max_logit[half] = larger;
             }
-            const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
-            settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
-            ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
             huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
                                                   fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
+            // Under a soft cap small logits are then at most SLACK above the base. Else a logit that makes max_logit rise
+            // is positive, and so is its product.
+            const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
+            settled =
+                !huge && (HAS_SOFTCAP || unit > 0.0f) && !any_lane(!(least >= (HAS_SOFTCAP ? MAX_MAGNITUDE : 0.0f)));
         }
         // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
         // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
@@ -233,14 +244,16 @@ struct Softmax {
         }
     }
 
-    // A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
-    DEVICE void small_exponentials(int begin, int end) {
-        each_exponential(begin, end, [&](float y, float from) { return short_series.logit(y, from); });
+    // Those of a usual tile. A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+    DEVICE void usual_exponentials(int begin, int end) {
+        each_exponential(begin, end, [&](float y, float from) {
+            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, unit, -from);
+        });
     }
 
     DEVICE void exponentials(int begin, int end) {
         if (HAS_SOFTCAP && plain && by_short_series) {
-            small_exponentials(begin, end);
+            each_exponential(begin, end, [&](float y, float from) { return short_series.logit(y, from); });
         } else if (HAS_SOFTCAP && plain) {
             each_exponential(begin, end, [&](float y, float from) { return series.logit(y, from); });
         } else {
