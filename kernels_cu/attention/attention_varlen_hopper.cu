@@ -32,6 +32,7 @@
 //     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
+#include "prefill_codes.cuh"
 #include "prefill_results.cuh"
 #include "prefill_softmax.cuh"
 #include "prefill_tiles.cuh"
