@@ -32,6 +32,11 @@
 //     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
+
+// Element type of values and of their weights in products. float16 holds every code, and two codes become float16 by one
+// instruction, bfloat16 by four.
+using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
+
 #include "prefill_codes.cuh"
 #include "prefill_results.cuh"
 #include "prefill_softmax.cuh"
@@ -87,7 +92,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     // Ones of 8 rows of 8 elements: both halves of an operand of 8 columns that runs along 16 keys.
     __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
     if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
-        ones[threadIdx.x] = PAIR_OF_ONES<scalar_t>;
+        ones[threadIdx.x] = PAIR_OF_ONES<product_t>;
         fence_proxy_async();
     }
     __syncthreads();
@@ -146,11 +151,11 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; ++i) {
-            wgmma<scalar_t, HEAD_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE),
-                                             accumulate || i > 0);
+            wgmma<product_t, HEAD_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * TOKEN_STRIDE),
+                                              accumulate || i > 0);
             if constexpr (SUMS_BY_PRODUCTS) {
-                wgmma<scalar_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
-                                   accumulate || i > 0);
+                wgmma<product_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
+                                    accumulate || i > 0);
             }
         }
         warpgroup_commit_batch();

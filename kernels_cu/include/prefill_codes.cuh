@@ -1,5 +1,6 @@
-// prefill_codes.cuh: the warps of attention_varlen_hopper, whose constants it reads, that make tiles of T of the tiles of
-// codes that the producer loads from an fp8 cache (prefill_tiles.cuh).
+// prefill_codes.cuh: the warps of attention_varlen_hopper, whose constants it reads, that make wide tiles of the tiles of
+// codes that the producer loads from an fp8 cache (prefill_tiles.cuh): of the type of queries for keys, of product_t for
+// values.
 //
 // A warp widens eight tokens, and leaves the next eight to the next warp. Four lanes have a token, each 16 codes of every
 // panel: a chunk. A chunk takes a load, conversions and two stores, whose addresses are constants beside the lane's first
@@ -56,7 +57,7 @@ private:
 
 // Makes a tile of T of a tile of codes, with the other WIDENERS. Chunks are loaded AHEAD of the one that is stored: the
 // compiler moves no load ahead of a store.
-template <int RING_STAGES>
+template <typename T, int RING_STAGES>
 DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles, const Codes& kind) {
     constexpr int AHEAD = Chunks::COUNT < 4 ? Chunks::COUNT : 4;
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
@@ -70,7 +71,7 @@ DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles,
     for (int i = 0; i < AHEAD; ++i) codes[i] = chunks.load(i);
 #pragma unroll
     for (int i = 0; i < Chunks::COUNT; ++i) {
-        widen_fp8<scalar_t>(codes[i % AHEAD], elements);
+        widen_fp8<T>(codes[i % AHEAD], elements);
         if (i + AHEAD < Chunks::COUNT) codes[i % AHEAD] = chunks.load(i + AHEAD);
         chunks.store(i, elements);
     }
@@ -95,7 +96,7 @@ DEVICE void widen_tiles(Tiles& tiles) {
         tiles.code.wait();
         if (tiles.kinds[tiles.code.stage].kind == Codes::END) return;
         const Codes kind = tiles.kinds[tiles.code.stage];
-        if (kind.kind == Codes::KEYS) widen_tile(tiles, tiles.key, tiles.keys, kind);
-        else widen_tile(tiles, tiles.value, tiles.values, kind);
+        if (kind.kind == Codes::KEYS) widen_tile<scalar_t>(tiles, tiles.key, tiles.keys, kind);
+        else widen_tile<product_t>(tiles, tiles.value, tiles.values, kind);
     }
 }

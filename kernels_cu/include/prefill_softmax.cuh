@@ -203,8 +203,8 @@ struct Softmax {
             const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
             settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
             ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
-            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
-                                                  fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
+            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(max_logit[0])),
+                                                  fabsf(probability_base<product_t>(max_logit[1]))) > 0x1p24f);
         }
         // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
         // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
@@ -219,7 +219,7 @@ struct Softmax {
     // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base).
     template <typename LogitAbove>
     DEVICE void each_exponential(int begin, int end, LogitAbove logit_above) {
-        const float base[2] = {probability_base<scalar_t>(max_logit[0]), probability_base<scalar_t>(max_logit[1])};
+        const float base[2] = {probability_base<product_t>(max_logit[0]), probability_base<product_t>(max_logit[1])};
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -250,6 +250,6 @@ struct Softmax {
 
     DEVICE void round_probabilities(int begin, int end) {
 #pragma unroll
-        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
+        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
     }
 };
