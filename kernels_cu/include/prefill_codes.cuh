@@ -1,6 +1,5 @@
-// prefill_codes.cuh: the warps of attention_varlen_hopper, whose constants it reads, that make wide tiles of the tiles of
-// codes that the producer loads from an fp8 cache (prefill_tiles.cuh): of the type of queries for keys, of product_t for
-// values.
+// prefill_codes.cuh: the warps of attention_varlen_hopper, whose constants it reads, that make tiles of product_t of the
+// tiles of codes that the producer loads from an fp8 cache (prefill_tiles.cuh).
 //
 // A warp widens eight tokens, and leaves the next eight to the next warp. Four lanes have a token, each 16 codes of every
 // panel: a chunk. A chunk takes a load, conversions and two stores, whose addresses are constants beside the lane's first
@@ -57,22 +56,30 @@ private:
 
 // Makes a tile of T of a tile of codes, with the other WIDENERS. Chunks are loaded AHEAD of the one that is stored: the
 // compiler moves no load ahead of a store.
-template <typename T, int RING_STAGES>
+template <int RING_STAGES>
 DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles, const Codes& kind) {
-    constexpr int AHEAD = Chunks::COUNT < 4 ? Chunks::COUNT : 4;
+    constexpr int AHEAD = Chunks::COUNT < 3 ? Chunks::COUNT : 3;  // for more there are no registers
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
     // The first warps may have a round more than the others: of values those that have one less of keys.
     const Chunks chunks(tiles.codes + tiles.code.stage * CODE_BYTES, to_tiles + ring.stage * TILE_BYTES,
                         (warp + (kind.kind == Codes::VALUES)) % WIDENERS);
     ring.acquire();
     if (kind.kind == Codes::KEYS && warp == 0 && chunks.lane == 0) tiles.holes[ring.stage] = kind.missing;
+    const auto load = [&](int i) {
+        const uint4 codes = chunks.load(i);
+        if (i == Chunks::COUNT - 1) {  // the next tile of codes may come while this one is stored
+            sync_warp();
+            tiles.code.release(tiles.code.stage);
+        }
+        return codes;
+    };
     uint4 codes[AHEAD], elements[2];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) codes[i] = chunks.load(i);
+    for (int i = 0; i < AHEAD; ++i) codes[i] = load(i);
 #pragma unroll
     for (int i = 0; i < Chunks::COUNT; ++i) {
-        widen_fp8<T>(codes[i % AHEAD], elements);
-        if (i + AHEAD < Chunks::COUNT) codes[i % AHEAD] = chunks.load(i + AHEAD);
+        widen_fp8<product_t>(codes[i % AHEAD], elements);
+        if (i + AHEAD < Chunks::COUNT) codes[i % AHEAD] = load(i + AHEAD);
         chunks.store(i, elements);
     }
     if (kind.begin > 0 || kind.end < TOKENS) {
@@ -86,7 +93,6 @@ DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles,
     fence_proxy_async();
     sync_warp();
     if (chunks.lane == 0) mbarrier_arrive(ring.full());
-    tiles.code.release(tiles.code.stage);
     ring.advance();
 }
 
@@ -96,7 +102,7 @@ DEVICE void widen_tiles(Tiles& tiles) {
         tiles.code.wait();
         if (tiles.kinds[tiles.code.stage].kind == Codes::END) return;
         const Codes kind = tiles.kinds[tiles.code.stage];
-        if (kind.kind == Codes::KEYS) widen_tile<scalar_t>(tiles, tiles.key, tiles.keys, kind);
-        else widen_tile<product_t>(tiles, tiles.value, tiles.values, kind);
+        if (kind.kind == Codes::KEYS) widen_tile(tiles, tiles.key, tiles.keys, kind);
+        else widen_tile(tiles, tiles.value, tiles.values, kind);
     }
 }

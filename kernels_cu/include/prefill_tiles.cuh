@@ -22,7 +22,7 @@ constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
 constexpr int ATOM = 8 * ROW_BYTES, TILE_BYTES = PANELS * TOKENS * ROW_BYTES;
 constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
 constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
-constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WIDENERS = 3;
+constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, WIDENERS = 3;
 
 // Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
 // keys. Two stages of queries do without; heads of more than 192 elements lack the registers.
