@@ -205,6 +205,26 @@ def test_fp8_caches(on: str, one: HopperConfig, head_size: int, block_size: int,
     _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
 
 
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
+    """Rows that float16 has no room for, large and small, beside others, whose logits decide; rows of zeros; parts of a
+    row that count for nothing beside others."""
+    call = varlen_call([70, 3], [70, 200], dtype=torch.bfloat16, on=on)
+    call["plain"] = [[x.to(FP8).double() for x in pair] for pair in call["plain"]]
+    call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
+    powers = torch.tensor([4, 24, -26, 25, -122, 23, 64, -129, 44], device=on)[torch.arange(73 * 4, device=on) % 9]
+    call["query"] *= 2.0 ** powers.double().view(73, 4, 1)
+    call["query"][5], call["query"][6, :, 3:] = 0.0, 0.0
+    call["query"][7, :, 5:] *= 2.0**-60
+    _varlen(HopperConfig(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
+    call["query"] = call["query"][:, :1].expand(-1, 4, -1).sign() * 3e38  # every logit is beyond 2^24, and finite
+    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
+    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0, of a product with a vast unit
+    for keys, _ in call["plain"]:
+        keys[..., 0] = 0.0
+    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 8.0})
+
+
 def test_scales_of_heads(on: str) -> None:
     """Of one item after another, in one split and in several."""
     call = varlen_call([65, 70], [700, 200], (6, 3), dtype=torch.bfloat16, on=on)

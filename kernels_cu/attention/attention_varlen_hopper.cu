@@ -15,6 +15,9 @@
 // largest logits of the new tile, or computes some of its probabilities P, while the product with V goes on. Consumers
 // take turns at starting products, so that the softmax of one runs beside the products of the others.
 //
+// Codes: products of an fp8 cache take float16. The producer's other warps widen codes (prefill_codes.cuh), and each
+// consumer makes float16 of its own rows of queries, relative to powers of two, before it multiplies them.
+//
 // Constants
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
 //     cache_t        element type of the caches: T or fp8_e4m3_t
@@ -27,15 +30,22 @@
 //     TOKENS         keys of a tile; a multiple of 16
 //     STAGES         tiles of keys, and of values, in shared memory
 //     QUERY_STAGES   work items whose queries are in shared memory
+//     CODE_STAGES    tiles of codes in shared memory
 //     CONSUMERS      warpgroups with rows: 2 or 3
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 //     HEAD_SCALES    each key-value head of codes has its own scales; logits are then products, up to a factor
 //     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
+
+// Element type of what products take: float16 holds every code, and takes one instruction for two of them, bfloat16 four.
+using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
+
+#include "prefill_codes.cuh"
 #include "prefill_results.cuh"
 #include "prefill_softmax.cuh"
 #include "prefill_tiles.cuh"
+#include "query_rows.cuh"
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
@@ -45,7 +55,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 
 // Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
 // wait for the product before".
 constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
-constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
+// The named barriers of the first consumer; the others follow: of its turns, and of its queries.
+constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
 static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
@@ -88,7 +99,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     // Ones of 8 rows of 8 elements: both halves of an operand of 8 columns that runs along 16 keys.
     __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
     if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
-        ones[threadIdx.x] = PAIR_OF_ONES<scalar_t>;
+        ones[threadIdx.x] = PAIR_OF_ONES<product_t>;
         fence_proxy_async();
     }
     __syncthreads();
@@ -138,8 +149,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            wgmma<scalar_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32),
-                                    advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32), i > 0);
+            wgmma<product_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32),
+                                     advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32), i > 0);
         }
         warpgroup_commit_batch();
     };
@@ -150,11 +161,11 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; ++i) {
-            wgmma<scalar_t, VALUE_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE),
-                                              accumulate || i > 0);
+            wgmma<product_t, VALUE_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE),
+                                               accumulate || i > 0);
             if constexpr (SUMS_BY_PRODUCTS) {
-                wgmma<scalar_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
-                                   accumulate || i > 0);
+                wgmma<product_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
+                                    accumulate || i > 0);
             }
         }
         warpgroup_commit_batch();
@@ -167,12 +178,33 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         tiles.value.advance();
     };
 
-    tiles.query.wait();
+    // What products of the lane's rows are to be multiplied by, beside the unit of logits.
+    float row_powers[2] = {1.0f, 1.0f};
+    const auto await_queries = [&] {
+        tiles.query.wait();
+        if constexpr (CONVERTS_QUERIES) {
+            const int row = softmax.first_row + warp * 16 + lane / 4;
+            uint8_t* const first = tiles.queries + tiles.query.stage * QUERY_BYTES + row * ROW_BYTES;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint8_t* const own = first + half * 8 * ROW_BYTES;
+                row_powers[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
+            }
+            fence_proxy_async();
+            named_barrier_sync(QUERIES + warpgroup, 128);
+        }
+    };
+    const auto apply_row_powers = [&] {  // to products under a soft cap, whose series know one unit
+        if (!CONVERTS_QUERIES || !HAS_SOFTCAP) return;
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) s[i] *= row_powers[i / 2 % 2];
+    };
+    await_queries();
     start_logits();
     while (works[tiles.query.stage].tokens > 0) {
         const Work work = works[tiles.query.stage];
         if (IS_FP8 && HEAD_SCALES) softmax.unit = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
-        softmax.begin(work, alibi_slopes);
+        softmax.begin(work, alibi_slopes, row_powers);
         const auto release_keys = [&](int tile) {
             release(tiles.key);
             tiles.key.advance();
@@ -183,6 +215,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
+        apply_row_powers();
         softmax.begin_tile(work.last_tile, missing);
         softmax.find_base<true>(work.last_tile, missing);
 #pragma unroll
@@ -204,6 +237,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release_keys(tile);
+            apply_row_powers();
             const auto finish = [&](auto become_probabilities) {
                 if constexpr (BEFORE_WAIT > 0) {
                     become_probabilities(0, BEFORE_WAIT);
@@ -240,7 +274,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         results.store(work, o, softmax.max_logit, softmax.exp_sum);
         // Results are stored first: the next item's queries come later than this one's last product ends.
         tiles.query.advance();
-        tiles.query.wait();
+        await_queries();
         start_logits();
     }
     warpgroup_wait<0>();

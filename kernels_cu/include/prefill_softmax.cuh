@@ -18,6 +18,9 @@ constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 constexpr float SLACK = 8.0f;
+// Whether queries became product_t, each row relative to a power of two: a row's products then have a unit of their own.
+constexpr bool CONVERTS_QUERIES = is_same<product_t, half_t> && !is_same<scalar_t, half_t>;
+constexpr int UNITS = CONVERTS_QUERIES ? 2 : 1;  // of a thread's rows
 // Large values lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
 constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
@@ -41,14 +44,14 @@ struct Softmax {
     // Of the work item. A row sees keys up to `limits`, as far back as the window goes. All rows of the warpgroup see keys
     // whole_begin ... whole_end, and some row sees the first `seen` keys of the tile that comes first.
     int limits[2], whole_begin, whole_end, seen;
-    float slopes[2];
+    float slopes[2], units[UNITS];  // `units`: of products, the factors that make logits of them
     float max_logit[2], exp_sum[2];
     // Of the tile. `whole`: all rows see all keys of the tile. `rises`: max_logit has risen, and sums so far are to shrink.
     // `huge`: max_logit is beyond 2^24. `plain`: s are products when they become probabilities, and by_short_series says
     // which series serves them. `settled`: bases are such that tiles may be usual.
     bool whole, rises, huge, plain, by_short_series, settled;
     float magnitude;  // the largest one of products, under a soft cap
-    float shrink[2], exact_factor;
+    float shrink[2];
     float s[TOKENS / 2];         // products, then logits unless `plain`, then probabilities
     uint32_t p[TOKENS / 16][4];  // probabilities, rounded
 
@@ -66,8 +69,8 @@ struct Softmax {
         short_limit = fminf(short_series.limit, unit_limit);
     }
 
-    // Begins a work item.
-    DEVICE void begin(const Work& work, const float* alibi_slopes) {
+    // Begins a work item. row_powers: of two, to which queries are relative.
+    DEVICE void begin(const Work& work, const float* alibi_slopes, const float (&row_powers)[2]) {
         const int own_row = first_row + made_anew(threadIdx.x) % 128 / 32 * 16 + made_anew(threadIdx.x) % 32 / 4;
         limits[0] = work.limit_of(own_row);
         limits[1] = work.limit_of(own_row + 8);
@@ -82,8 +85,18 @@ struct Softmax {
         whole_begin = window.first_seen(work.limit_of(first_row + 63));
         seen = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
         whole = rises = huge = plain = by_short_series = settled = false;
-        exact_factor = 1.0f;
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            units[i] = unit;
+            if (!CONVERTS_QUERIES || HAS_SOFTCAP) continue;
+            units[i] *= row_powers[i];
+            // Masked products are -inf, which 0 would make NaN, and 0 is a product, of which infinity would make NaN.
+            if (unit > 0.0f) units[i] = fminf(fmaxf(units[i], 0x1p-126f), FLOAT_MAX);
+        }
     }
+
+    // What products that are `plain` lack to be logits.
+    DEVICE float factor_of(int half) const { return plain && !HAS_SOFTCAP ? units[half % UNITS] : 1.0f; }
 
     // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first element of
     // the chunk.
@@ -123,7 +136,7 @@ struct Softmax {
         for (int i = 0; i < TOKENS / 2; i += 2) {
             largest[i / 2 % 2] = largest_if_positive(largest[i / 2 % 2], s[i], s[i + 1]);
         }
-        return !any_lane(is_above(largest[0] * unit, 0) || is_above(largest[1] * unit, 1));
+        return !any_lane(is_above(largest[0] * units[0], 0) || is_above(largest[1] * units[1 % UNITS], 1));
     }
 
     DEVICE bool is_above(float logit, int half) const { return logit > max_logit[half] + SLACK; }
@@ -155,7 +168,7 @@ struct Softmax {
             if (!plain) {
 #pragma unroll
                 for (int i = c; i < end; ++i) {
-                    if (!HAS_SOFTCAP) s[i] *= unit;
+                    if (!HAS_SOFTCAP) s[i] *= units[i / 2 % UNITS];
                     else if (by_series) s[i] = series.logit(s[i]);
                     else if (by_long_series) s[i] = long_series.logit(s[i]);
                     else s[i] = logit_of<true>(s[i], unit, soft_cap);
@@ -192,25 +205,24 @@ struct Softmax {
                 }
             }
         });
-        const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (HAS_SOFTCAP && plain) largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
         }
-        rises = IS_FIRST || any_lane(is_above(largest[0] * factor, 0) || is_above(largest[1] * factor, 1));
+        rises = IS_FIRST || any_lane(is_above(largest[0] * factor_of(0), 0) || is_above(largest[1] * factor_of(1), 1));
         if (rises) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float larger = largest[half];
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
-                larger = fmaxf(max_logit[half], larger * factor);
+                larger = fmaxf(max_logit[half], larger * factor_of(half));
                 shrink[half] = relative_exp2(max_logit[half], larger);
                 exp_sum[half] *= shrink[half];
                 max_logit[half] = larger;
             }
-            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
-                                                  fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
+            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(max_logit[0])),
+                                                  fabsf(probability_base<product_t>(max_logit[1]))) > 0x1p24f);
             // Under a soft cap small logits are then at most SLACK above the base. Else a logit that makes max_logit rise
             // is positive, and so is its product.
             const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
@@ -219,25 +231,23 @@ struct Softmax {
         }
         // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
         // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
-        exact_factor = factor;
         if (huge) {
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor;
-            exact_factor = 1.0f;
+            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor_of(i / 2 % 2);
         }
     }
 
-    // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base).
+    // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base, half).
     template <typename LogitAbove>
     DEVICE void each_exponential(int begin, int end, LogitAbove logit_above) {
-        const float base[2] = {probability_base<scalar_t>(max_logit[0]), probability_base<scalar_t>(max_logit[1])};
+        const float base[2] = {probability_base<product_t>(max_logit[0]), probability_base<product_t>(max_logit[1])};
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int i = begin / 2; i < end / 2; ++i) {
                 float& x = s[i / 2 * 4 + 2 * half + i % 2];
-                x = estimate_exp2(logit_above(x, base[half]));
+                x = estimate_exp2(logit_above(x, base[half], half));
                 if (!SUMS_BY_PRODUCTS) sums[half] += x;
             }
             exp_sum[half] += sums[half];
@@ -246,23 +256,25 @@ struct Softmax {
 
     // Those of a usual tile. A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
     DEVICE void usual_exponentials(int begin, int end) {
-        each_exponential(begin, end, [&](float y, float from) {
-            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, unit, -from);
+        each_exponential(begin, end, [&](float y, float from, int half) {
+            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, units[half % UNITS], -from);
         });
     }
 
     DEVICE void exponentials(int begin, int end) {
         if (HAS_SOFTCAP && plain && by_short_series) {
-            each_exponential(begin, end, [&](float y, float from) { return short_series.logit(y, from); });
+            each_exponential(begin, end, [&](float y, float from, int) { return short_series.logit(y, from); });
         } else if (HAS_SOFTCAP && plain) {
-            each_exponential(begin, end, [&](float y, float from) { return series.logit(y, from); });
+            each_exponential(begin, end, [&](float y, float from, int) { return series.logit(y, from); });
         } else {
-            each_exponential(begin, end, [&](float x, float from) { return fmaf(x, exact_factor, -from); });
+            each_exponential(begin, end, [&](float x, float from, int half) {
+                return fmaf(x, huge ? 1.0f : factor_of(half), -from);
+            });
         }
     }
 
     DEVICE void round_probabilities(int begin, int end) {
 #pragma unroll
-        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
+        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
     }
 };

@@ -7,7 +7,7 @@
 // to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
 // Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
-// tiles of T of them.
+// tiles of T of them (prefill_codes.cuh).
 #pragma once
 #include "gemm_pipeline.cuh"
 #include "mma.cuh"
@@ -29,7 +29,7 @@ struct CacheTile {
 };
 using KeyTile = CacheTile<HEAD_SIZE>;
 using ValueTile = CacheTile<VALUE_SIZE>;
-constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : 0, CODE_STAGES = 2, WIDENERS = 3;
+constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : 0, WIDENERS = 3;
 static_assert(VALUE_SIZE <= HEAD_SIZE);  // codes of values have the room of those of keys
 
 // Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
@@ -301,47 +301,3 @@ private:
         }
     }
 };
-
-// Makes a tile of T of a tile of codes, with the other warps of 1 to WIDENERS of the warpgroup.
-template <typename Tile, int RING_STAGES>
-DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles, const Codes& kind) {
-    constexpr int CHUNKS = Tile::SIZE / 16, PANEL_CHUNKS = PANEL_SIZE / 16, EIGHTS = TOKENS / 8;  // chunks of 16 codes
-    const int warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1, lane = threadIdx.x % WARP_SIZE;
-    const uint8_t* const from = tiles.codes + tiles.code.stage * CODE_BYTES;
-    uint8_t* const to = to_tiles + ring.stage * Tile::BYTES;
-    ring.acquire();
-    if (kind.kind == Codes::KEYS && warp == 0 && lane == 0) tiles.holes[ring.stage] = kind.missing;
-    // A warp takes eight tokens of a panel at a time, four lanes a token. Of neighbouring tokens, lanes take neighbouring
-    // panels: eight of them then read 128 bytes of all banks.
-    const int own_token = lane / 4, own_chunk = lane % 4;
-    const int at = swizzle_128b(own_token, own_chunk * 32);
-    const bool whole = kind.begin <= 0 && kind.end >= TOKENS;
-#pragma unroll 4
-    for (int i = warp; i < Tile::PANELS * EIGHTS; i += WIDENERS) {
-        const int panel = i / EIGHTS ^ (Tile::PANELS % 2 == 0 ? own_token % 2 : 0), token = i % EIGHTS * 8 + own_token;
-        const int chunk = panel * PANEL_CHUNKS + own_chunk;
-        if (Tile::SIZE % PANEL_SIZE != 0 && chunk >= CHUNKS) continue;
-        uint4 elements[2];
-        widen_fp8<scalar_t>(*reinterpret_cast<const uint4*>(from + token * Tile::SIZE + chunk * 16), elements);
-        if (!whole && (token < kind.begin || token >= kind.end)) elements[0] = elements[1] = make_uint4(0, 0, 0, 0);
-        uint8_t* const eight = to + panel * PANEL_STRIDE + i % EIGHTS * ATOM;
-        *reinterpret_cast<uint4*>(eight + at) = elements[0];
-        *reinterpret_cast<uint4*>(eight + (at ^ 16)) = elements[1];
-    }
-    fence_proxy_async();
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(ring.full());
-    tiles.code.release(tiles.code.stage);
-    ring.advance();
-}
-
-// Widens all tiles of codes that the producer loads.
-DEVICE void widen_tiles(Tiles& tiles) {
-    for (;; tiles.code.advance()) {
-        tiles.code.wait();
-        if (tiles.kinds[tiles.code.stage].kind == Codes::END) return;
-        const Codes kind = tiles.kinds[tiles.code.stage];
-        if (kind.kind == Codes::KEYS) widen_tile<KeyTile>(tiles, tiles.key, tiles.keys, kind);
-        else widen_tile<ValueTile>(tiles, tiles.value, tiles.values, kind);
-    }
-}

@@ -23,7 +23,7 @@ EQUIVALENT: dict[str, str] = {
     "include/paged.cuh:cast:e0443a01": "a product of 64 bits has the same bits with a sign and without",
     "include/paged.cuh:constant:f0e990cb": "a binary search may look at any number of the upper half",
     "include/philox.cuh:cast:4a89f93a": "the word that takes the value has 32 bits",
-    "include/prefill_tiles.cuh:constant:bce4f767": "any one lane may arrive for a warp that has met",
+    "include/prefill_codes.cuh:constant:6436b6dd": "any one lane may arrive for a warp that has met",
     "include/select.cuh:exit:7ae9ea8c": "what such a thread searches does not hold `left`",
     "include/span.cuh:bound:d8925705": "one more vector holds no element",
     "include/span.cuh:comparison:9c747677": "a round that begins behind the last vector finds none",

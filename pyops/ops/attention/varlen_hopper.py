@@ -21,9 +21,9 @@ _join = Kernel("attention/attention_varlen_join.cu")
 _ROW_BYTES = 128  # of a panel: the swizzle
 _PANEL_SIZE = _ROW_BYTES // 2  # elements
 _BARRIER_BYTES = 8
-_CODE_STAGES = 2  # tiles of codes
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
-_MAX_STAGES = 4
+_MAX_STAGES = 4  # of tiles of keys, and of codes
+_MIN_CODE_STAGES = 2
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
 _NO_WINDOW = 2**31 - 1  # the sliding_window that the kernel takes for none
@@ -71,7 +71,7 @@ class HopperConfig:
         device, query, layout = problem.query.device, problem.query, problem.layout
         num_tokens, num_heads, head_size = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
-        stages, query_stages, shared = self._stages(problem, device)
+        stages, query_stages, code_stages, shared = self._stages(problem, device)
         box_tokens = gcd(layout.block_size, self.tokens)
         caches = problem.kv.key_cache, problem.kv.value_cache
         is_fp8 = problem.is_fp8
@@ -101,6 +101,7 @@ class HopperConfig:
             WHOLE_HEADS=whole_heads,
             STAGES=stages,
             QUERY_STAGES=query_stages,
+            CODE_STAGES=code_stages,
         ).launch(
             min(num_items * self.max_splits, device.multiprocessors),
             128 * (self.consumers + 1),
@@ -121,18 +122,22 @@ class HopperConfig:
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
         return [attend, join.launch(grid, 32 * _JOIN_WARPS, **_taken(_join, arguments))]
 
-    def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int]:
-        """Tiles of keys, work items with queries, and bytes, of shared memory."""
+    def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int, int]:
+        """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory."""
         head_size = problem.query.shape[2]
         key_bytes, value_bytes = (-(-size // _PANEL_SIZE) * _ROW_BYTES for size in (head_size, problem.value_size))
         query = 64 * self.consumers * key_bytes + 2 * _BARRIER_BYTES
         stage = self.tokens * (key_bytes + value_bytes) + 4 * _BARRIER_BYTES
-        fixed = 3 * _BARRIER_BYTES + _CODE_STAGES * (self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES)
-        room = device.shared_memory - _STATIC_BYTES - fixed
+        code = self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES
+        fixed = 3 * _BARRIER_BYTES
+        room = device.shared_memory - _STATIC_BYTES - fixed - query - _MIN_CODE_STAGES * code
         # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
-        stages = min(_MAX_STAGES, (room - query) // stage)
-        query_stages = 2 if 2 * query + stages * stage <= room else 1
-        return stages, query_stages, query_stages * query + stages * stage + fixed
+        stages = min(_MAX_STAGES, room // stage)
+        room -= stages * stage
+        code_stages = min(_MAX_STAGES, _MIN_CODE_STAGES + room // code) if problem.is_fp8 else _MIN_CODE_STAGES
+        room -= (code_stages - _MIN_CODE_STAGES) * code
+        query_stages = 2 if query <= room else 1
+        return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
 
 
 def _taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
