@@ -22,7 +22,7 @@ DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& distanc
     pair_of<bf16_t>(up_word, up[0], up[1]);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -1.44269504088896341f));
+        const float share = estimate_reciprocal(1.0f + estimate_exp2(gate[j] * -LOG2_E));
         y[j] = ieee_multiply(ieee_multiply(gate[j], share), up[j]);
     }
     const uint32_t lower = __byte_perm(__float_as_uint(y[0]), __float_as_uint(y[1]), 0x5410);
