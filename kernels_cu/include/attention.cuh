@@ -10,7 +10,6 @@
 #pragma once
 #include "vec.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS, or of another unit that a plan says
 
 // The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens

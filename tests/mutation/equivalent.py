@@ -13,7 +13,7 @@ EQUIVALENT: dict[str, str] = {
     "include/decode_tile.cuh:cast:efcfb49a": "the parameter that takes the value is an int",
     "include/decode_tile.cuh:comparison:a231878b": "such a step is asked token by token, with the same answers",
     "include/decode_tile.cuh:constant:d199d49b": "with units of one token, every number would be the lane's own",
-    "include/fp4.cuh:comparison:9a079c39": "a product that is in doubt is computed exactly",
+    "include/fp4_input.cuh:comparison:9a079c39": "a product that is in doubt is computed exactly",
     "include/ggml_tile.cuh:cast:44fa5bf2": "the member that takes the value is an int, which it fits in",
     "include/masked_edit.cuh:comparison:a86417a5": "where N elements are left, int(left) is N",
     "include/math.cuh:comparison:fc95ac15": "for 87 the divisor is below 2^126, and quotient is right",

@@ -16,9 +16,8 @@ from .arguments import Options, PagedKV
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_TOKENS = (
-    2**31 - 2**20
-)  # of a sequence: kernels count tokens in 32 bits, and one step past the end must not overflow
+# Of a sequence. Kernels count tokens in 32 bits, and one step past the end must not overflow.
+MAX_TOKENS = 2**31 - 2**20
 _MAX_HEAD_SIZE = 1024
 
 
