@@ -178,8 +178,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         tiles.value.advance();
     };
 
-    // What products of the lane's rows are to be multiplied by, beside the unit of logits.
-    float row_powers[2] = {1.0f, 1.0f};
     const auto await_queries = [&] {
         tiles.query.wait();
         if constexpr (CONVERTS_QUERIES) {
@@ -188,23 +186,18 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint8_t* const own = first + half * 8 * ROW_BYTES;
-                row_powers[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
+                softmax.row_powers[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
             }
             fence_proxy_async();
             named_barrier_sync(QUERIES + warpgroup, 128);
         }
-    };
-    const auto apply_row_powers = [&] {  // to products under a soft cap, whose series know one unit
-        if (!CONVERTS_QUERIES || !HAS_SOFTCAP) return;
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) s[i] *= row_powers[i / 2 % 2];
     };
     await_queries();
     start_logits();
     while (works[tiles.query.stage].tokens > 0) {
         const Work work = works[tiles.query.stage];
         if (IS_FP8 && HEAD_SCALES) softmax.unit = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
-        softmax.begin(work, alibi_slopes, row_powers);
+        softmax.begin(work, alibi_slopes);
         const auto release_keys = [&](int tile) {
             release(tiles.key);
             tiles.key.advance();
@@ -215,7 +208,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
-        apply_row_powers();
         softmax.begin_tile(work.last_tile, missing);
         softmax.find_base<true>(work.last_tile, missing);
 #pragma unroll
@@ -237,7 +229,6 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release_keys(tile);
-            apply_row_powers();
             const auto finish = [&](auto become_probabilities) {
                 if constexpr (BEFORE_WAIT > 0) {
                     become_probabilities(0, BEFORE_WAIT);

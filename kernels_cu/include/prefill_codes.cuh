@@ -58,7 +58,7 @@ private:
     }
 };
 
-// Makes a tile of T of a tile of codes, with the other WIDENERS. Chunks are loaded AHEAD of the one that is stored: the
+// Makes a tile of product_t of a tile of codes, with the other WIDENERS. Chunks are loaded AHEAD of the one that is stored: the
 // compiler moves no load ahead of a store.
 template <typename Tile, int RING_STAGES>
 DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles, const Codes& kind) {

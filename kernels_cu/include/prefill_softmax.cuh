@@ -44,7 +44,9 @@ struct Softmax {
     // Of the work item. A row sees keys up to `limits`, as far back as the window goes. All rows of the warpgroup see keys
     // whole_begin ... whole_end, and some row sees the first `seen` keys of the tile that comes first.
     int limits[2], whole_begin, whole_end, seen;
-    float slopes[2], units[UNITS];  // `units`: of products, the factors that make logits of them
+    float slopes[2];
+    float row_powers[2];  // of two, to which queries are relative, if CONVERTS_QUERIES
+    float units[UNITS];   // what makes logits of products
     float max_logit[2], exp_sum[2];
     // Of the tile. `whole`: all rows see all keys of the tile. `rises`: max_logit has risen, and sums so far are to shrink.
     // `huge`: max_logit is beyond 2^24. `plain`: s are products when they become probabilities, and by_short_series says
@@ -69,8 +71,8 @@ struct Softmax {
         short_limit = fminf(short_series.limit, unit_limit);
     }
 
-    // Begins a work item. row_powers: of two, to which queries are relative.
-    DEVICE void begin(const Work& work, const float* alibi_slopes, const float (&row_powers)[2]) {
+    // Begins a work item, whose row_powers are known.
+    DEVICE void begin(const Work& work, const float* alibi_slopes) {
         const int own_row = first_row + made_anew(threadIdx.x) % 128 / 32 * 16 + made_anew(threadIdx.x) % 32 / 4;
         limits[0] = work.limit_of(own_row);
         limits[1] = work.limit_of(own_row + 8);
@@ -87,11 +89,9 @@ struct Softmax {
         whole = rises = huge = plain = by_short_series = settled = false;
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
-            units[i] = unit;
-            if (!CONVERTS_QUERIES || HAS_SOFTCAP) continue;
-            units[i] *= row_powers[i];
+            units[i] = CONVERTS_QUERIES && !HAS_SOFTCAP ? unit * row_powers[i] : unit;
             // Masked products are -inf, which 0 would make NaN, and 0 is a product, of which infinity would make NaN.
-            if (unit > 0.0f) units[i] = fminf(fmaxf(units[i], 0x1p-126f), FLOAT_MAX);
+            if (CONVERTS_QUERIES && unit > 0.0f) units[i] = fminf(fmaxf(units[i], 0x1p-126f), FLOAT_MAX);
         }
     }
 
@@ -148,6 +148,10 @@ struct Softmax {
     DEVICE void find_base(int tile, uint32_t missing) {
         constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
         const int start = tile * TOKENS, t = made_anew(threadIdx.x) % 4;
+        if (CONVERTS_QUERIES && HAS_SOFTCAP) {  // whose series know one unit
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= row_powers[i / 2 % 2];
+        }
         const auto each_chunk = [&](auto f) {
             if constexpr (IS_FIRST) each_seen_chunk(f);
             else f(0);
