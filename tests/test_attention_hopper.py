@@ -1,4 +1,4 @@
-"""attention_varlen_hopper.cu, mla_decode_hopper.cu and mla_decode_codes.cu: right under every schedule of the model of
+"""attention_varlen_hopper.cu, mla_decode_hopper.cu, mla_decode_few_heads.cu: right under every schedule of the model of
 Hopper on the host; what is chosen."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import mla_codes, mla_hopper, varlen_hopper
+from pyops._core.kernel import Kernel
+from pyops.ops.attention import mla_codes, mla_few_heads, mla_hopper, varlen_hopper
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.varlen_hopper import HopperConfig
 from pyops.ops.attention.varlen_plan import Config, choose, launch
@@ -514,7 +515,7 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
     few(
         [
             ([70, 129], 24, 16, 1, torch.bfloat16),
-            ([65, 129], 9, 8, 1, torch.bfloat16),
+            ([65, 129], 20, 8, 1, torch.bfloat16),
             ([65, 129], 128, 64, 1, torch.bfloat16),
             ([450, 65], 40, 48, 3, torch.bfloat16),
             ([330, 65, 0], 100, 128, 2, torch.float16),
@@ -548,10 +549,17 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
         ([65, 129, 0], 16, 16, 1, torch.bfloat16, FP8),
         ([330], 11, 5, 2, torch.bfloat16, torch.uint8),
         ([193, 1], 7, 64, 1, torch.float16, torch.uint8),
+        ([65, 130, 0], 16, 24, 1, torch.bfloat16, None),
     ],
 )
 def test_mla_codes(
-    on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype, kind: torch.dtype
+    on: str,
+    lengths: list[int],
+    num_heads: int,
+    page_size: int,
+    splits: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
 ) -> None:
     """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
     parts of a query differ, and so do heads."""
@@ -568,7 +576,8 @@ def test_mla_codes(
             call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
-        expected = mla_codes.CodesConfig if num_heads <= 16 else mla_hopper.HopperConfig
+        few_heads = mla_codes.CodesConfig if kind == FP8 else mla_few_heads.FewHeadsConfig
+        expected = few_heads if num_heads <= 16 else mla_hopper.HopperConfig
         chosen = tuning.last[MLA.name]
         assert isinstance(chosen, expected)
         if isinstance(chosen, mla_hopper.HopperConfig):  # two blocks of heads share conversions of scaled codes
@@ -580,10 +589,10 @@ def test_mla_codes(
     ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
     [
         (64, 128, 4096, 64, (128, 1, 1)),
-        (64, 16, 4096, 16, (64, 2, 1)),
+        (64, 24, 4096, 16, (64, 2, 1)),
         (1, 128, 4096, 64, (2, 32, 1)),
         (1, 128, 32768, 64, (2, 64, 1)),
-        (1, 16, 32768, 8, (1, 128, 1)),
+        (1, 24, 32768, 8, (1, 128, 1)),
     ],
 )
 def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
@@ -598,7 +607,7 @@ def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, 
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 
-@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (17, FP8)], ids=str)
+@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (20, None), (17, FP8)], ids=str)
 def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype | None) -> None:
     """The attention of a sequence is that over the tokens it has; without any, zeros."""
     call = mla_call([196, 40], num_heads, kind=kind, device=on)
@@ -647,17 +656,28 @@ def test_mla_compiles_without_spills_and_advice(
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("is_ds_mla", few([True, False], 1))
-def test_mla_codes_compile_without_spills(is_ds_mla: bool) -> None:
-    one = mla_codes._decode(
+@pytest.mark.parametrize(
+    ("kernel", "cache_t", "is_ds_mla"),
+    few(
+        [
+            (mla_few_heads._decode, dtypes.float8_e4m3fn, True),
+            (mla_few_heads._decode, dtypes.bfloat16, False),
+            (mla_codes._decode, dtypes.float8_e4m3fn, False),
+        ],
+        2,
+    ),
+)
+def test_mla_of_few_heads_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool) -> None:
+    one = kernel(
         query_t=dtypes.bfloat16,
-        cache_t=dtypes.float8_e4m3fn,
+        cache_t=cache_t,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
         HAS_LSE=True,
         IS_DS_MLA=is_ds_mla,
+        **({} if kernel is mla_codes._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)
