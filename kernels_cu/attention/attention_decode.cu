@@ -56,7 +56,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* exp_sums,                  // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  uint32_t* arrived,                // [num_seqs, NUM_KV_HEADS * GROUP] zeros, or null
-                 SharedPair* results,              // [splits of all, NUM_KV_HEADS * GROUP, RESULT_PAIRS] zeros, or null
+                 PassedPair* results,              // [splits of all, NUM_KV_HEADS * GROUP, RESULT_PAIRS] zeros, or null
                  float* lse,                       // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,            // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED

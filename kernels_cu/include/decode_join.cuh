@@ -21,57 +21,17 @@ constexpr int LANE_ELEMENTS = ceil_div(HEAD_SIZE, WARP_SIZE);  // of a head in a
 // the largest logit and the sum of exponentials.
 constexpr int LANE_PAIRS = ceil_div(LANE_ELEMENTS, 2), RESULT_PAIRS = LANE_PAIRS * WARP_SIZE + 1;
 
-// Two floats that another block may be storing. They are stored with all bits turned: a zero is no float yet.
-struct alignas(8) SharedPair {
-    uint32_t words[2];
-
-    DEVICE void store(float x, float y) {
-        const uint32_t first = turned(x), second = turned(y);
-#if PYOPS_CUDA
-        asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(words), "r"(first), "r"(second) : "memory");
-#elif PYOPS_HIP
-        __scoped_atomic_store_n(words, first, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
-        __scoped_atomic_store_n(words + 1, second, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
-#else
-        words[0] = first;
-        words[1] = second;
-#endif
-    }
-    // Whether both floats had been stored.
-    DEVICE bool load(float& x, float& y) const {
-        uint32_t first, second;
-#if PYOPS_CUDA
-        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(first), "=r"(second)
-                     : "l"(words)
-                     : "memory");
-#elif PYOPS_HIP
-        first = __scoped_atomic_load_n(words, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
-        second = __scoped_atomic_load_n(words + 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
-#else
-        first = words[0];
-        second = words[1];
-#endif
-        x = __uint_as_float(~first);
-        y = __uint_as_float(~second);
-        return first && second;
-    }
-
-private:
-    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // one NaN becomes another
-};
-
 // The results of the `count` splits of one query head, which a warp of the last block joins in their order, whichever
 // block was the last. `results` points to RESULT_PAIRS pairs of the first split; those of the next one lie `stride` pairs
 // behind. All results and `counter` are zeros before the first split arrives, and after the join.
 struct SplitJoin {
-    SharedPair* results;
+    PassedPair* results;
     int64_t stride;
     int count;
     // What write_result takes, once all splits are joined.
     float max_logit = minus_infinity(), exp_sum = 0.0f, sum[LANE_ELEMENTS] = {};
 
-    DEVICE SplitJoin(SharedPair* results, int64_t stride, int count) : results(results), stride(stride), count(count) {}
+    DEVICE SplitJoin(PassedPair* results, int64_t stride, int count) : results(results), stride(stride), count(count) {}
 
     // Leaves the result of a split: the arguments of write_result.
     template <typename F>
@@ -83,7 +43,7 @@ struct SplitJoin {
             const int i = lane + e * WARP_SIZE;
             return i < HEAD_SIZE ? total(i, e) * scale : 0.0f;
         };
-        SharedPair* to = results + split * stride;
+        PassedPair* to = results + split * stride;
 #pragma unroll
         for (int p = 0; p < LANE_PAIRS; ++p) to[p * WARP_SIZE + lane].store(element(2 * p), element(2 * p + 1));
         if (lane == 0) to[RESULT_PAIRS - 1].store(max_logit, exp_sum);
@@ -96,12 +56,11 @@ struct SplitJoin {
         uint32_t before = 0;
         if (lane == 0) before = atomicAdd(counter, 1u);
         Batch batch;
-        bool complete = !PYOPS_HOST && load(batch, 0);  // without knowing who joins: the host would report a race
+        bool complete = speculates(results, 1) && load(batch, 0);  // before it is known who joins
         if (shfl<WARP_SIZE>(before, 0) != uint32_t(count - 1)) return false;
         if (lane == 0) atomicExch(counter, 0u);
         for (int first = 0; first < count; first += JOIN_BATCH) {
-            // Who was counted has stored its result, but perhaps not yet to where it can be seen. (On the host it has.)
-            while (!complete) complete = load(batch, first) || PYOPS_HOST;
+            while (!complete) complete = load(batch, first) || PASSES_AT_ONCE;
             sync_warp();  // lane 0 clears what all lanes have loaded
             join(batch, first);
             complete = false;
@@ -113,7 +72,7 @@ private:
     struct Batch { float logit[JOIN_BATCH], weight[JOIN_BATCH], x[JOIN_BATCH][2 * LANE_PAIRS]; };
 
     // Split i of the batch from `first` on, or the last one: a load under a condition would be issued late.
-    DEVICE SharedPair* result(int first, int i) const { return results + min(first + i, count - 1) * stride; }
+    DEVICE PassedPair* result(int first, int i) const { return results + min(first + i, count - 1) * stride; }
 
     // Whether all lanes have found the results of all splits of the batch.
     DEVICE bool load(Batch& batch, int first) const {
@@ -121,7 +80,7 @@ private:
         bool found = true;
 #pragma unroll
         for (int i = 0; i < JOIN_BATCH; ++i) {
-            const SharedPair* from = result(first, i);
+            const PassedPair* from = result(first, i);
             found &= from[RESULT_PAIRS - 1].load(batch.logit[i], batch.weight[i]);
 #pragma unroll
             for (int p = 0; p < LANE_PAIRS; ++p) {
@@ -148,7 +107,7 @@ private:
             exp_sum += factor;
 #pragma unroll
             for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] = fmaf(factor, batch.x[i][e], sum[e]);
-            SharedPair* const from = result(first, i);
+            PassedPair* const from = result(first, i);
 #pragma unroll
             for (int p = 0; p < LANE_PAIRS; ++p) from[p * WARP_SIZE + lane] = {};
             if (lane == 0) from[RESULT_PAIRS - 1] = {};

@@ -18,6 +18,7 @@ decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_JOIN = {"arrived": 0, "results": 0}
 _PAIR_BYTES = 8  # of two floats
+_LONG_SPLIT = 4096  # tokens: LONG_SPLIT of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
@@ -110,8 +111,12 @@ def _launch_mma(
 
 
 def _balanced_splits(problem: Problem, wave: float) -> int:
-    """The most splits of all sequences: the kernel cuts two waves of them, and one more for each sequence."""
-    return int(problem.num_seqs + 2 * wave + 1)
+    """The most splits of all sequences, as Balance of splits.cuh shares them out where a wave has so many."""
+    num_seqs = problem.num_seqs
+    if num_seqs > 2 * wave:
+        return int(num_seqs + 2 * wave + 1)
+    has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
+    return max(num_seqs, int((3 if has_long_splits else 2) * wave)) + 1
 
 
 def _join_of_last_blocks(problem: Problem, wave: float) -> dict[str, Scratch]:
