@@ -38,8 +38,9 @@ struct Splits {
 // hardly begun leave the memory idle. More than two waves of sequences need no such care. All lanes of a warp call every
 // function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
-// Of mixed lengths, tokens of a split that is one of a single wave: below SHORT_SPLIT, one wave pays, from LONG_SPLIT on
-// three. docs/performance/decode.md, "Waves of mixed lengths are full"
+// Of mixed lengths, tokens of a split where one wave takes all: below SHORT_SPLIT one wave pays, if it has two splits for
+// each sequence; from LONG_SPLIT on three do, and so they do for more sequences than a wave has splits.
+// docs/performance/decode.md, "Waves of mixed lengths are full"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
 
 template <typename L>
@@ -90,7 +91,8 @@ struct Balance {
         constexpr int TRIES = 4;
         const float seqs = float(num_seqs), wave_tokens = total / wave_splits;
         const bool is_short = wave_tokens < SHORT_SPLIT && 2.0f * seqs <= wave_splits;
-        const float most = (is_short ? 1.0f : wave_tokens < LONG_SPLIT ? 2.0f : 3.0f) * wave_splits;
+        const bool is_long = wave_tokens >= LONG_SPLIT || seqs > wave_splits;
+        const float most = (is_short ? 1.0f : is_long ? 3.0f : 2.0f) * wave_splits;
         const auto per_token = [&](int i) { return fmaxf(most - (i + 1) * (1.0f / TRIES) * seqs, 0.0f) / total; };
         int counts[TRIES] = {};
         for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {

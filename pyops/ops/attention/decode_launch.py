@@ -116,7 +116,7 @@ def _balanced_splits(problem: Problem, wave: float) -> int:
     if num_seqs > 2 * wave:
         return int(num_seqs + 2 * wave + 1)
     has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
-    return max(num_seqs, int((3 if has_long_splits else 2) * wave)) + 1
+    return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1
 
 
 def _join_of_last_blocks(problem: Problem, wave: float) -> dict[str, Scratch]:
