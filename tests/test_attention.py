@@ -672,6 +672,16 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
         V1.wrapper(**call)
 
 
+@pytest.mark.usefixtures("no_clusters")
+def test_splits_of_mixed_lengths_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two waves are 16 splits, for which there are blocks; in proportion to lengths, rounded up, they would be 20."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    V1.forget()
+    with config.cpu("kernels"):
+        _assert_is_attention(paged_call([1, 286, 571, 857, 1143, 1429, 1714, 2000], (2, 1), dtype=torch.bfloat16))
+    V1.forget()
+
+
 def test_rocm_refuses_a_table_without_rows() -> None:
     op = pyops.registry["paged_attention_rocm"]
     for table in (torch.tensor(0, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)):
