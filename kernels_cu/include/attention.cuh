@@ -10,7 +10,6 @@
 #pragma once
 #include "splits.cuh"
 
-
 // 2^(x - max_logit) for a logit x <= max_logit. An x of -inf gives 0, also where max_logit is -inf.
 DEVICE float relative_exp2(float x, float max_logit) {
     return estimate_exp2(x - (max_logit == minus_infinity() ? 0.0f : max_logit));

@@ -52,7 +52,7 @@ struct Softmax {
     // `huge`: max_logit is beyond 2^24. `plain`: s are products when they become probabilities, and by_short_series says
     // which series serves them. `settled`: bases are such that tiles may be usual.
     bool whole, rises, huge, plain, by_short_series, settled;
-    float magnitude;  // the largest one of products, under a soft cap
+    float square;  // of the largest magnitude of products, under a soft cap
     float shrink[2];
     float s[TOKENS / 2];         // products, then logits unless `plain`, then probabilities
     uint32_t p[TOKENS / 16][4];  // probabilities, rounded
@@ -122,12 +122,18 @@ struct Softmax {
         return fmaxf(of_row[0], of_row[1]);
     }
 
+    // Whether the short series serves all products of the warp. Squares are compared: the assembler then computes the series
+    // of a usual tile ahead of the wait for the product before, docs/performance/prefill.md, "A text of usual tiles".
+    DEVICE void find_square(float magnitude) {
+        square = magnitude * magnitude;
+        by_short_series = SHORT_SERIES && !any_lane(!(square < short_limit * short_limit));
+    }
+
     // Whether the tile is as most tiles are: all rows see the tile whole, and no logit makes max_logit rise. Such a logit
     // would be positive, as rows are settled, so that the largest logit is found as an integer.
     DEVICE bool is_usual() {
         if constexpr (HAS_SOFTCAP) {
-            magnitude = largest_magnitude(0, TOKENS / 2);
-            by_short_series = !any_lane(!(magnitude < short_limit));
+            find_square(largest_magnitude(0, TOKENS / 2));
             return by_short_series && whole && settled;
         }
         if (!(whole && settled)) return false;
@@ -158,14 +164,15 @@ struct Softmax {
         };
         // Where all products of a warp are small, a series takes the place of tanh.
         if (HAS_SOFTCAP && (IS_FIRST || !HAS_USUAL)) {
-            magnitude = 0.0f;
+            float magnitude = 0.0f;
             each_chunk([&](int c) { magnitude = fmaxf(magnitude, largest_magnitude(c, c + CHUNK / 2)); });
-            by_short_series = SHORT_SERIES && !any_lane(!(magnitude < short_limit));
+            find_square(magnitude);
         }
-        const bool by_series = HAS_SOFTCAP && !HAS_ALIBI && (by_short_series || !any_lane(!(magnitude < series_limit)));
+        const bool by_series =
+            HAS_SOFTCAP && !HAS_ALIBI && (by_short_series || !any_lane(!(square < series_limit * series_limit)));
         // In the plain case products take the place of logits, up to the factor `unit` or the series.
         plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
-        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(magnitude < long_series.limit));
+        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(square < long_series.limit * long_series.limit));
         float largest[2] = {minus_infinity(), minus_infinity()};
         each_chunk([&](int c) {
             const int end = c + CHUNK / 2;
