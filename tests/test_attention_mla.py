@@ -125,9 +125,9 @@ KINDS = [
 def test_is_attention(
     dtype: torch.dtype, kind: torch.dtype | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths of 0, of 1, ending in a page, and of several splits; codes also by the kernel of many heads."""
+    """Lengths of 0, of 1, ending in a page, and of several splits; also by the kernel of any heads."""
     _assert_is_attention(_call([0, 1, 15, 16, 33, 150], dtype=dtype, kind=kind, device=device))
-    if kind:
+    if dtype != torch.float32:
         monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
         MLA.forget()
         _assert_is_attention(_call([0, 16, 70], dtype=dtype, kind=kind, device=device))
@@ -144,8 +144,13 @@ def test_any_number_of_heads(num_heads: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 5, 64, 128, 200])
-def test_any_page_size(page_size: int, device: str) -> None:
-    _assert_is_attention(_call([100, 64, 3], page_size=page_size, dtype=torch.float16, device=device))
+def test_any_page_size(page_size: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the kernel of any heads."""
+    for most in (mla_problem._MAX_FEW_HEADS, 0):
+        monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", most)
+        MLA.forget()
+        _assert_is_attention(_call([100, 64, 3], page_size=page_size, dtype=torch.float16, device=device))
+    MLA.forget()
 
 
 @pytest.mark.parametrize("device", DEVICES)
