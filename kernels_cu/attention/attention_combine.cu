@@ -55,7 +55,7 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
     int planned_splits = int(max_splits);
     if (MAY_BALANCE && wave_splits > 0.0f) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
-                                        max_splits);
+                                        max_splits, HEAD_SIZE);
         planned_splits = balance.splits_of(seq);
     }
     const Splits splits(seq_lens[seq * length_step], max_tokens, sliding_window, PARTITION, planned_splits,

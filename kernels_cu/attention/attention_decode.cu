@@ -88,7 +88,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     int planned_splits = CLUSTER > 1 ? 1 : int(max_splits);
     if (balanced) {
         const Balance<length_t> balance(seq_lens, length_step, num_seqs, max_tokens, sliding_window, wave_splits,
-                                        max_splits);
+                                        max_splits, HEAD_SIZE);
         split = seq;
         seq = balance.find(split);
         if (seq < 0) return;

@@ -42,6 +42,7 @@ constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
 // each sequence; from LONG_SPLIT on three do, and so they do for more sequences than a wave has splits.
 // docs/performance/decode.md, "Waves of mixed lengths are full"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
+constexpr int MIN_WHOLE_HEAD = 128;  // elements of a head from which whole waves pay
 
 template <typename L>
 struct Balance {
@@ -52,7 +53,7 @@ struct Balance {
     int equal_splits;        // splits of every sequence if all have about one length, else 0
 
     DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
-                   float wave_splits, int64_t max_splits)
+                   float wave_splits, int64_t max_splits, int head_size)
         : seq_lens(seq_lens),
           step(step),
           num_seqs(num_seqs),
@@ -74,7 +75,7 @@ struct Balance {
         const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
         equal_splits = alike ? int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits)) : 0;
         splits_per_token = 2.0f * wave_splits / fmaxf(total, 1.0f);
-        if (!alike && seqs <= 2.0f * wave_splits) fill_waves(wave_splits, total);
+        if (!alike && head_size >= MIN_WHOLE_HEAD && seqs <= 2.0f * wave_splits) fill_waves(wave_splits, total);
     }
     DEVICE float tokens_of(int64_t seq) const {
         return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), max_attended)));
