@@ -16,7 +16,8 @@
 // take turns at starting products, so that the softmax of one runs beside the products of the others.
 //
 // Codes: products of an fp8 cache take float16. The producer's other warps widen codes (prefill_codes.cuh), and each
-// consumer makes float16 of its own rows of queries, relative to powers of two, before it multiplies them.
+// consumer makes float16 of its own rows of queries, relative to powers of two, before it multiplies them: as operands in
+// registers, where there are so many, so that shared memory has less to do.
 //
 // Constants
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
@@ -57,6 +58,8 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 
 constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 // The named barriers of the first consumer; the others follow: of its turns, and of its queries.
 constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
+// docs/performance/prefill.md, "Queries as operands in registers".
+constexpr bool QUERIES_IN_REGISTERS = IS_FP8 && HEAD_SIZE <= 128 && CONSUMERS == 2 && !HAS_SOFTCAP && !HAS_ALIBI;
 static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
@@ -140,6 +143,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
                           num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float o[VALUE_SIZE / 2];
+    uint32_t q[QUERIES_IN_REGISTERS ? STEPS : 1][4];
     float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
     const auto start_logits = [&] {  // S = Q K^T
         const uint64_t a =
@@ -149,8 +153,9 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            wgmma<product_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32),
-                                     advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32), i > 0);
+            const uint64_t of_keys = advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32);
+            if constexpr (QUERIES_IN_REGISTERS) wgmma<product_t, TOKENS>(s, q[i], of_keys, i > 0);
+            else wgmma<product_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32), of_keys, i > 0);
         }
         warpgroup_commit_batch();
     };
@@ -180,9 +185,13 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 
     const auto await_queries = [&] {
         tiles.query.wait();
-        if constexpr (CONVERTS_QUERIES) {
+        uint8_t* const queries = tiles.queries + tiles.query.stage * QUERY_BYTES;
+        if constexpr (QUERIES_IN_REGISTERS) {
+            const uint8_t* const rows = queries + (softmax.first_row + warp * 16) * ROW_BYTES;
+            load_query_rows<scalar_t, QUERY_PANEL>(q, softmax.row_powers, rows);
+        } else if constexpr (CONVERTS_QUERIES) {
             const int row = softmax.first_row + warp * 16 + lane / 4;
-            uint8_t* const first = tiles.queries + tiles.query.stage * QUERY_BYTES + row * ROW_BYTES;
+            uint8_t* const first = queries + row * ROW_BYTES;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint8_t* const own = first + half * 8 * ROW_BYTES;
@@ -196,12 +205,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
     start_logits();
     while (works[tiles.query.stage].tokens > 0) {
         const Work work = works[tiles.query.stage];
+        if (QUERIES_IN_REGISTERS) release(tiles.query);
         if (IS_FP8 && HEAD_SCALES) softmax.unit = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
         softmax.begin(work, alibi_slopes);
         const auto release_keys = [&](int tile) {
             release(tiles.key);
             tiles.key.advance();
-            if (EARLY_QUERIES && tile == work.first_tile) tiles.query.release(tiles.query.stage);
+            if (!QUERIES_IN_REGISTERS && EARLY_QUERIES && tile == work.first_tile)
+                tiles.query.release(tiles.query.stage);
         };
 
         uint32_t missing = holes[tiles.key.stage];
@@ -254,7 +265,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 finish([&](int begin, int end) { softmax.exponentials(begin, end); });
             }
         }
-        if (!EARLY_QUERIES) release(tiles.query);
+        if (!QUERIES_IN_REGISTERS && !EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
         end_output();
         if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each

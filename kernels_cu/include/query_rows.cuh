@@ -1,6 +1,8 @@
 // query_rows.cuh: queries beside codes of an fp8 cache become float16 in shared memory, the type that holds every code.
 #pragma once
 #include "attention.cuh"
+#include "mma.cuh"
+#include "widen.cuh"
 
 // A row of queries of type Q, which lies in PANELS swizzled panels at `row`, becomes float16 in its place, relative to a
 // power of two: returns what products of the row are to be multiplied by. By four neighbouring lanes, whose numbers are t;
@@ -24,4 +26,35 @@ DEVICE float convert_query_row(uint8_t* row, int number, int t) {
         Vec<half_t, 8>::from_floats(x).store_shared(reinterpret_cast<half_t*>(at(i)));
     }
     return 1.0f / factor;
+}
+
+// Loads 16 rows of queries of type Q, which lie in swizzled panels at `rows`, as float16 operands of a warp: q[i] is the
+// fragment of elements 16i and on (mma.cuh). The lane's rows, lane / 4 and 8 further on, are relative to powers of two.
+template <typename Q, int PANEL_BYTES, int STEPS>
+DEVICE void load_query_rows(uint32_t (&q)[STEPS][4], float (&powers)[2], const uint8_t* rows) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float absmax[2] = {0.0f, 0.0f}, factors[2], low, high;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        ldmatrix(q[i], rows + i / 4 * PANEL_BYTES + swizzle_128b(lane % 16, i % 4 * 32 + lane / 16 * 16));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            unpack_pair<Q>(q[i][j], low, high);
+            absmax[j % 2] = fmaxf(fmaxf(absmax[j % 2], fabsf(low)), fabsf(high));
+        }
+    }
+    if constexpr (is_same<Q, half_t>) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        absmax[half] = fmaxf(absmax[half], shfl_xor(absmax[half], 1));
+        absmax[half] = fmaxf(absmax[half], shfl_xor(absmax[half], 2));
+        factors[half] = inverse_power_of_two(absmax[half]);
+        powers[half] = 1.0f / factors[half];
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS * 4; ++i) {
+        uint32_t& pair = q[i / 4][i % 4];
+        unpack_pair<Q>(pair, low, high);
+        pair = pack_pair<half_t>(low * factors[i % 2], high * factors[i % 2]);
+    }
 }
