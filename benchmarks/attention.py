@@ -6,11 +6,11 @@ python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-163
 
 A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, the same with "capped" for "prompts", where a soft cap
 of 30 is on logits, or with "decode", one query token to a sequence, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
-:BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes;
-queries are bf16. Prompts are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached
-ones. TOKENS of 1-16384 of decode rows are lengths from 1 to 16384, evenly spaced. torch's attention (cuDNN's and
-FlashAttention of prompts; of decode rows, whichever it takes) reads contiguous keys and values, of whole prompts and of
-equal lengths.
+:BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is bf16, fp8, e4m3 (prompts: an fp8 cache, queries of
+e4m3) or, for MLA, ds_mla, entries of 656 bytes; other queries are bf16. Prompts are causal, every query token new;
+TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths from 1 to
+16384, evenly spaced. torch's attention (cuDNN's and FlashAttention of prompts; of decode rows, whichever it takes)
+reads contiguous keys and values, of whole prompts and of equal lengths.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ ROWS = (
     *(f"prompts:bf16:{one}:32/8x128" for one in ("1x8192", "16x2048", "64x512", "1x32768")),
     *(f"prompts:bf16:{one}" for one in ("1x8192:32/8x64", "16x2048:32/8x64", "1x8192:16/4x256", "16x2048:16/4x256")),
     "prompts:fp8:1x8192:32/8x128",
+    *(f"prompts:e4m3:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     "prompts:bf16:1x256+32768:32/8x128",
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
 _SETS = 2  # of operands, which calls take in turn: each is larger than the L2 cache
 _TURNS = 3
 _SOFT_CAP = 30.0
@@ -67,7 +68,7 @@ def prompts(
     query = _randn(num_seqs * new, num_heads, head_size)
     return {
         "out": torch.empty_like(query),
-        "query": query,
+        "query": query.to(_DTYPES[cache]) if cache == "e4m3" else query,
         "key_cache": caches[0],
         "value_cache": caches[1],
         "num_kv_heads": num_kv_heads,

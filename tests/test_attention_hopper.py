@@ -126,7 +126,7 @@ def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_siz
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of one key-value head after another; of two, and then of the one that is left."""
-    monkeypatch.setattr(varlen_hopper, "_section_heads", lambda *_: section)
+    monkeypatch.setattr(varlen_hopper, "section_heads", lambda *_: section)
     _varlen(HopperConfig(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 

@@ -32,6 +32,9 @@
 //     HAS_SPLITS     an item may have several splits, which attention_varlen_join.cu joins
 
 #include "attention.cuh"
+
+using product_t = scalar_t;  // element type of what products take
+
 #include "prefill_results.cuh"
 #include "prefill_softmax.cuh"
 #include "prefill_tiles.cuh"

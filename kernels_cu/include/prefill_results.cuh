@@ -33,13 +33,13 @@ struct Results {
         // The thread's place is made anew here: products leave no registers that could keep it.
         const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
         const float unit =
-            FULL_SCALE<scalar_t> * (!is_same<cache_t, scalar_t> ? v_scale[HEAD_SCALES ? work.kv_head : 0] : 1.0f);
+            FULL_SCALE<product_t> * (!is_same<cache_t, scalar_t> ? v_scale[HEAD_SCALES ? work.kv_head : 0] : 1.0f);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float row_max = max_logit[half], row_sum = exp_sum[half];
             row_sum += shfl_xor(row_sum, 1);
             row_sum += shfl_xor(row_sum, 2);
-            row_sum *= FULL_SCALE<scalar_t>;
+            row_sum *= FULL_SCALE<product_t>;
             const int row = own_row + half * 8;
             const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
             const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;

@@ -17,7 +17,8 @@ constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
-constexpr float SLACK = 8.0f;
+// Those of e4m3 are scaled up by 2^8 already, and at most 448.
+constexpr float SLACK = sizeof(product_t) == 1 ? 0.8f : 8.0f;
 // Large heads lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
 constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
@@ -46,8 +47,8 @@ struct Softmax {
     // for small logits. `ordered`: logits that make a row's largest one rise are positive in every row.
     bool rises, huge, plain, by_short_series, is_small, settled, ordered;
     float shrink[2], exact_factor;
-    float s[TOKENS / 2];         // products, then logits unless `plain`, then probabilities
-    uint32_t p[TOKENS / 16][4];  // probabilities, rounded
+    float s[TOKENS / 2];                             // products, then logits unless `plain`, then probabilities
+    uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // probabilities, rounded
 
     // product_unit: the scale of logits and of keys. warpgroup: the number of the consumer.
     DEVICE Softmax(const Window& window, float product_unit, float soft_cap, int warpgroup)
@@ -203,8 +204,8 @@ struct Softmax {
             const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
             settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
             ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
-            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<scalar_t>(max_logit[0])),
-                                                  fabsf(probability_base<scalar_t>(max_logit[1]))) > 0x1p24f);
+            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(max_logit[0])),
+                                                  fabsf(probability_base<product_t>(max_logit[1]))) > 0x1p24f);
         }
         // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
         // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
@@ -219,7 +220,7 @@ struct Softmax {
     // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base).
     template <typename LogitAbove>
     DEVICE void each_exponential(int begin, int end, LogitAbove logit_above) {
-        const float base[2] = {probability_base<scalar_t>(max_logit[0]), probability_base<scalar_t>(max_logit[1])};
+        const float base[2] = {probability_base<product_t>(max_logit[0]), probability_base<product_t>(max_logit[1])};
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -248,8 +249,18 @@ struct Softmax {
         }
     }
 
+    // Words of two 16-bit elements have neighbouring keys; those of four bytes two keys of 8 and two of the next 8.
     DEVICE void round_probabilities(int begin, int end) {
+        if constexpr (sizeof(product_t) == 1) {
 #pragma unroll
-        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<scalar_t>(s[2 * i], s[2 * i + 1]);
+            for (int i = begin / 4; i < end / 4; ++i) {
+                const float* const x = s + i / 2 * 8 + i % 2 * 2;
+                const float four[4] = {x[0], x[1], x[4], x[5]};
+                p[i / 4][i % 4] = pack_four<product_t>(four);
+            }
+        } else {
+#pragma unroll
+            for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+        }
     }
 };

@@ -7,14 +7,15 @@
 // to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
 // Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
-// tiles of T of them.
+// tiles of T of them. Products of e4m3 (product_t) take codes of keys as they are, and values from transposed tiles, which
+// these warps make: prefill_transpose.cuh.
 #pragma once
 #include "gemm_pipeline.cuh"
 #include "mma.cuh"
 #include "prefill_work.cuh"
 
-constexpr bool IS_FP8 = !is_same<cache_t, scalar_t>;
-constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(scalar_t);  // a panel: rows of 128 bytes, swizzled
+constexpr bool IS_FP8 = !is_same<cache_t, product_t>, IS_E4M3 = sizeof(product_t) == 1;
+constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
 constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;
 constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
@@ -22,7 +23,7 @@ constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
 constexpr int ATOM = 8 * ROW_BYTES, TILE_BYTES = PANELS * TOKENS * ROW_BYTES;
 constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
 constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
-constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : 0, CODE_STAGES = 2, WIDENERS = 3;
+constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : IS_E4M3 ? TILE_BYTES : 0, CODE_STAGES = 2, WIDENERS = 3;
 
 // Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
 // keys. Two stages of queries do without; heads of more than 192 elements lack the registers.
@@ -31,7 +32,7 @@ constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && HEAD_SIZE <= 192;
 // Whether a warp of its own finds items of work, the next one while the producer loads this one. A split is taken only
 // when the one before is loaded: taken earlier it would wait for this block, while another has nothing to do. Codes leave
 // no warp.
-constexpr bool HAS_FINDER = !IS_FP8 && !HAS_SPLITS;
+constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
 
 // An item of work that is found.
 struct Found {
@@ -83,7 +84,7 @@ struct Tiles {
             mbarrier_init(landed, 1);
             query.init(4 * CONSUMERS);
             key.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
-            value.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
+            value.init(4 * CONSUMERS, IS_FP8 || IS_E4M3 ? WIDENERS : 1);
             code.init(WIDENERS);
             next.init(1);
         }
@@ -195,7 +196,7 @@ struct Producer {
             }
             if (HAS_SPLITS && more) finder.take();
         }
-        if constexpr (IS_FP8) {
+        if constexpr (IS_FP8 || IS_E4M3) {
             tiles.code.acquire();
             if (lane == 0) {
                 tiles.kinds[tiles.code.stage].kind = Codes::END;
@@ -230,7 +231,8 @@ private:
     }
     DEVICE void load_values(const Work& work, int tile, int block, int length) {
         const int start = tile * TOKENS, begin = window.first_seen(work.limit) - start, end = length - start;
-        if constexpr (IS_FP8) return load_codes(value_map, {Codes::VALUES, 0, begin, end}, work, tile, block);
+        if constexpr (IS_FP8 || IS_E4M3)
+            return load_codes(value_map, {Codes::VALUES, 0, begin, end}, work, tile, block);
         auto& ring = tiles.value;
         ring.acquire();
         uint8_t* const to = tiles.values + ring.stage * TILE_BYTES;

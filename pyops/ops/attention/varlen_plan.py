@@ -9,10 +9,11 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import varlen_hopper
+from . import varlen_e4m3, varlen_hopper
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants
 from .layout import absent, heads_stride, max_tokens_of
+from .varlen_e4m3 import E4m3Config
 from .varlen_hopper import HopperConfig
 from .varlen_problem import Problem
 
@@ -56,8 +57,10 @@ class Config:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
-def choose(problem: Problem, device: Device) -> Config | HopperConfig:
+def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Config:
     """The Config for this problem."""
+    if of_codes := varlen_e4m3.choose(problem, device):
+        return of_codes
     if problem.uses_wgmma:
         return varlen_hopper.choose(problem, device)
     head_size = problem.query.shape[2]
@@ -99,8 +102,11 @@ def shared_memory(problem: Problem, config: Config) -> int:
     return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
 
 
-def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
-    """The kernel, and the join of the splits of a HopperConfig; elsewhere a block takes its rows over all tokens."""
+def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list[Launch]:
+    """The kernel, and the join of the splits of a HopperConfig; elsewhere a block takes its rows over all tokens.
+
+    Queries of e4m3 are widened for kernels that do not multiply them.
+    """
     options = problem.options
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
@@ -117,12 +123,15 @@ def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
         "length_step": problem.kv.seq_lens.strides[0],
         "starts_step": problem.cu_seqlens_q.strides[0],
     }
-    if isinstance(config, HopperConfig):
+    if isinstance(config, E4m3Config):
         return config.launch(problem, constants, arguments)
-    constants["NUM_WARPS"] = config.num_warps
-    if problem.uses_mma:
-        return [_launch_mma(problem, config, constants, arguments)]
-    return [_launch_simt(problem, config, constants, arguments)]
+    if isinstance(config, HopperConfig):
+        launches = config.launch(problem, constants, arguments)
+    else:
+        constants["NUM_WARPS"] = config.num_warps
+        launch_one = _launch_mma if problem.uses_mma else _launch_simt
+        launches = [launch_one(problem, config, constants, arguments)]
+    return launches if problem.codes is None else varlen_e4m3.widened(problem, launches)
 
 
 def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:

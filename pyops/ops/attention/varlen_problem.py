@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import check, tuning
@@ -24,7 +24,12 @@ def _max_head_size(device: Device) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Query tokens of several sequences against a paged cache."""
+    """Query tokens of several sequences against a paged cache.
+
+    Attributes:
+        query: of the type of out. In the place of queries of e4m3: a contiguous tensor of what they are in that type.
+        codes, q_scale: queries of e4m3, and their scale; None for other queries. No scale is one of 1.
+    """
 
     out: TensorArg
     query: TensorArg
@@ -33,6 +38,8 @@ class Problem:
     options: Options
     cu_seqlens_q: TensorArg
     causal: bool
+    codes: TensorArg | None = None
+    q_scale: TensorArg | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -99,7 +106,7 @@ class Problem:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
-            f"{self.query.dtype.name}",
+            f"{(self.codes or self.query).dtype.name}",
             f"cache={layout.dtype.name}{'-packed' * layout.packed}",
             f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
             f"block={layout.block_size}",
@@ -114,8 +121,37 @@ def check_varlen(call: Mapping[str, Any]) -> Problem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
+    codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
+    if codes is not None:
+        query = _widened(codes, out)
     layout = check_kv(query, kv, options)
     check.like(out, query)
+    if codes is not None:
+        _check_codes(codes, q_scale, kv, layout)
+    elif q_scale is not None:
+        raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
     check.shape(options.lse, float32, num_heads=query.shape[1], num_tokens=query.shape[0])
-    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]))
+    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+
+
+def _widened(codes: TensorArg, out: TensorArg) -> TensorArg:
+    """What queries of e4m3 are in the type of out."""
+    check.floating(out)
+    strides, pitch = [], 1
+    for size in reversed(codes.shape):
+        strides.append(pitch)
+        pitch *= size
+    return replace(codes, dtype=out.dtype, strides=tuple(reversed(strides)), alignment=16)
+
+
+def _check_codes(codes: TensorArg, q_scale: TensorArg | None, kv: PagedKV, layout: CacheLayout) -> None:
+    """Queries of e4m3 meet keys of e4m3, and have one scale, or those of heads where keys have."""
+    if layout.dtype is not float8_e4m3fn:
+        expected = f'expected "fp8" or "fp8_e4m3" and codes of {float8_e4m3fn} beside queries of this type'
+        raise check.refuse(codes, "kv_cache_dtype", f'{expected}, got "{kv.kv_cache_dtype}" and {layout.dtype}')
+    heads_stride(codes)
+    if layout.head_scales and q_scale is not None and q_scale.numel != 1:
+        check.shape(q_scale, float32, num_kv_heads=kv.num_kv_heads)
+    else:
+        check.scalar(q_scale)

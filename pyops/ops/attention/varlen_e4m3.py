@@ -1,0 +1,157 @@
+"""Attention of many query tokens of e4m3: the geometry of attention_varlen_e4m3.cu, and what takes its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from ..._core.tensor_map import TensorMap
+from .layout import absent, heads_stride
+from .varlen_hopper import (
+    ROW_BYTES,
+    choose_splits,
+    has_whole_heads,
+    map_of_cache,
+    map_of_queries,
+    section_heads,
+    stages_of,
+    taken,
+    window_of,
+)
+from .varlen_problem import Problem
+
+_e4m3 = Kernel("attention/attention_varlen_e4m3.cu")
+_widen_queries = Kernel("attention/widen_queries.cu")
+
+_CONSUMERS = 2
+_ITEM_ROWS = 64 * _CONSUMERS
+_HEAD_SIZES = (64, 128, 256)
+_NUM_THREADS = 256  # of widen_queries.cu; no measurement of its own
+_VEC_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class E4m3Config:
+    """The geometry of attention_varlen_e4m3.cu.
+
+    Attributes:
+        tokens: keys of a tile.
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens not in (64, 128):
+            raise ValueError(f"no geometry of attention_varlen_e4m3.cu: {self}")
+
+    def candidates(self, problem: Problem, device: Device) -> list[E4m3Config]:
+        """The other tile at heads of 128. Larger ones lack registers for 128 keys, and of 64 keys a row of values has
+        two parts of a head, each of 64 elements at least."""
+        return tuning.varied(self, tokens=(64, 128)) if problem.query.shape[2] == 128 else []
+
+    def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
+        """As many blocks as the device has multiprocessors, which take work items from a counter."""
+        codes, layout = problem.codes, problem.layout
+        assert codes is not None
+        device, (num_tokens, _, head_size) = codes.device, codes.shape
+        caches = problem.kv.key_cache, problem.kv.value_cache
+        item_tokens, box_tokens = _ITEM_ROWS // problem.group, gcd(layout.block_size, self.tokens)
+        row_bytes = -(-head_size // ROW_BYTES) * ROW_BYTES
+        tile_bytes = self.tokens * row_bytes
+        stages, query_stages, shared = stages_of(device, _ITEM_ROWS * row_bytes, tile_bytes, tile_bytes)
+        num_tiles = num_tokens // item_tokens + problem.num_seqs
+        num_items = num_tiles * layout.num_kv_heads
+        kernel = _e4m3.for_arch(device.arch_feature)
+        arguments = arguments | {
+            "num_tokens": num_tokens,
+            "num_kv_heads": layout.num_kv_heads,
+            "section_heads": section_heads(problem, device, num_tiles),
+            "sliding_window": window_of(problem),
+            **_query_scale(problem.q_scale),
+        }
+        others = ("PACKED", "X", "HAS_SOFTCAP", "HAS_ALIBI")
+        whole_heads = has_whole_heads(*caches)
+        return [
+            kernel(
+                **{name: value for name, value in constants.items() if name not in others},
+                TOKENS=self.tokens,
+                CONSUMERS=_CONSUMERS,
+                BOX_TOKENS=box_tokens,
+                WHOLE_HEADS=whole_heads,
+                STAGES=stages,
+                QUERY_STAGES=query_stages,
+            ).launch(
+                min(num_items, device.multiprocessors),
+                128 * (_CONSUMERS + 1),
+                shared,
+                **taken(kernel, arguments),
+                query_map=map_of_queries(codes, problem.group, item_tokens),
+                key_map=map_of_cache(caches[0], box_tokens, whole_heads=whole_heads),
+                value_map=map_of_cache(caches[1], box_tokens, whole_heads=whole_heads),
+                num_items=num_items,
+                items_taken=Scratch(4, zeroed=True),
+            )
+        ]
+
+
+def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
+    """What feeds kernels beside the scale of queries."""
+    return absent(q_scale=q_scale) | {"q_scale_step": int(q_scale is not None and q_scale.numel > 1)}
+
+
+def choose(problem: Problem, device: Device) -> E4m3Config | None:
+    """The largest tile that registers have room for; None where attention_varlen_e4m3.cu does not serve the call, or
+    parts of it have keys of their own (split-KV)."""
+    codes = problem.codes
+    if (
+        codes is None
+        or not problem.uses_wgmma
+        or not problem.has_plain_logits
+        or codes.shape[2] not in _HEAD_SIZES
+        or codes.alignment < 16
+        or heads_stride(codes) % 16
+    ):
+        return None
+    config = E4m3Config(tokens=128 if codes.shape[2] <= 128 else 64)
+    return config if choose_splits(problem, _ITEM_ROWS, config.tokens, device) == 1 else None
+
+
+def widened(problem: Problem, launches: list[Launch]) -> list[Launch]:
+    """These launches, for queries of out's type, behind one that makes such queries of e4m3, and of both scales that of
+    keys alone."""
+    codes = problem.codes
+    assert codes is not None
+    num_scales = problem.layout.num_kv_heads if problem.layout.head_scales else 1
+    found = {"query": Scratch(max(1, problem.query.nbytes)), "k_scale": Scratch(4 * num_scales)}
+    for launch in launches:
+        parameters = {name for _, name in launch.specialisation.kernel.signature.parameters}
+        launch.fixed |= {name: scratch for name, scratch in found.items() if name in parameters}
+        launch.fixed |= {
+            name: replace(value, tensor=found["query"])
+            for name, value in launch.fixed.items()
+            if isinstance(value, TensorMap) and value.tensor is problem.query
+        }
+    row_size = codes.shape[1] * codes.shape[2]
+    access = (
+        _VEC_SIZE if row_size % _VEC_SIZE == heads_stride(codes) % _VEC_SIZE == codes.alignment % _VEC_SIZE == 0 else 1
+    )
+    widen = _widen_queries(scalar_t=problem.query.dtype, VEC_SIZE=access, NUM_THREADS=_NUM_THREADS)
+    return [
+        widen.launch(
+            max(1, -(-codes.numel // (access * _NUM_THREADS))),
+            _NUM_THREADS,
+            widened=found["query"],
+            key_scales=found["k_scale"],
+            count=codes.numel,
+            row_size=max(1, row_size),
+            query_stride=heads_stride(codes),
+            num_scales=num_scales,
+            **_query_scale(problem.q_scale),
+        ),
+        *launches,
+    ]
