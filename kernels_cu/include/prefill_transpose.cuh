@@ -23,44 +23,38 @@ DEVICE constexpr int place_of_values(int element) {
 // WHOLE: all tokens of the tile are attended to. Others are overwritten with zeros.
 template <bool WHOLE>
 DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind) {
-    constexpr int EIGHTS = 4, CHUNKS = HEAD_SIZE / 16, PLACES = TOKENS / 32 * CHUNKS;  // of 8 tokens; of 16 elements
-    constexpr int BATCH = 4;  // loads of a warp before it stores
+    constexpr int GROUPS = TOKENS / 32, CHUNKS = HEAD_SIZE / 16, PART_CHUNKS = CHUNKS / KEY_PARTS;  // of 16 elements
     const int lane = threadIdx.x % WARP_SIZE, warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
     const int matrix = lane / 8, row = lane % 8;  // whose addresses the lane gives
     const int element = 2 * row + ((row >= 4) != (matrix % 2));
     const uint32_t first = lane < WARP_SIZE / 2 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
-    from += matrix * TOKEN_STRIDE + row * ROW_BYTES;
-    to += element * ROW_BYTES;
-#pragma unroll 1
-    for (int begin = warp; begin < PLACES; begin += BATCH * WIDENERS) {
-        uint32_t words[BATCH][EIGHTS];
+    const int read_at = matrix * TOKEN_STRIDE + swizzle_128b(row, 0), write_at = swizzle_128b(element, matrix / 2 * 16);
+#pragma unroll WHOLE ? 4 : 1
+    for (int i = 0; i < ceil_div(CHUNKS, WIDENERS); ++i) {
+        const int chunk = i * WIDENERS + warp;
+        if (CHUNKS % WIDENERS != 0 && chunk >= CHUNKS) break;
+        const uint8_t* const read = from + chunk / 8 * PANEL_STRIDE + (read_at ^ chunk % 8 * 16);
+        uint8_t* const written = to + chunk % PART_CHUNKS * (16 * ROW_BYTES);
+        uint32_t words[GROUPS][4];
 #pragma unroll
-        for (int n = 0; n < BATCH; ++n) {
-            const int i = begin + n * WIDENERS, chunk = i % CHUNKS, token = i / CHUNKS * 32;
-            if (i >= PLACES) break;
-            const int at = token / 8 * TOKEN_STRIDE + chunk / 8 * PANEL_STRIDE + (chunk % 8 ^ row) * 16;
-            ldmatrix<EIGHTS, true>(words[n], from + at);
-        }
+        for (int n = 0; n < GROUPS; ++n) ldmatrix<4, true>(words[n], read + n * 4 * TOKEN_STRIDE);
 #pragma unroll
-        for (int n = 0; n < BATCH; ++n) {
-            const int i = begin + n * WIDENERS, token = i / CHUNKS * 32, at = place_of_values(i % CHUNKS * 16);
-            if (i >= PLACES) break;
+        for (int n = 0; n < GROUPS; ++n) {
             if constexpr (!WHOLE) {
 #pragma unroll
-                for (int j = 0; j < EIGHTS; ++j) {
-                    const int own_token = token + 8 * j + lane % 4 * 2;
-                    if (own_token < kind.begin || own_token >= kind.end) words[n][j] &= 0xffff0000u;
-                    if (own_token + 1 < kind.begin || own_token + 1 >= kind.end) words[n][j] &= 0x0000ffffu;
+                for (int j = 0; j < 4; ++j) {
+                    const int token = n * 32 + 8 * j + lane % 4 * 2;
+                    if (token < kind.begin || token >= kind.end) words[n][j] &= 0xffff0000u;
+                    if (token + 1 < kind.begin || token + 1 >= kind.end) words[n][j] &= 0x0000ffffu;
                 }
             }
-            uint32_t keys[EIGHTS];
+            uint32_t keys[4];
 #pragma unroll
-            for (int j = 0; j < EIGHTS; j += 2) {
+            for (int j = 0; j < 4; j += 2) {
                 keys[j] = byte_perm(words[n][j], words[n][j + 1], first);
                 keys[j + 1] = byte_perm(words[n][j], words[n][j + 1], second);
             }
-            const int column = at % ROW_BYTES + token + matrix / 2 * 16;
-            stmatrix<EIGHTS>(to + at / ROW_BYTES * ROW_BYTES + (column ^ element % 8 * 16), keys);
+            stmatrix<4>(written + (write_at ^ (chunk / PART_CHUNKS * TOKENS + n * 32)), keys);
         }
     }
 }

@@ -76,6 +76,8 @@ def paged_attention_varlen(
     of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
     the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
     `paged_attention_v1`. Weights are rounded to the element type, sums are in float32 (Dao 2023, arXiv:2307.08691).
+    Of e4m3 queries and codes, products are those of the codes: the largest weight of a row becomes 256 or a little
+    more, and weights are rounded to e4m3 then; on Hopper, sums of a head and of a tile of keys have 14 bits.
     A token whose block number is out of range contributes nothing; a query without keys gives zeros; rows that belong
     to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to may
     reach its other queries.
