@@ -348,6 +348,7 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
         "query": query,
         "cu_seqlens_q": make.empty(5, **index),
         "causal": True,
+        "q_scale": None,
         **kv.named(),
         **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
     }

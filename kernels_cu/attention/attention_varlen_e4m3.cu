@@ -34,11 +34,11 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int DEPTH = 32;  // elements along K of a product
-constexpr int PIECE = 64, PIECES = HEAD_SIZE / PIECE;
-constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
+constexpr int PIECE = CONSUMERS == 3 ? 32 : 64, PIECES = HEAD_SIZE / PIECE;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 constexpr uint32_t FOUR_ONES = 0x38383838u;
-static_assert(is_same<product_t, fp8_e4m3_t> && CONSUMERS == 2 && HEAD_SIZE % PIECE == 0 && TOKENS % 64 == 0);
+static_assert(is_same<product_t, fp8_e4m3_t> && HEAD_SIZE % PIECE == 0 && VALUE_ROWS % PIECE == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && TOKENS % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)

@@ -13,7 +13,7 @@
 #include "prefill_tiles.cuh"
 
 constexpr int KEY_PARTS = ROW_BYTES / TOKENS, VALUE_ROWS = HEAD_SIZE / KEY_PARTS;
-static_assert(ROW_BYTES % TOKENS == 0 && VALUE_ROWS % 64 == 0);
+static_assert(ROW_BYTES % TOKENS == 0 && VALUE_ROWS % 16 == 0);
 
 // Where values of 64 elements begin in a tile.
 DEVICE constexpr int place_of_values(int element) {

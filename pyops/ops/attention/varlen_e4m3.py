@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from ..._core import tuning
+from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
@@ -28,11 +28,10 @@ from .varlen_problem import Problem
 _e4m3 = Kernel("attention/attention_varlen_e4m3.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
 
-_CONSUMERS = 2
-_ITEM_ROWS = 64 * _CONSUMERS
-_HEAD_SIZES = (64, 128, 256)
+# Keys of a tile and warpgroups of rows, by the size of a head, as registers allow; the first is chosen:
+# docs/performance/prefill.md, "Tiles and warpgroups of e4m3".
+_GEOMETRIES = {64: ((128, 2), (128, 3), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
 _NUM_THREADS = 256  # of widen_queries.cu; no measurement of its own
-_VEC_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +40,20 @@ class E4m3Config:
 
     Attributes:
         tokens: keys of a tile.
+        consumers: warpgroups of 64 rows.
     """
 
     tokens: int
+    consumers: int
 
     def __post_init__(self) -> None:
-        if self.tokens not in (64, 128):
+        if self.tokens not in (64, 128) or self.consumers not in (2, 3):
             raise ValueError(f"no geometry of attention_varlen_e4m3.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[E4m3Config]:
-        """The other tile at heads of 128. Larger ones lack registers for 128 keys, and of 64 keys a row of values has
-        two parts of a head, each of 64 elements at least."""
-        return tuning.varied(self, tokens=(64, 128)) if problem.query.shape[2] == 128 else []
+        """Another tile, or another number of warpgroups."""
+        found = tuning.varied(self, tokens=(64, 128), consumers=(2, 3))
+        return [one for one in found if (one.tokens, one.consumers) in _GEOMETRIES[problem.query.shape[2]]]
 
     def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
         """As many blocks as the device has multiprocessors, which take work items from a counter."""
@@ -60,10 +61,10 @@ class E4m3Config:
         assert codes is not None
         device, (num_tokens, _, head_size) = codes.device, codes.shape
         caches = problem.kv.key_cache, problem.kv.value_cache
-        item_tokens, box_tokens = _ITEM_ROWS // problem.group, gcd(layout.block_size, self.tokens)
+        item_tokens, box_tokens = 64 * self.consumers // problem.group, gcd(layout.block_size, self.tokens)
         row_bytes = -(-head_size // ROW_BYTES) * ROW_BYTES
         tile_bytes = self.tokens * row_bytes
-        stages, query_stages, shared = stages_of(device, _ITEM_ROWS * row_bytes, tile_bytes, tile_bytes)
+        stages, query_stages, shared = stages_of(device, 64 * self.consumers * row_bytes, tile_bytes, tile_bytes)
         num_tiles = num_tokens // item_tokens + problem.num_seqs
         num_items = num_tiles * layout.num_kv_heads
         kernel = _e4m3.for_arch(device.arch_feature)
@@ -80,14 +81,14 @@ class E4m3Config:
             kernel(
                 **{name: value for name, value in constants.items() if name not in others},
                 TOKENS=self.tokens,
-                CONSUMERS=_CONSUMERS,
+                CONSUMERS=self.consumers,
                 BOX_TOKENS=box_tokens,
                 WHOLE_HEADS=whole_heads,
                 STAGES=stages,
                 QUERY_STAGES=query_stages,
             ).launch(
                 min(num_items, device.multiprocessors),
-                128 * (_CONSUMERS + 1),
+                128 * (self.consumers + 1),
                 shared,
                 **taken(kernel, arguments),
                 query_map=map_of_queries(codes, problem.group, item_tokens),
@@ -105,20 +106,20 @@ def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
 
 
 def choose(problem: Problem, device: Device) -> E4m3Config | None:
-    """The largest tile that registers have room for; None where attention_varlen_e4m3.cu does not serve the call, or
+    """The geometry by the size of heads; None where attention_varlen_e4m3.cu does not serve the call, or
     parts of it have keys of their own (split-KV)."""
     codes = problem.codes
     if (
         codes is None
         or not problem.uses_wgmma
         or not problem.has_plain_logits
-        or codes.shape[2] not in _HEAD_SIZES
+        or codes.shape[2] not in _GEOMETRIES
         or codes.alignment < 16
         or heads_stride(codes) % 16
     ):
         return None
-    config = E4m3Config(tokens=128 if codes.shape[2] <= 128 else 64)
-    return config if choose_splits(problem, _ITEM_ROWS, config.tokens, device) == 1 else None
+    config = E4m3Config(*_GEOMETRIES[codes.shape[2]][0])
+    return config if choose_splits(problem, 64 * config.consumers, config.tokens, device) == 1 else None
 
 
 def widened(problem: Problem, launches: list[Launch]) -> list[Launch]:
@@ -137,9 +138,7 @@ def widened(problem: Problem, launches: list[Launch]) -> list[Launch]:
             if isinstance(value, TensorMap) and value.tensor is problem.query
         }
     row_size = codes.shape[1] * codes.shape[2]
-    access = (
-        _VEC_SIZE if row_size % _VEC_SIZE == heads_stride(codes) % _VEC_SIZE == codes.alignment % _VEC_SIZE == 0 else 1
-    )
+    access = check.vector_width(row_size, codes, problem.query)
     widen = _widen_queries(scalar_t=problem.query.dtype, VEC_SIZE=access, NUM_THREADS=_NUM_THREADS)
     return [
         widen.launch(
