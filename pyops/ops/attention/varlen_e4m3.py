@@ -30,7 +30,7 @@ _widen_queries = Kernel("attention/widen_queries.cu")
 
 # Keys of a tile and warpgroups of rows, by the size of a head, as registers allow; the first is chosen:
 # docs/performance/prefill.md, "Tiles and warpgroups of e4m3".
-_GEOMETRIES = {64: ((128, 2), (128, 3), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
+_GEOMETRIES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
 _NUM_THREADS = 256  # of widen_queries.cu; no measurement of its own
 
 
