@@ -34,7 +34,8 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
 constexpr int DEPTH = 32;  // elements along K of a product
-constexpr int PIECE = CONSUMERS == 3 ? 32 : 64, PIECES = HEAD_SIZE / PIECE;
+constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // elements of the head, as registers allow
+constexpr int PIECES = HEAD_SIZE / PIECE;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 constexpr uint32_t FOUR_ONES = 0x38383838u;

@@ -17,7 +17,7 @@ constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
-// Those of e4m3 are scaled up by 2^8 already, and at most 448.
+// Probabilities of e4m3 are scaled up by 2^8 already, and 448 is the largest e4m3.
 constexpr float SLACK = sizeof(product_t) == 1 ? 0.8f : 8.0f;
 // Large heads lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
 constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;

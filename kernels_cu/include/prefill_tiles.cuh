@@ -14,6 +14,7 @@
 #include "mma.cuh"
 #include "prefill_work.cuh"
 
+// Whether codes are widened before they are multiplied; whether they are multiplied as they are.
 constexpr bool IS_FP8 = !is_same<cache_t, product_t>, IS_E4M3 = sizeof(product_t) == 1;
 constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
 constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;
