@@ -33,7 +33,7 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int DEPTH = 32;  // elements along K of a product
+constexpr int DEPTH = 32;                        // elements along K of a product
 constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // elements of the head, as registers allow
 constexpr int PIECES = HEAD_SIZE / PIECE;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
