@@ -4,13 +4,14 @@ python -m benchmarks.attention
 python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
 python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-16384:32/8x128
 
-A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, the same with "capped" for "prompts", where a soft cap
-of 30 is on logits, or with "decode", one query token to a sequence, or mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in
-:BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is bf16, fp8, e4m3 (prompts: an fp8 cache, queries of
-e4m3) or, for MLA, ds_mla, entries of 656 bytes; other queries are bf16. Prompts are causal, every query token new;
-TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths from 1 to
-16384, evenly spaced. torch's attention (cuDNN's and FlashAttention of prompts; of decode rows, whichever it takes)
-reads contiguous keys and values, of whole prompts and of equal lengths.
+A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, or HEAD_SIZE/VALUE_SIZE for shorter values, the same
+with "capped" for "prompts", where a soft cap of 30 is on logits, or with "decode", one query token to a sequence, or
+mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS, decode rows and a prompt of NEW tokens in one batch, beside a call of each, or
+mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is
+bf16, fp8, e4m3 (prompts: an fp8 cache, queries of e4m3) or, for MLA, ds_mla, entries of 656 bytes; other queries are
+bf16. Prompts are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS
+of 1-16384 of decode rows are lengths from 1 to 16384, evenly spaced. torch's attention (cuDNN's and FlashAttention of
+prompts; of decode rows, whichever it takes) reads contiguous keys and values, of whole prompts and of equal lengths.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ ROWS = (
     "prompts:fp8:1x8192:32/8x128",
     *(f"prompts:e4m3:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     "prompts:bf16:1x256+32768:32/8x128",
+    *(f"prompts:bf16:1x4096:128/128x{size}" for size in ("192/128", "192")),
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
+    *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
@@ -57,22 +60,20 @@ def _tables(num_seqs: int, tokens: int, block: int) -> Any:
     return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
 
 
-def prompts(
-    cache: str, num_seqs: int, new: int, heads: tuple[int, int, int], block: int, cached: int = 0
-) -> dict[str, Any]:
+def prompts(cache: str, num_seqs: int, new: int, heads: tuple[int, ...], block: int, cached: int = 0) -> dict[str, Any]:
     """The arguments of `paged_attention_varlen`, by name, for so many new tokens behind cached ones."""
-    num_heads, num_kv_heads, head_size = heads
+    num_heads, num_kv_heads, *sizes = heads
     tokens = new + cached
     tables = _tables(num_seqs, tokens, block)
-    caches = [_randn(tables.numel(), block, num_kv_heads, head_size).to(_DTYPES[cache]) for _ in "kv"]
-    query = _randn(num_seqs * new, num_heads, head_size)
+    caches = [_randn(tables.numel(), block, num_kv_heads, size).to(_DTYPES[cache]) for size in sizes]
+    query = _randn(num_seqs * new, num_heads, sizes[0])
     return {
-        "out": torch.empty_like(query),
+        "out": query.new_empty(num_seqs * new, num_heads, sizes[1]),
         "query": query.to(_DTYPES[cache]) if cache == "e4m3" else query,
         "key_cache": caches[0],
         "value_cache": caches[1],
         "num_kv_heads": num_kv_heads,
-        "scale": head_size**-0.5,
+        "scale": sizes[0] ** -0.5,
         "block_tables": tables,
         "seq_lens": torch.full((num_seqs,), tokens, dtype=torch.int32, device="cuda"),
         "cu_seqlens_q": torch.arange(0, num_seqs * new + 1, new, dtype=torch.int32, device="cuda"),
@@ -83,9 +84,7 @@ def prompts(
     }
 
 
-def decode(
-    cache: str, num_seqs: int, tokens: int, heads: tuple[int, int, int], block: int, shortest: int
-) -> dict[str, Any]:
+def decode(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, shortest: int) -> dict[str, Any]:
     """The arguments of `paged_attention_v1`, by name, for lengths from `shortest` to `tokens`, in any order."""
     call = prompts(cache, num_seqs, 1, heads, block, tokens - 1)
     lengths = torch.linspace(shortest, tokens, num_seqs, device="cuda").round().int()
@@ -96,6 +95,19 @@ def decode(
     }
     del call["cu_seqlens_q"]
     return call | changed
+
+
+def mixed(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, new: int) -> dict[str, Any]:
+    """The arguments of `paged_attention_varlen`, by name, for decode rows of so many tokens and a new prompt."""
+    call = prompts(cache, num_seqs + 1, 1, heads, block, max(tokens, new) - 1)
+    index = {"dtype": torch.int32, "device": "cuda"}
+    query = _randn(num_seqs + new, heads[0], heads[2])
+    return call | {
+        "out": query.new_empty(num_seqs + new, heads[0], heads[3]),
+        "query": query,
+        "seq_lens": torch.tensor([tokens] * num_seqs + [new], **index),
+        "cu_seqlens_q": torch.tensor([*range(num_seqs + 1), num_seqs + new], **index),
+    }
 
 
 def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
@@ -123,6 +135,7 @@ _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "prompts": prompts,
     "capped": prompts,
     "decode": decode,
+    "mixed": mixed,
     "mla": mla,
 }
 
@@ -153,6 +166,23 @@ def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
     return lambda: F.scaled_dot_product_attention(query, keys, values)
 
 
+def _two_calls(call: dict[str, Any]) -> Call:
+    """Decode attention of the rows of `mixed`, and the prompt alone."""
+    rows = len(call["seq_lens"]) - 1
+    of_rows, of_seqs = ("out", "query"), ("block_tables", "seq_lens")
+    decoded = call | {name: call[name][:rows] for name in (*of_rows, *of_seqs)}
+    prompt = call | {name: call[name][rows:] for name in (*of_rows, *of_seqs)}
+    prompt["cu_seqlens_q"] = call["cu_seqlens_q"][rows:] - rows
+    decoded |= {"max_seq_len": int(decoded["seq_lens"].max()), "alibi_slopes": None}
+    del decoded["cu_seqlens_q"]
+
+    def attend() -> None:
+        pyops.paged_attention_v1(**decoded)
+        pyops.paged_attention_varlen(**prompt)
+
+    return attend
+
+
 def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[str, Any]], Call]]:
     """{name: a function that makes a call of arguments}."""
     from torch.nn.attention import SDPBackend
@@ -164,7 +194,9 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
             pyops.paged_attention_v1 if kind == "decode" else pyops.paged_attention_varlen, **call
         )
     }
-    if cache == "bf16" and whole and kind == "decode":
+    if kind == "mixed":
+        found["two calls"] = _two_calls
+    elif cache == "bf16" and whole and kind == "decode":
         found["SDPA"] = _sdpa_of_one_token
     elif cache == "bf16" and whole:
         found["cuDNN"] = partial(_sdpa, SDPBackend.CUDNN_ATTENTION)
@@ -173,7 +205,7 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
 
 
 def parse(row: str) -> tuple[str, str, list[Any], float]:
-    """(kind, cache, the sizes that `prompts`, `decode` or `mla` takes, floating-point operations)."""
+    """(kind, cache, the sizes that the maker of this kind takes, floating-point operations)."""
     kind, cache, sequences, heads, *block = row.split(":")
     count, _, length = sequences.partition("x")
     shortest, is_mixed, longest = length.partition("-")
@@ -183,14 +215,18 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         num_heads = int(heads)
         operations = 2.0 * num_seqs * tokens * num_heads * (2 * _LATENT + _ROPE)
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
-    num_heads, num_kv_heads, head_size = map(int, heads.replace("/", "x").split("x"))
+    num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
+    sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
+    elements = num_heads * sum(sizes_of_heads[2:])  # of keys and values that a query token meets
     if kind == "decode":
         least = int(shortest) if is_mixed else tokens
-        operations = 2.0 * num_seqs * (least + tokens) * num_heads * head_size
-        sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, least]
+        operations = 1.0 * num_seqs * (least + tokens) * elements
+        sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, least]
         return kind, cache, sizes, operations
-    operations = 2.0 * num_seqs * tokens * (2 * cached + tokens) * num_heads * head_size
-    sizes = [num_seqs, tokens, (num_heads, num_kv_heads, head_size), int(block[0]) if block else 16, cached]
+    operations = 1.0 * num_seqs * tokens * (2 * cached + tokens) * elements
+    if kind == "mixed":
+        operations = (2.0 * num_seqs * tokens + cached * cached) * elements
+    sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, cached]
     return kind, cache, sizes, operations
 
 

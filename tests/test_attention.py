@@ -31,6 +31,7 @@ def paged_call(
     dtype: torch.dtype = torch.float32,
     packed: bool = False,
     on: str = "cpu",
+    value_size: int = 0,
 ) -> dict[str, Any]:
     """The arguments of a call, and the keys and values of each sequence as plain tensors."""
     generator = torch.Generator().manual_seed(sum(lengths) + head_size)
@@ -39,7 +40,10 @@ def paged_call(
     num_blocks = len(lengths) * max_blocks + 3
     table = torch.randperm(num_blocks, generator=generator)[: len(lengths) * max_blocks].view(len(lengths), max_blocks)
     query = torch.randn(len(lengths), num_heads, head_size, generator=generator).to(dtype)
-    slots = [torch.randn(num_blocks, block_size, num_kv_heads, head_size, generator=generator).to(dtype) for _ in "kv"]
+    slots = [
+        torch.randn(num_blocks, block_size, num_kv_heads, size, generator=generator).to(dtype)
+        for size in (head_size, value_size or head_size)
+    ]
     plain = []
     for s, length in enumerate(lengths):
         plain.append([cache[table[s]].flatten(0, 1)[:length] for cache in slots])
@@ -48,7 +52,7 @@ def paged_call(
         for i in range(length):
             used[int(table[s, i // block_size]) * block_size + i % block_size] = True
     for cache in slots:  # what no token has is NaN
-        cache.view(-1, num_kv_heads, head_size)[~used] = torch.nan
+        cache.view(len(used), num_kv_heads, -1)[~used] = torch.nan
     key_cache, value_cache = slots
     if packed:
         x = 16 // key_cache.element_size()
@@ -666,6 +670,16 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
         _, (launch,) = V1.check(*(call.get(p.name, p.default) for p in V1.parameters))
         assert launch.fixed["wave_splits"] > 0
         V1.wrapper(**call)
+
+
+@pytest.mark.usefixtures("no_clusters")
+def test_splits_of_mixed_lengths_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two waves are 16 splits, for which there are blocks; in proportion to lengths, rounded up, they would be 20."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    V1.forget()
+    with config.cpu("kernels"):
+        _assert_is_attention(paged_call([1, 286, 571, 857, 1143, 1429, 1714, 2000], (2, 1), dtype=torch.bfloat16))
+    V1.forget()
 
 
 def test_rocm_refuses_a_table_without_rows() -> None:

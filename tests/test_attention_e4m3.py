@@ -234,7 +234,6 @@ def test_choice() -> None:
         (_problem(4096, 192), HopperConfig, 2),
         (_problem(4096, 128, logits_soft_cap=9.0), HopperConfig, 2),
         (_problem(4096, 128, block=20), Config, 2),
-        (_problem(4, 128), Config, 2),
         (_problem(4096, 128, "sm_100"), Config, 2),
     ):
         chosen = choose(problem, problem.query.device)

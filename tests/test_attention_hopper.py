@@ -1,4 +1,4 @@
-"""attention_varlen_hopper.cu, mla_decode_hopper.cu and mla_decode_codes.cu: right under every schedule of the model of
+"""attention_varlen_hopper.cu, mla_decode_hopper.cu, mla_decode_few_heads.cu: right under every schedule of the model of
 Hopper on the host; what is chosen."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import mla_codes, mla_hopper, varlen_hopper
+from pyops._core.kernel import Kernel
+from pyops.ops.attention import mla_codes, mla_few_heads, mla_hopper, varlen_hopper
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.varlen_hopper import HopperConfig
 from pyops.ops.attention.varlen_plan import Config, choose, launch
@@ -72,6 +73,13 @@ def _varlen(
     VARLEN.forget()
 
 
+def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with caches of fp8 codes."""
+    plain = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
+    codes = {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
+    return call | codes | {"plain": plain, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
+
+
 @pytest.mark.parametrize(("block_size", "head_size", "has_lse"), [(16, 64, False), (64, 128, True)])
 def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
     """With sums of probabilities by products, which a log-sum-exp does without."""
@@ -94,8 +102,9 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
     call = varlen_call([65], [450], dtype=dtype, on=on)
     keys, query = call["plain"][0][0], call["query"][:1, :1]
     row = query[0, 0].double().cpu()
-    for begin in range(0, 450, 16):  # of every row; every other one is as far below
-        logits = torch.tensor([1.0, 1.4]).repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
+    for begin in range(0, 450, 16):  # of every row; every other one is further from 0, and in between below all bases
+        pair = torch.tensor([1.0, 40.0 if 64 <= begin < 192 else 1.4])
+        logits = pair.repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
         units = row * (logits / float(row @ row) / call["scale"])[:, None, None]
         keys[begin : begin + 16] = units[: len(keys) - begin]
         call["key_cache"][call["block_tables"][0, begin // 16].long()] = units.to(on, dtype)
@@ -120,6 +129,26 @@ def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_siz
     call = varlen_call(
         [65, 129], [65, 200], heads, dtype=torch.float16, head_size=head_size, block_size=block_size, on=on
     )
+    _varlen(one, **call)
+
+
+# Keys and values of latent attention; panels that values of a head fill in part, with splits, and of codes.
+SHORT_VALUES = [
+    (HopperConfig(128, 2), (192, 128), 16, False),
+    (HopperConfig(48, 3, max_splits=3), (128, 48), 64, False),
+    (HopperConfig(48, 2), (256, 80), 8, True),
+]
+
+
+@pytest.mark.parametrize(("one", "sizes", "block_size", "codes"), SHORT_VALUES, ids=str)
+def test_values_shorter_than_keys(
+    on: str, one: HopperConfig, sizes: tuple[int, int], block_size: int, codes: bool
+) -> None:
+    """What no token has is NaN. A window begins in a tile."""
+    options = {"dtype": torch.bfloat16, "block_size": block_size, "head_size": sizes[0], "value_size": sizes[1]}
+    call = varlen_call(COUNTS, [600, 257, 129], (2, 2), on=on, **options) | {"sliding_window": 400}
+    if codes:
+        call = _in_codes(call)
     _varlen(one, **call)
 
 
@@ -173,10 +202,28 @@ def test_splits_with_options(on: str) -> None:
 def test_fp8_caches(on: str, one: HopperConfig, head_size: int, block_size: int, dtype: torch.dtype) -> None:
     """Slots of no token hold NaN, and so do blocks that are another's, before a window."""
     call = varlen_call([65, 129], [65, 200], dtype=dtype, head_size=head_size, block_size=block_size, on=on)
-    call["plain"] = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
-    call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
-    call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0, "sliding_window": 150}
+    call = _in_codes(call) | {"sliding_window": 150}
     _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
+    """Rows that float16 has no room for, large and small, beside others, whose logits decide; rows of zeros; parts of a
+    row that count for nothing beside others."""
+    call = varlen_call([70, 3], [70, 200], dtype=torch.bfloat16, on=on)
+    call["plain"] = [[x.to(FP8).double() for x in pair] for pair in call["plain"]]
+    call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
+    powers = torch.tensor([4, 24, -26, 25, -122, 23, 64, -129, 44], device=on)[torch.arange(73 * 4, device=on) % 9]
+    call["query"] *= 2.0 ** powers.double().view(73, 4, 1)
+    call["query"][5], call["query"][6, :, 3:] = 0.0, 0.0
+    call["query"][7, :, 5:] *= 2.0**-60
+    _varlen(HopperConfig(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
+    call["query"] = call["query"][:, :1].expand(-1, 4, -1).sign() * 3e38  # every logit is beyond 2^24, and finite
+    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
+    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0, of a product with a vast unit
+    for keys, _ in call["plain"]:
+        keys[..., 0] = 0.0
+    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 8.0})
 
 
 def test_scales_of_heads(on: str) -> None:
@@ -325,17 +372,20 @@ def test_slices(on: str) -> None:
 
 
 def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> Problem:
-    """Of four sequences, with eight query heads to each of two key-value heads."""
+    """Of `num_seqs` sequences, four, with eight query heads to each of two key-value heads."""
+    num_seqs = changes.get("num_seqs", 4)
     make = ArgMaker(device.model(arch))
     dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
-    cache = make.empty(99, block_size, 2, head_size, dtype=changes.get("cache_dtype", dtype))
+    value_size, cache_dtype = changes.get("value_size", head_size), changes.get("cache_dtype", dtype)
+    caches = [make.empty(99, block_size, 2, size, dtype=cache_dtype) for size in (head_size, value_size)]
+    if apart := changes.get("heads_apart"):  # elements
+        caches = [replace(cache, strides=(block_size * 2 * apart, 2 * apart, apart, 1)) for cache in caches]
     index = {"dtype": "int32"}
     kv = PagedKV(
-        cache,
-        cache,
+        *caches,
         2,
-        make.empty(4, 64, **index),
-        make.empty(4, **index),
+        make.empty(num_seqs, 64, **index),
+        make.empty(num_seqs, **index),
         block_size,
         "auto" if "cache_dtype" not in changes else "fp8",
         make.empty(changes.get("scales", 1), dtype="float32"),
@@ -344,9 +394,9 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     slopes = make.empty(16, dtype="float32") if changes.get("options") else None
     query = make.empty(num_tokens, 16, head_size, dtype=dtype)
     call = {
-        "out": query,
+        "out": make.empty(num_tokens, 16, value_size, dtype=dtype),
         "query": query,
-        "cu_seqlens_q": make.empty(5, **index),
+        "cu_seqlens_q": make.empty(num_seqs + 1, **index),
         "causal": True,
         "q_scale": None,
         **kv.named(),
@@ -356,20 +406,23 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
 
 
 def test_choice() -> None:
-    """Tiles by the size of heads; the other kernels for what cannot be mapped, and for few rows of each sequence."""
-    for head_size, options, expected in (
-        (64, False, HopperConfig(112, 3)),
-        (80, True, HopperConfig(128, 2)),
-        (128, False, HopperConfig(128, 2)),
-        (192, False, HopperConfig(112, 2)),
-        (64, True, HopperConfig(96, 3)),
-        (192, True, HopperConfig(96, 2)),
-        (256, False, HopperConfig(80, 2)),
-        (256, True, HopperConfig(64, 2)),
+    """Tiles by the sizes of heads; the other kernels for what cannot be mapped."""
+    for head_size, value_size, options, expected in (
+        (64, 64, False, HopperConfig(112, 3)),
+        (80, 80, True, HopperConfig(128, 2)),
+        (128, 128, False, HopperConfig(128, 2)),
+        (192, 192, False, HopperConfig(112, 2)),
+        (192, 128, False, HopperConfig(128, 2)),
+        (256, 128, False, HopperConfig(96, 2)),
+        (64, 64, True, HopperConfig(96, 3)),
+        (192, 192, True, HopperConfig(96, 2)),
+        (256, 256, False, HopperConfig(80, 2)),
+        (256, 256, True, HopperConfig(64, 2)),
     ):
-        problem = _problem(4096, head_size, options=options)
+        sizes = {"head_size": head_size, "value_size": value_size, "options": options}
+        problem = _problem(4096, **sizes)
         assert choose(problem, HOPPER) == expected
-        of_codes = _problem(4096, head_size, options=options, cache_dtype="uint8")
+        of_codes = _problem(4096, **sizes, cache_dtype="uint8")
         for served in (problem, of_codes) if of_codes.uses_wgmma else (problem,):
             chosen = choose(served, HOPPER)
             assert isinstance(chosen, HopperConfig)
@@ -382,8 +435,9 @@ def test_choice() -> None:
     assert choose(_problem(64, 256), HOPPER) == HopperConfig(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == HopperConfig(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == HopperConfig(128, 2)
+    # Of 70 sequences, whose single tokens decode attention takes, none may be left; numbers without work cost, too.
+    assert choose(_problem(70, 128, num_seqs=70), HOPPER) == HopperConfig(128, 2)
     for problem in (
-        _problem(4, 128),
         _problem(0, 128),
         _problem(4096, 120),
         _problem(4096, 272),
@@ -395,6 +449,10 @@ def test_choice() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), Config)
+    # Boxes of whole heads, where heads have whole panels and lie whole panels apart.
+    for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
+        problem = _problem(4096, head_size, heads_apart=apart)
+        assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole
     # Sections of heads that have room in the L2 cache, but of two rounds of items at least.
     for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
         problem = _problem(tokens, 128, block_size=slots * 8)
@@ -404,29 +462,48 @@ def test_choice() -> None:
             wrong()
 
 
+def test_choice_of_decode_attention() -> None:
+    """For sequences of one token among many, of which the other kernel takes none; values are as long as keys there."""
+    for num_tokens, changes, files in (
+        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "attention_varlen_hopper.cu"]),
+        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "attention_varlen.cu"]),
+        (70 * 128, {"num_seqs": 70}, ["attention_varlen_hopper.cu"]),
+        (65 * 100, {"num_seqs": 65}, ["attention_varlen_hopper.cu"]),
+        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["attention_varlen_hopper.cu"]),
+        (70, {"num_seqs": 70, "dtype": "float32"}, ["attention_decode_simt.cu"]),
+    ):
+        problem = _problem(num_tokens, 128, **changes)
+        launches = launch(problem, choose(problem, HOPPER))
+        assert [one.specialisation.kernel.file for one in launches] == [f"attention/{name}" for name in files]
+        assert len(files) == 1 or launches[-1].fixed["min_tokens"] == 2
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize(
-    ("head_size", "options", "codes", "splits"),
+    ("sizes", "options", "codes", "splits"),
     few(
         [
-            (64, False, True, False),
-            (128, False, False, False),
-            (64, True, True, True),
-            (128, True, False, False),
-            (192, True, False, False),
-            (256, True, False, False),
-            (256, True, False, True),
-            (256, False, False, False),
-            (256, False, True, False),
-            (128, False, False, True),
-            (256, False, False, True),
+            ((64, 64), False, True, False),
+            ((128, 128), False, False, False),
+            ((64, 64), True, True, True),
+            ((128, 128), True, False, False),
+            ((192, 192), True, False, False),
+            ((256, 256), True, False, False),
+            ((256, 256), True, False, True),
+            ((256, 256), False, False, False),
+            ((256, 256), False, True, False),
+            ((128, 128), False, False, True),
+            ((256, 256), False, False, True),
+            ((192, 128), False, False, False),
+            ((192, 128), False, True, False),
+            ((192, 128), False, False, True),
         ],
         2,
     ),
 )
-def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes: bool, splits: bool) -> None:
+def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: bool, codes: bool, splits: bool) -> None:
     changes = {"cache_dtype": "uint8"} if codes else {}
-    problem = _problem(64 if splits else 4096, head_size, options=options, **changes)
+    problem = _problem(64 if splits else 4096, sizes[0], value_size=sizes[1], options=options, **changes)
     one = launch(problem, choose(problem, HOPPER))[0].specialisation
     assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
@@ -439,7 +516,7 @@ def test_compiles_without_spills_and_advice(head_size: int, options: bool, codes
     few(
         [
             ([70, 129], 24, 16, 1, torch.bfloat16),
-            ([65, 129], 9, 8, 1, torch.bfloat16),
+            ([65, 129], 20, 8, 1, torch.bfloat16),
             ([65, 129], 128, 64, 1, torch.bfloat16),
             ([450, 65], 40, 48, 3, torch.bfloat16),
             ([330, 65, 0], 100, 128, 2, torch.float16),
@@ -473,10 +550,17 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
         ([65, 129, 0], 16, 16, 1, torch.bfloat16, FP8),
         ([330], 11, 5, 2, torch.bfloat16, torch.uint8),
         ([193, 1], 7, 64, 1, torch.float16, torch.uint8),
+        ([65, 130, 0], 16, 24, 1, torch.bfloat16, None),
     ],
 )
 def test_mla_codes(
-    on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype, kind: torch.dtype
+    on: str,
+    lengths: list[int],
+    num_heads: int,
+    page_size: int,
+    splits: int,
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
 ) -> None:
     """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
     parts of a query differ, and so do heads."""
@@ -493,7 +577,8 @@ def test_mla_codes(
             call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
-        expected = mla_codes.CodesConfig if num_heads <= 16 else mla_hopper.HopperConfig
+        few_heads = mla_codes.CodesConfig if kind == FP8 else mla_few_heads.FewHeadsConfig
+        expected = few_heads if num_heads <= 16 else mla_hopper.HopperConfig
         chosen = tuning.last[MLA.name]
         assert isinstance(chosen, expected)
         if isinstance(chosen, mla_hopper.HopperConfig):  # two blocks of heads share conversions of scaled codes
@@ -505,10 +590,10 @@ def test_mla_codes(
     ("num_seqs", "num_heads", "tokens", "page_size", "grid"),
     [
         (64, 128, 4096, 64, (128, 1, 1)),
-        (64, 16, 4096, 16, (64, 2, 1)),
+        (64, 24, 4096, 16, (64, 2, 1)),
         (1, 128, 4096, 64, (2, 32, 1)),
         (1, 128, 32768, 64, (2, 64, 1)),
-        (1, 16, 32768, 8, (1, 128, 1)),
+        (1, 24, 32768, 8, (1, 128, 1)),
     ],
 )
 def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
@@ -523,7 +608,7 @@ def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, 
     assert first.specialisation.constants["HALF_BOXES"] == (page_size < 64)
 
 
-@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (17, FP8)], ids=str)
+@pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (20, None), (17, FP8)], ids=str)
 def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype | None) -> None:
     """The attention of a sequence is that over the tokens it has; without any, zeros."""
     call = mla_call([196, 40], num_heads, kind=kind, device=on)
@@ -572,17 +657,28 @@ def test_mla_compiles_without_spills_and_advice(
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-@pytest.mark.parametrize("is_ds_mla", few([True, False], 1))
-def test_mla_codes_compile_without_spills(is_ds_mla: bool) -> None:
-    one = mla_codes._decode(
+@pytest.mark.parametrize(
+    ("kernel", "cache_t", "is_ds_mla"),
+    few(
+        [
+            (mla_few_heads._decode, dtypes.float8_e4m3fn, True),
+            (mla_few_heads._decode, dtypes.bfloat16, False),
+            (mla_codes._decode, dtypes.float8_e4m3fn, False),
+        ],
+        2,
+    ),
+)
+def test_mla_of_few_heads_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool) -> None:
+    one = kernel(
         query_t=dtypes.bfloat16,
-        cache_t=dtypes.float8_e4m3fn,
+        cache_t=cache_t,
         out_t=dtypes.bfloat16,
         length_t=dtypes.int32,
         table_t=dtypes.int32,
         PAGE_SIZE=64,
         HAS_LSE=True,
         IS_DS_MLA=is_ds_mla,
+        **({} if kernel is mla_codes._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

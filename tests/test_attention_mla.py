@@ -128,7 +128,7 @@ def test_is_attention(
     """Lengths of 0, of 1, ending in a page, and of several splits; codes also by the kernel of many heads."""
     _assert_is_attention(_call([0, 1, 15, 16, 33, 150], dtype=dtype, kind=kind, device=device))
     if kind:
-        monkeypatch.setattr(mla_problem, "_MAX_HEADS_OF_CODES", 0)
+        monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
         MLA.forget()
         _assert_is_attention(_call([0, 16, 70], dtype=dtype, kind=kind, device=device))
         MLA.forget()

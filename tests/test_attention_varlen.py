@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import pyops
-from pyops._core import config
+from pyops._core import config, device
 from pyops.testing import assert_matches_reference
 from tests.calls import DEVICES, Host
 from tests.test_attention import in_codes_of_heads, paged_call
@@ -18,8 +19,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @pytest.fixture(params=DEVICES)
-def on(request: pytest.FixtureRequest) -> Any:
-    """Each device: its name; the host's runs the kernels."""
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each device: its name; the host's runs the kernels that compute capability 8.0 has."""
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 
@@ -33,7 +35,8 @@ def _call(counts: list[int], lengths: list[int], heads: tuple[int, int] = (4, 2)
     generator = torch.Generator().manual_seed(len(counts))
     query = torch.randn(sum(counts), heads[0], query.shape[2], generator=generator).to(query.dtype).to(on)
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(on)
-    return call | {"query": query, "out": torch.full_like(query, 7.0), "cu_seqlens_q": starts}
+    out = query.new_full((*query.shape[:2], call["value_cache"].shape[2 if more.get("packed") else 3]), 7.0)
+    return call | {"query": query, "out": out, "cu_seqlens_q": starts}
 
 
 def reference(
@@ -80,15 +83,49 @@ def test_is_attention(on: str, dtype: torch.dtype, packed: bool, causal: bool) -
     _assert_is_attention(call | {"causal": causal, "lse": torch.empty(4, 109, device=on)})
 
 
+def test_single_tokens_of_many_sequences(on: str) -> None:
+    """Among sequences of more tokens and of none; so many that decode attention takes them."""
+    counts = [*[1] * 40, 0, 9, *[1] * 30, 2]
+    call = _call(counts, [count and count + s * 7 % 40 for s, count in enumerate(counts)], dtype=torch.bfloat16, on=on)
+    _assert_is_attention(call | {"sliding_window": 25, "lse": torch.empty(4, sum(counts), device=on)})
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 1), (40, 2), (9, 1)])
 def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
     _assert_is_attention(_call([20, 3], [31, 3], heads, dtype=torch.bfloat16, on=on))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-@pytest.mark.parametrize("head_size", [8, 16, 80, 96, 120, 128, 192, 256, 264])
+@pytest.mark.parametrize("head_size", [8, 16, 80, 96, 128, 192, 256, 264])
 def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
     _assert_is_attention(_call([18, 2], [90, 2], head_size=head_size, dtype=torch.float16, packed=packed, on=on))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
+@pytest.mark.parametrize(("head_size", "value_size"), [(192, 128), (80, 16), (72, 41)])
+def test_values_shorter_than_keys(on: str, head_size: int, value_size: int, packed: bool) -> None:
+    """Keys of 192 elements and values of 128 are those of latent attention."""
+    call = _call(
+        [18, 2], [90, 2], head_size=head_size, value_size=value_size, dtype=torch.float16, packed=packed, on=on
+    )
+    _assert_is_attention(call | {"lse": torch.empty(4, 20, device=on), "sliding_window": 40})
+
+
+def test_sizes_of_values_that_are_refused() -> None:
+    call = _call([3], [3], head_size=32)
+    call.pop("plain")
+    for name, size, message in (
+        ("value_cache", 33, "value_cache: expected values of at most 32 elements like keys"),
+        ("value_cache", 0, "value_cache: expected values of at most 32 elements like keys"),
+        ("value_cache", 16, r"out: expected shape \(num_tokens=3, num_heads=4, value_size=16\)"),
+        ("out", 16, r"out: expected shape \(num_tokens=3, num_heads=4, value_size=32\)"),
+    ):
+        with pytest.raises(pyops.OpError, match=message):
+            VARLEN.wrapper(**call | {name: call[name].new_zeros(*call[name].shape[:-1], size)})
+    decode = {name: x for name, x in call.items() if name != "cu_seqlens_q"}
+    decode |= {"max_seq_len": 3, "alibi_slopes": None, "query": call["query"][:1], "out": call["out"][:1]}
+    with pytest.raises(pyops.OpError, match="value_cache: expected values of 32 elements like keys"):
+        pyops.paged_attention_v1(**decode | {"value_cache": call["value_cache"][..., :16]})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])

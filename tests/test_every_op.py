@@ -24,6 +24,7 @@ from pyops._core.example import ArgMaker
 from pyops._core.kernel import Scratch
 from pyops._core.layout import layout
 from pyops._core.op import Op
+from pyops._core.tensor import TensorArg
 from pyops._core.tensor_map import TensorMap
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
@@ -108,7 +109,7 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
             )  # TypeError for what does not fit
             for fmt, name in kernel.signature.parameters:
                 value = one.fixed.get(name, 0)
-                if isinstance(value, TensorMap):
+                if isinstance(value, TensorMap | TensorArg):
                     taken.add(value.name)
                 else:
                     Struct(fmt).pack(0 if isinstance(value, Scratch) else value)

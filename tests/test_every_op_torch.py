@@ -23,6 +23,9 @@ from tests import axes
 from tests.calls import DEVICES, KERNELS, example
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
+# What opcheck looks at where an op only writes. The last part of opcheck compiles the call for sizes that change, which
+# the fake of such an op, that does nothing, cannot tell from others; test_compile_without_graph_break compiles it.
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def _args(op: Op, device: str = "cpu") -> list[Any]:
@@ -123,7 +126,7 @@ def test_fake_and_meta_tensors(op: Op) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: Op, device: str) -> None:
     call = op.applied(_torch_op(op), _args(op, device))
-    torch.library.opcheck(call.func, call.args, call.keywords)
+    torch.library.opcheck(call.func, call.args, call.keywords, test_utils=CHECKS)
 
 
 @pytest.fixture

@@ -233,8 +233,9 @@ def test_mixers_are_one_graph(decodes: bool) -> None:
         ]
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.no_grad():
-        for lengths in ([1, 4, 6], [1, 5], [1, 3, 2, 4]):
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        # First come numbers that are no size of a weight, for which torch would take them, and never a single prompt.
+        for lengths in ([1, 4, 6, 3, 5, 2], [1, 5, 2], [1, 3, 2, 4]):
             starts = torch.tensor([0, *lengths]).cumsum(0).int()
             states = [torch.randn(8, 16, 2), torch.randn(8, 24, 2)], [torch.randn(8, 16, 4), torch.randn(8, 4, 4, 4)]
             slots, x = torch.randperm(7)[: len(lengths)].int(), torch.randn(sum(lengths), 8)

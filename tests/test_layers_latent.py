@@ -99,6 +99,16 @@ def test_prompts_and_steps_are_those_of_transformers(
     assert cache[[2, 5]].isnan().all()
 
 
+def test_prompts_are_traced_as_one_graph() -> None:
+    """Though products write keys beside their rotated elements, in tensors with gaps."""
+    query, up, entries = torch.randn(10, 40, 24), torch.randn(40, 28, 32), torch.randn(4, 4, 40)
+    texts = torch.tensor([[2, 1, 3]]), torch.tensor([10]), torch.tensor([0, 10])
+    attend, call = latent.expanded_attention, (query, up, entries, *texts, 0.2, torch.ones(1))
+    with torch.no_grad():
+        expected = attend(*call)
+        assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(*call), expected)
+
+
 def test_what_is_missing_or_not_supported_is_refused() -> None:
     theirs, _ = attention(20, 24, 8)
     modules = MLAModules(theirs.kv_a_layernorm, theirs.kv_b_proj, None, theirs.o_proj)

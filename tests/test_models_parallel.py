@@ -113,7 +113,8 @@ def _process(rank: int, world_size: int, store: str, dies: bool, results: Any) -
 
 def run(world_size: int, store: Path, dies: bool = False) -> list[Any]:
     """What each process of a world has to say, in the order of ranks."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the imports, which take longer than what the processes do
     results = context.Queue()
     arguments = [(rank, world_size, str(store), dies, results) for rank in range(world_size)]
     processes = [context.Process(target=_process, args=one, daemon=True) for one in arguments]

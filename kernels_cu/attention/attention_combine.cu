@@ -123,14 +123,9 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
             for (int j = 0; j < VEC_SIZE; ++j) sum[j] = fmaf(factor, group_sum[block_head][i][j][lane], sum[j]);
         }
     }
+    max_logit *= LOG2_E;
     exp_sum *= FULL_SCALE<float>;
-    float shrink = 1.0f;
-    if (HAS_SINKS) {
-        const float sink = sinks[head], larger = fmaxf(max_logit, sink);
-        shrink = relative_exp(max_logit, larger);
-        exp_sum = exp_sum * shrink + relative_exp(sink, larger);
-        max_logit = larger;
-    }
+    const float shrink = HAS_SINKS ? count_sink(sinks[head], max_logit, exp_sum) : 1.0f;
     const float scale =
         shrink / (exp_sum + 1e-6f) * (FULL_SCALE<float> * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f));
 #pragma unroll
@@ -139,7 +134,6 @@ attention_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEA
         Vec<out_t, VEC_SIZE>::from_floats(sum).store(out + row * out_stride + head * HEAD_SIZE + column);
     }
     if (HAS_LSE && part == 0 && group == 0 && lane == 0) {
-        const float result = exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum);
-        lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = result;
+        lse[LSE_BY_ROW ? row * NUM_HEADS + head : head * num_rows + row] = log_sum_exp(max_logit, exp_sum);
     }
 }

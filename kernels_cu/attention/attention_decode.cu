@@ -6,9 +6,9 @@
 // Blocks: blockIdx.x counts sequences, key-value heads and groups of HEADS query heads; blockIdx.y counts the splits of
 // a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and the
 // lengths of all sequences say how many splits each has (Balance). CLUSTER > 1: a sequence is one split, and the CLUSTER
-// blocks of blockIdx.y share it; they join their results through shared memory. `arrived` counts the splits of a row (a
-// sequence and its heads of a block) that are done: the block of the last one joins them. Where `arrived` is null,
-// attention_combine.cu joins the splits.
+// blocks of blockIdx.y share it; they join their results through shared memory. `arrived` counts the splits of a query
+// head that are done: a warp of the last one joins them (decode_join.cuh). Where `arrived` is null, attention_combine.cu
+// joins the splits.
 //
 // Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes
 // S^T = K Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads the next step meanwhile. The warps
@@ -55,7 +55,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                  partial_t* tmp_out,               // [num_seqs, NUM_KV_HEADS * GROUP, max_splits, HEAD_SIZE]
                  float* max_logits,                // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
                  float* exp_sums,                  // [num_seqs, NUM_KV_HEADS * GROUP, max_splits]
-                 uint32_t* arrived,                // [num_seqs, NUM_KV_HEADS * HEAD_BLOCKS] zeros, or null
+                 uint32_t* arrived,                // [num_seqs, NUM_KV_HEADS * GROUP] zeros, or null
+                 PassedPair* results,              // [splits of all, NUM_KV_HEADS * GROUP, RESULT_PAIRS] zeros, or null
                  float* lse,                       // [NUM_KV_HEADS * GROUP, num_rows]
                  const scalar_t* query,            // [num_rows, NUM_KV_HEADS * GROUP, HEAD_SIZE]
                  const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE] or PACKED
@@ -282,9 +283,22 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                             : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS
                                                                  : MIN_CLUSTER_THREADS;
     const auto write = [&](int head, const auto& join, auto total) {
-        const int64_t query_head = first_head + head;
+        const int64_t query_head = first_head + head, row = find_row();
+        if constexpr (MAY_BALANCE) {
+            if (!direct && arrived) {
+                constexpr int STRIDE = NUM_KV_HEADS * GROUP * RESULT_PAIRS;
+                const int64_t first_split = blockIdx.x / ROW_BLOCKS - split;
+                SplitJoin all(results + first_split * STRIDE + query_head * RESULT_PAIRS, STRIDE, splits.count);
+                all.leave(split, total, join.max_logit, join.exp_sum, value_unit);
+                if (!all.arrive(arrived + int64_t(seq) * NUM_KV_HEADS * GROUP + query_head)) return;
+                write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
+                    [&](int, int e) { return all.sum[e]; }, all.max_logit, all.exp_sum, 1.0f, true, sinks + query_head,
+                    out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row, tmp_out,
+                    max_logits, exp_sums);
+                return;
+            }
+        }
         const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits + split;
-        const int64_t row = find_row();
         write_result<product_t, WRITERS, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             total, join.max_logit, join.exp_sum, value_unit, direct, sinks + query_head,
             out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
@@ -327,23 +341,5 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
                   [&](int, int e) { return join.weighted_sum([&](int rank) { return outputs[e][rank]; }); });
         }
         leave_cluster<CLUSTER>();
-    }
-
-    // The last block of a row joins the row's splits, whose results are float.
-    if constexpr (MAY_BALANCE) {
-        if (direct || !arrived) return;
-        __shared__ uint32_t is_last;
-        uint32_t* counter = arrived + int64_t(seq) * ROW_BLOCKS + blockIdx.x % ROW_BLOCKS;
-        if (!arrives_last(counter, splits.count, &is_last)) return;
-        for (int head = warp; head < num_heads; head += num_warps) {
-            const int64_t query_head = first_head + head, row = find_row();
-            const int64_t part = (int64_t(seq) * NUM_KV_HEADS * GROUP + query_head) * max_splits;
-            const JoinedSplits joined(reinterpret_cast<const float*>(tmp_out) + part * HEAD_SIZE, max_logits + part,
-                                      exp_sums + part, splits.count);
-            write_result<float, WARP_SIZE, HEAD_SIZE, 0, HAS_SINKS, HAS_LSE>(
-                [&](int, int e) { return joined.sum[e]; }, joined.max_logit, joined.exp_sum, 1.0f, true,
-                sinks + query_head, out + row * out_stride + query_head * HEAD_SIZE, lse + query_head * num_rows + row,
-                tmp_out, max_logits, exp_sums);
-        }
     }
 }

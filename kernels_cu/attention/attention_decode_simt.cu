@@ -12,6 +12,7 @@
 // attended if (kb + offset of the head) % blocksparse_vert_stride == 0 or kb > qb - blocksparse_local_blocks.
 //
 // Constants, besides those of attention_decode.cu
+//     VALUE_SIZE        elements of a value of a head, at most HEAD_SIZE
 //     SPARSE            attention is block-sparse
 //     X                 PACKED: elements in the innermost dimension of the keys
 //     VARLEN, CAUSAL    attention_varlen.cu explains CAUSAL; with VARLEN starts_t is the element type of cu_seqlens_q
@@ -22,18 +23,19 @@
 
 constexpr int NUM_HEADS = NUM_KV_HEADS * GROUP;
 constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
-constexpr int DIMS = ceil_div(HEAD_SIZE, WARP_SIZE);  // head dimensions of a lane
+// Dimensions of a lane: of queries and keys, and of values.
+constexpr int DIMS = ceil_div(HEAD_SIZE, WARP_SIZE), VALUE_DIMS = ceil_div(VALUE_SIZE, WARP_SIZE);
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 1)
-attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS, HEAD_SIZE]
-                      partial_t* tmp_out,               // [num_seqs, NUM_HEADS, max_splits, HEAD_SIZE]
+attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS, VALUE_SIZE]
+                      partial_t* tmp_out,               // [num_seqs, NUM_HEADS, max_splits, VALUE_SIZE]
                       float* max_logits,                // [num_seqs, NUM_HEADS, max_splits]
                       float* exp_sums,                  // [num_seqs, NUM_HEADS, max_splits]
                       float* lse,                       // [NUM_HEADS, num_rows]
                       const scalar_t* query,            // [num_rows, NUM_HEADS, HEAD_SIZE]
                       const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
-                      const cache_t* value_cache,       // likewise
+                      const cache_t* value_cache,       // likewise, of VALUE_SIZE
                       const table_t* block_tables,      // [num_seqs, max_tokens / BLOCK_SIZE]
                       const length_t* seq_lens,         // [num_seqs]
                       const starts_t* query_start_loc,  // [num_seqs + 1]
@@ -70,11 +72,11 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
 
     const auto dim_of = [&](int i) { return i * WARP_SIZE + lane; };
     const auto exists = [&](int i) { return HEAD_SIZE % WARP_SIZE == 0 || dim_of(i) < HEAD_SIZE; };
-    float q[DIMS], o[DIMS];
+    const auto has_value = [&](int i) { return VALUE_SIZE % WARP_SIZE == 0 || dim_of(i) < VALUE_SIZE; };
+    float q[DIMS], o[VALUE_DIMS] = {};
 #pragma unroll
     for (int i = 0; i < DIMS; ++i) {
         q[i] = exists(i) ? to_float(query[row * query_stride + int64_t(head) * HEAD_SIZE + dim_of(i)]) : 0.0f;
-        o[i] = 0.0f;
     }
     const float unit =
         logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
@@ -112,24 +114,24 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
         max_logit = larger;
         exp_sum = fmaf(exp_sum, shrink, probability);
 #pragma unroll
-        for (int i = 0; i < DIMS; ++i) {
+        for (int i = 0; i < VALUE_DIMS; ++i) {
             const int dim = dim_of(i);
             const int64_t at = PACKED ? int64_t(dim) * BLOCK_SIZE + slot : slot * value_token_stride + dim;
-            if (exists(i)) o[i] = fmaf(o[i], shrink, probability * to_float(values[at]));
+            if (has_value(i)) o[i] = fmaf(o[i], shrink, probability * to_float(values[at]));
         }
     }
 
     __shared__ float warp_max[NUM_WARPS];
     __shared__ float warp_sum[NUM_WARPS];
-    __shared__ float total[HEAD_SIZE];
+    __shared__ float total[VALUE_SIZE];
     join_warps<WARPS>(o, max_logit, exp_sum, warp_max, warp_sum, total,
-                      [&](int i) { return exists(i) ? dim_of(i) : -1; });
+                      [&](int i) { return has_value(i) ? dim_of(i) : -1; });
     if (warp == 0) {
         const int64_t part = (seq * NUM_HEADS + head) * max_splits + split;
-        write_result<float, WARP_SIZE, HEAD_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
+        write_result<float, WARP_SIZE, VALUE_SIZE, PARTITION, HAS_SINKS, HAS_LSE>(
             [&](int i, int) { return total[i]; }, max_logit, exp_sum,
             IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f, direct, sinks + head,
-            out + row * out_stride + int64_t(head) * HEAD_SIZE, lse + head * num_rows + row, tmp_out + part * HEAD_SIZE,
-            max_logits + part, exp_sums + part);
+            out + row * out_stride + int64_t(head) * VALUE_SIZE, lse + head * num_rows + row,
+            tmp_out + part * VALUE_SIZE, max_logits + part, exp_sums + part);
     }
 }

@@ -10,8 +10,8 @@
 // Rows: a sequence has one row for each query token and each of the GROUP query heads of a key-value head, heads first.
 //
 // Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
-// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows.
-// blockIdx.y is the key-value head.
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows. Sequences
+// of fewer than min_tokens query tokens are left alone. blockIdx.y is the key-value head.
 //
 // Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
 // the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one, or, where
@@ -26,6 +26,7 @@
 //     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16
+//     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8
 //     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
@@ -39,22 +40,22 @@
 #include "varlen_tiles.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
-attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_SIZE]
+attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE_SIZE]
                  float* lse,                    // [num_heads, num_tokens]
                  const scalar_t* query,         // [num_tokens, num_heads, HEAD_SIZE]
                  const cache_t* key_cache,      // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
-                 const cache_t* value_cache,    // likewise
+                 const cache_t* value_cache,    // likewise, of VALUE_SIZE
                  const table_t* block_tables,   // [num_seqs, max_tokens / BLOCK_SIZE]
                  const length_t* seq_lens,      // [num_seqs]
                  const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                  const float* alibi_slopes,     // [num_heads]
                  const float* sinks,            // [num_heads]
                  const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
-                 int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t max_tokens, int64_t sliding_window,
-                 int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
-                 int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
-                 int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride,
-                 int64_t value_head_stride, float scale, float logits_soft_cap) {
+                 int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t max_tokens,
+                 int64_t sliding_window, int64_t out_stride, int64_t query_stride, int64_t table_stride,
+                 int64_t table_step, int64_t length_step, int64_t starts_step, int64_t key_block_stride,
+                 int64_t key_token_stride, int64_t key_head_stride, int64_t value_block_stride,
+                 int64_t value_token_stride, int64_t value_head_stride, float scale, float logits_soft_cap) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
@@ -79,6 +80,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     if (seq < 0) return;
     const int64_t first_token = cu_seqlens_q[seq * starts_step], end_token = cu_seqlens_q[(seq + 1) * starts_step];
     if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
+    if (end_token - first_token < min_tokens) return;
     const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
     if (tile_row >= num_rows) return;
 
@@ -118,9 +120,10 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
                       value_cache + kv_head * value_head_stride};
 
-    constexpr int OUT_SUMS = STEPS * COLUMN_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
+    constexpr int OUT_TILES = VALUE_SIZE / PRODUCT_COLUMNS;
+    constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
-    float o[ROW_TILES][STEPS * COLUMN_TILES][PRODUCT_SUMS];
+    float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
 #pragma unroll
     for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
         max_logit[i / LANE_ROWS][i % LANE_ROWS] = minus_infinity();
@@ -128,7 +131,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
     }
 #pragma unroll
     for (int i = 0; i < ROW_TILES * OUT_SUMS; ++i) {
-        o[i / OUT_SUMS][i / PRODUCT_SUMS % (STEPS * COLUMN_TILES)][i % PRODUCT_SUMS] = 0.0f;
+        o[i / OUT_SUMS][i / PRODUCT_SUMS % OUT_TILES][i % PRODUCT_SUMS] = 0.0f;
     }
     const float unit =
         logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
@@ -268,7 +271,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
+            for (int step = 0; step < VALUE_SIZE / 16; ++step) {
                 uint32_t b[SHORT_WORDS];
                 load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
 #pragma unroll
@@ -295,9 +298,9 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, HEAD_
         const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
         const float factor =
             shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
-        scalar_t* const to = out + token * out_stride + head * HEAD_SIZE + t;
+        scalar_t* const to = out + token * out_stride + head * VALUE_SIZE + t;
 #pragma unroll
-        for (int l = 0; l < STEPS * COLUMN_TILES * ROW_SUMS; l += 2) {
+        for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {
             const int m = l / ROW_SUMS, at = half * ROW_SUMS + l % ROW_SUMS;
             Vec<scalar_t, 2> pair;
             store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);

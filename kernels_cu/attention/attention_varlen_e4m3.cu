@@ -18,7 +18,8 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      64, 128 or 256
 //     TOKENS         keys of a tile: 64 or 128
-//     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CONSUMERS, CAUSAL    as in attention_varlen_hopper.cu
+//     VALUE_SIZE     HEAD_SIZE
+//     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in attention_varlen_hopper.cu
 //     HEAD_SCALES    each key-value head has its own scales of keys and values
 
 #include "attention.cuh"
@@ -39,7 +40,8 @@ constexpr int PIECES = HEAD_SIZE / PIECE;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
 constexpr uint32_t FOUR_ONES = 0x38383838u;
-static_assert(is_same<product_t, fp8_e4m3_t> && HEAD_SIZE % PIECE == 0 && VALUE_ROWS % PIECE == 0);
+static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && HEAD_SIZE % PIECE == 0 &&
+              VALUE_ROWS % PIECE == 0);
 static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && TOKENS % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
@@ -55,10 +57,11 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
                       const float* q_scale,          // [1] or [num_kv_heads], q_scale_step apart; or null: 1
                       const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
                       uint32_t* items_taken,                       // [1], zero before and after
-                      int64_t num_tokens, int64_t num_seqs, int64_t num_blocks, int64_t num_kv_heads,
-                      int64_t section_heads, int64_t num_items, int64_t max_tokens, int64_t sliding_window,
-                      int64_t q_scale_step, int64_t out_stride, int64_t table_stride, int64_t table_step,
-                      int64_t length_step, int64_t starts_step, float scale) {
+                      int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks,
+                      int64_t num_kv_heads, int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads,
+                      int64_t num_items, int64_t max_tokens, int64_t sliding_window, int64_t q_scale_step,
+                      int64_t out_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+                      int64_t starts_step, float scale) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
@@ -81,11 +84,13 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
     if (warpgroup == CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0) {
-            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,
-                                      num_tokens,   max_tokens, num_kv_heads, section_heads, 1};
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs, num_tokens,
+                                      min_tokens,   max_tokens, num_kv_heads, section_heads, 1};
             Finder finder{sequences,  window,     block_tables, table_stride,
                           table_step, num_blocks, items_taken,  int(num_items)};
-            Producer producer{tiles, finder, window, &query_map, &key_map, &value_map, lane, lane % BOXES};
+            Producer producer{
+                tiles, finder,      window, &query_map, {&key_map, key_head_panels}, {&value_map, value_head_panels},
+                lane,  lane % BOXES};
             producer.run();
         } else {
             transpose_tiles(tiles);
@@ -111,7 +116,7 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
     const auto start_logits = [&] {   // S = Q K^T
         const int first_row = warpgroup * 64;
         const uint64_t a = make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + first_row * ROW_BYTES);
-        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * TILE_BYTES, TOKEN_STRIDE);
+        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * KeyTile::BYTES, KeyTile::TOKEN_STRIDE);
         tiles.key.wait();
         warpgroup_arrive();
 #pragma unroll
@@ -123,7 +128,8 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
     };
     // P V of PIECE elements, and, with the first of them, sums of rows of P.
     const auto start_piece = [&](int n) {
-        const uint64_t b = make_smem_desc(tiles.values + tiles.value.stage * TILE_BYTES + place_of_values(n * PIECE));
+        const uint64_t b =
+            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES + place_of_values(n * PIECE));
         if (n == 0) tiles.value.wait();
         warpgroup_arrive();
 #pragma unroll
@@ -179,6 +185,7 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
         warpgroup_wait<0>();
         warpgroup_fence_operand(softmax.s);
         release_keys(work.last_tile);
+        softmax.begin_tile(work.last_tile, missing);
         softmax.find_base<true>(work.last_tile, missing);
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) softmax.p[i / 4][i % 4] = 0;
@@ -193,10 +200,12 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
             missing = holes[tiles.key.stage];
             start_piece(0);
             end_turn();
+            softmax.begin_tile(tile, missing);
             warpgroup_wait<1>();
             warpgroup_fence_operand(softmax.s);
             release_keys(tile);
-            softmax.find_base<false>(tile, missing);
+            if (HAS_USUAL && softmax.is_usual()) softmax.rises = false;
+            else softmax.find_base<false>(tile, missing);
             add_pieces([&](int n) {
                 if (n == 0) softmax.exponentials(0, TOKENS / 2);
             });

@@ -17,20 +17,20 @@
 constexpr int WARPS = 8, ACCESS = 4;
 
 extern "C" __global__ void LAUNCH_BOUNDS(WARPS * 32, 1)
-attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, HEAD_SIZE]
+attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, VALUE_SIZE]
                       float* lse,                    // [num_heads, num_tokens]
-                      const float* tmp_out,          // [num_tokens, num_heads, max_splits, HEAD_SIZE]
+                      const float* tmp_out,          // [num_tokens, num_heads, max_splits, VALUE_SIZE]
                       const float* max_logits,       // [num_tokens, num_heads, max_splits]
                       const float* exp_sums,         // [num_tokens, num_heads, max_splits]
                       const length_t* seq_lens,      // [num_seqs]
                       const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                       const float* sinks,            // [num_heads]
-                      int64_t num_tokens, int64_t num_seqs, int64_t num_kv_heads, int64_t section_heads,
-                      int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride,
-                      int64_t length_step, int64_t starts_step) {
+                      int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_kv_heads,
+                      int64_t section_heads, int64_t max_tokens, int64_t sliding_window, int64_t max_splits,
+                      int64_t out_stride, int64_t length_step, int64_t starts_step) {
     await_previous_kernel();
-    const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,
-                              num_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
+    const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
+                              min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
     Work work;
     int seq, length;
     if (!sequences.find(int(blockIdx.x * max_splits), Window{int(sliding_window)}, work, seq, length)) return;
@@ -51,16 +51,16 @@ attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, 
         lse[head * num_tokens + token] = exp_sum == 0.0f ? minus_infinity() : max_logit + logf(exp_sum);
     }
     const float scale = 1.0f / (exp_sum + 1e-6f);
-    for (int column = lane * ACCESS; column < HEAD_SIZE; column += WARP_SIZE * ACCESS) {
+    for (int column = lane * ACCESS; column < VALUE_SIZE; column += WARP_SIZE * ACCESS) {
         float sum[ACCESS] = {};
         for (int split = 0; split < work.splits; ++split) {
             // At most 1, so that no product with a mean overflows.
             const float part = exp_sums[first_part + split] * relative_exp(max_logits[first_part + split]) * scale;
             float x[ACCESS];
-            Vec<float, ACCESS>::load(tmp_out + (first_part + split) * HEAD_SIZE + column).to_floats(x);
+            Vec<float, ACCESS>::load(tmp_out + (first_part + split) * VALUE_SIZE + column).to_floats(x);
 #pragma unroll
             for (int i = 0; i < ACCESS; ++i) sum[i] = fmaf(part, x[i], sum[i]);
         }
-        Vec<scalar_t, ACCESS>::from_floats(sum).store(out + token * out_stride + head * HEAD_SIZE + column);
+        Vec<scalar_t, ACCESS>::from_floats(sum).store(out + token * out_stride + head * VALUE_SIZE + column);
     }
 }

@@ -32,28 +32,18 @@
 //     QUERY_ACCESS   elements of the queries in one memory access
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 
-#include "async.cuh"
 #include "attention.cuh"
-#include "mla_entry.cuh"
+#include "mla_entry_tiles.cuh"
 #include "paged.cuh"
 #include "product.cuh"
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
-constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
 
-// Shared memory. A pitch is 16 bytes more than a row needs, so that neighbouring rows begin on different banks.
-constexpr int PITCH = ENTRY_SIZE + 8, PROBABILITY_PITCH = TOKENS + 8, LOGIT_PITCH = TOKENS + 8;
-constexpr int STAGES = IS_FP8 ? 1 : 2;  // tiles of product_t; the next tile of an fp8 cache waits as codes
-constexpr int PARTS = 4;                // of the sum over an entry
+// Shared memory: the queries, the tiles of entries, parts of logits, probabilities.
+constexpr int PROBABILITY_PITCH = TOKENS + 8, LOGIT_PITCH = TOKENS + 8;
+constexpr int PARTS = 4;  // of the sum over an entry
 constexpr int QUERY_BYTES = HEADS * PITCH * 2;
-constexpr int TILE_BYTES = TOKENS * PITCH * 2;
-constexpr int CODE_BYTES = IS_FP8 ? TOKENS * ENTRY_BYTES : 0;
 constexpr int LOGIT_BYTES = PARTS * HEADS * LOGIT_PITCH * 4;
-
-// Copies to shared memory: each warp copies ROWS entries of a tile, in chunks of 16 bytes.
-constexpr int ROWS = TOKENS / NUM_WARPS;
-constexpr int CHUNK = 16 / sizeof(cache_t), CHUNKS = ENTRY_BYTES / 16;
-constexpr int COPIES = ceil_div(ROWS * CHUNKS, WARP_SIZE);  // chunks that a lane copies
 
 // Logits: the warp's tile of heads and tokens, and its part of the sum.
 constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
@@ -73,7 +63,7 @@ constexpr int LOGITS = WARP_TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS,
               OUT_SUMS = DIM_TILES * PRODUCT_SUMS;  // of 16 heads
 using entries_t = PitchedTile<product_t, PITCH>;
 using probabilities_t = PitchedTile<product_t, PROBABILITY_PITCH>;
-static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS && ROWS * NUM_WARPS == TOKENS);
+static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
@@ -106,99 +96,24 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     const int end = splits.end(split);
 
     product_t* const queries = reinterpret_cast<product_t*>(shared);
-    const auto tile_at = [&](int stage) {
-        return reinterpret_cast<product_t*>(shared + QUERY_BYTES + (IS_FP8 ? 0 : stage) * TILE_BYTES);
-    };
-    unsigned char* const codes = shared + QUERY_BYTES + STAGES * TILE_BYTES;
-    float* const logit_parts = reinterpret_cast<float*>(codes + CODE_BYTES);
-    product_t* const probabilities = reinterpret_cast<product_t*>(codes + CODE_BYTES + LOGIT_BYTES);
+    const EntryTiles tiles{shared + QUERY_BYTES, exists, kv_c_and_k_pe_cache};
+    unsigned char* const behind = shared + QUERY_BYTES + EntryTiles::BYTES;
+    float* const logit_parts = reinterpret_cast<float*>(behind);
+    product_t* const probabilities = reinterpret_cast<product_t*>(behind + LOGIT_BYTES);
 
-    // Where the lane's entry of the tile at `start` lies: row warp * ROWS + lane % ROWS of the tile.
+    // Where the lane's entry of the tile at `start` lies.
     const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
     const auto place_at = [&](int start) {
-        const int token = start + warp * ROWS + lane % ROWS;
+        const int token = start + EntryTiles::row_of_lane();
         return token < end ? pages.at_position(token, page_table + seq * table_stride, max_pages, table_step) : NOWHERE;
     };
-    // Calls f(row, chunk, is_own, n) for the n-th chunk that this lane copies; a chunk that is not the lane's own has is_own
-    // = false. All lanes of the warp make the same number of calls.
-    const auto each_chunk = [&](auto f) {
-#pragma unroll
-        for (int n = 0; n < COPIES; ++n) {
-            const int i = lane + n * WARP_SIZE;
-            f(min(i / CHUNKS, ROWS - 1), i % CHUNKS, i < ROWS * CHUNKS, n);
-        }
-    };
-    const auto code_at = [&](int row, int chunk) { return codes + ((warp * ROWS + row) * CHUNKS + chunk) * 16; };
-    const auto copy_at = [&](int stage, int row, int chunk) {
-        void* to = tile_at(stage) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
-        if (IS_FP8) to = code_at(row, chunk);
-        return to;
-    };
-    uint32_t held[HOLDS_COPIES ? COPIES : 1][4];
-    const auto load = [&](int stage, int64_t place) {
-        each_chunk([&](int row, int chunk, bool is_own, int n) {
-            const int64_t at = shfl<WARP_SIZE>(place, row);
-            const cache_t* const from = kv_c_and_k_pe_cache + max(at, int64_t(0)) + chunk * CHUNK;
-            if constexpr (HOLDS_COPIES) hold<16>(held[n], from, is_own && at != NOWHERE);
-            else if (is_own) cp_async<16>(copy_at(stage, row, chunk), from, at != NOWHERE);
-        });
-        if (lane < ROWS) exists[stage * TOKENS + warp * ROWS + lane] = place != NOWHERE;
-        cp_async_commit();
-    };
-    const auto store_held = [&](int stage) {
-        if constexpr (HOLDS_COPIES) {
-            each_chunk([&](int row, int chunk, bool is_own, int n) {
-                if (!is_own) return;
-                Vec<uint32_t, 4> words;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) words.data[i] = held[n][i];
-                *static_cast<Vec<uint32_t, 4>*>(copy_at(stage, row, chunk)) = words;
-            });
-        }
-    };
-    // Converts the codes that this lane has copied to elements of the tile.
-    const auto convert_codes = [&] {
-        each_chunk([&](int row, int chunk, bool is_own, int) {
-            if (!is_own) return;
-            const unsigned char* from = code_at(row, chunk);
-            product_t* to = tile_at(0) + (warp * ROWS + row) * PITCH + chunk * CHUNK;
-            if constexpr (IS_DS_MLA) {
-                constexpr int SCALES = SCALES_AT / 16, ROPE = ROPE_AT / 16;  // chunks
-                const uint4 bytes = *reinterpret_cast<const uint4*>(from);
-                if (chunk >= ROPE) {
-                    to += LATENT_SIZE - ROPE * CHUNK - (chunk - ROPE) * (CHUNK / 2);
-                    *reinterpret_cast<uint4*>(to) = bytes;
-                } else if (chunk < SCALES) {
-                    const float* const scales = reinterpret_cast<const float*>(code_at(row, SCALES));
-                    uint4 elements[2];
-                    widen_scaled_fp8<product_t>(bytes, scales[chunk * CHUNK / SCALED_SIZE], elements);
-                    *reinterpret_cast<uint4*>(to) = elements[0];
-                    *reinterpret_cast<uint4*>(to + 8) = elements[1];
-                }
-                return;
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if constexpr (IS_FP8 && is_same<product_t, half_t>) {
-                    const uint2 words = *reinterpret_cast<const uint2*>(from + half * 8);
-                    uint32_t low[2], high[2];
-                    fp8_to_half<cache_t>(words.x, low);
-                    fp8_to_half<cache_t>(words.y, high);
-                    *reinterpret_cast<uint4*>(to + half * 8) = uint4{low[0], low[1], high[0], high[1]};
-                } else {
-                    float x[8];
-                    Vec<cache_t, 8>::load(reinterpret_cast<const cache_t*>(from) + half * 8).to_floats(x);
-                    *reinterpret_cast<uint4*>(to + half * 8) = Vec<product_t, 8>::from_floats(x).template word<8>(0);
-                }
-            }
-        });
-    };
+    held_entries_t held;
 
     // The copies of the first tile are in flight while the queries are prepared.
     int start = splits.begin(split);
     if (start < end) {
-        load(0, place_at(start));
-        store_held(0);
+        tiles.load(0, place_at(start), held);
+        tiles.store(0, held);
     }
     int64_t next_place = place_at(start + TOKENS);
     for (int i = threadIdx.x; i < HEADS * (ENTRY_SIZE / QUERY_ACCESS); i += NUM_THREADS) {
@@ -233,12 +148,12 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         cp_async_wait<0>();
         __syncthreads();
         if (IS_FP8) {
-            convert_codes();
+            tiles.convert_codes();
             __syncthreads();
         }
-        if (start + TOKENS < end) load(stage ^ 1, next_place);
+        if (start + TOKENS < end) tiles.load(stage ^ 1, next_place, held);
         next_place = place_at(start + 2 * TOKENS);
-        product_t* const tile = tile_at(stage);
+        product_t* const tile = tiles.at(stage);
 
         // S = Q K^T, the warp's part of the sum: heads are rows, tokens are columns.
         float s[WARP_HEADS / 16][WARP_TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
@@ -344,7 +259,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
                 }
             }
         }
-        if (start + TOKENS < end) store_held(stage ^ 1);
+        if (start + TOKENS < end) tiles.store(stage ^ 1, held);
     }
     cp_async_wait<0>();
     __syncthreads();

@@ -25,7 +25,7 @@
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
-//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
+//     IS_DS_MLA      false (mla_entry.cuh)
 
 #include "async.cuh"
 #include "attention.cuh"
@@ -33,15 +33,13 @@
 #include "mma.cuh"
 
 constexpr int HEADS = 16, TOKENS = 64, NUM_WARPS = 4, WARP_TOKENS = TOKENS / NUM_WARPS, STAGES = 2;
-constexpr int PANEL_SIZE = 64, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE, PANELS = IS_DS_MLA ? LATENT_PANELS : 9;
+constexpr int PANEL_SIZE = 64, PANELS = ENTRY_SIZE / PANEL_SIZE;
 constexpr int WARP_DIMS = LATENT_SIZE / NUM_WARPS;
-static_assert(WARP_DIMS == SCALED_SIZE);  // a warp's values of an entry have one scale
-// float16 has every code; products of codes and scales are rounded to the type of the queries.
-using product_t = conditional_t<IS_DS_MLA, query_t, half_t>;
+static_assert(!IS_DS_MLA);
+using product_t = half_t;  // has every code
 // An entry lies in chunks of 16 bytes, whose number's two lower bits differ by pairs of rows; 16 banks of 32 from a row to
 // the next one: what eight lanes read of 2 rows, or of 8, are all banks.
 constexpr int CHUNKS = ENTRY_BYTES / 16, PITCH = ceil_div(CHUNKS - 4, 8) * 128 + 64, TILE_BYTES = TOKENS * PITCH;
-constexpr int SCALES_CHUNK = SCALES_AT / 16, ROPE_CHUNK = ROPE_AT / 16;
 constexpr int QUERY_PITCH = ENTRY_SIZE * 2, QUERY_BYTES = HEADS * QUERY_PITCH;
 constexpr int PROBABILITY_PITCH = TOKENS * 2 + 16;
 static_assert(PITCH >= ENTRY_BYTES && PITCH % 128 == 64);
@@ -55,19 +53,6 @@ DEVICE void split_words(uint4 x, uint32_t (&words)[4]) {
     words[1] = x.y;
     words[2] = x.z;
     words[3] = x.w;
-}
-
-// Four codes, the first two times `first` and the others times `second` where codes have scales, as pairs.
-DEVICE void widen(uint32_t codes, float first, float second, uint32_t (&pairs)[2]) {
-    fp8_to_half<cache_t>(codes, pairs);
-    if constexpr (IS_DS_MLA) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float low, high;
-            unpack_pair<half_t>(pairs[i], low, high);
-            pairs[i] = pack_pair<product_t>(low * first, high * second);
-        }
-    }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 2)
@@ -127,7 +112,7 @@ mla_decode_codes(out_t* out,                          // [num_seqs, num_heads, L
     pages[0] = page_at(begin + TOKENS, 0);
     pages[1] = page_at(begin + TOKENS, 1);
 
-    // Queries: eight threads to a head. Beside plain codes each row is relative to a power of two.
+    // Queries: eight threads to a head, each relative to a power of two.
     {
         using vec_t = Vec<query_t, 8>;
         const int head = threadIdx.x / 8, part = threadIdx.x % 8;
@@ -148,7 +133,7 @@ mla_decode_codes(out_t* out,                          // [num_seqs, num_heads, L
         }
 #pragma unroll
         for (int mask = 1; mask < 8; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
-        const float factor = IS_DS_MLA ? 1.0f : inverse_power_of_two(absmax);
+        const float factor = inverse_power_of_two(absmax);
 #pragma unroll
         for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
             x[i].to_floats(element);
@@ -194,32 +179,11 @@ mla_decode_codes(out_t* out,                          // [num_seqs, num_heads, L
 #pragma unroll
         for (int panel = 0; panel < PANELS; ++panel) {
             uint32_t codes[2][4];
-            float scales[2] = {};
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const int row = key_row + n * 8;
-                split_words(load_16(tile + place_in_tile(row, panel * 4 + t)), codes[n]);
-                if constexpr (IS_DS_MLA) {
-                    const uint8_t* const of_row = tile + place_in_tile(row, SCALES_CHUNK);
-                    scales[n] = reinterpret_cast<const float*>(of_row)[panel * PANEL_SIZE / SCALED_SIZE];
-                }
+                split_words(load_16(tile + place_in_tile(key_row + n * 8, panel * 4 + t)), codes[n]);
             }
-            multiply(panel * 8,
-                     [&](int n, int word, uint32_t (&b)[2]) { widen(codes[n][word], scales[n], scales[n], b); });
-        }
-        if constexpr (IS_DS_MLA) {
-            uint32_t words[2][8];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                uint32_t chunk[4];
-                split_words(load_16(tile + place_in_tile(key_row + i / 2 * 8, ROPE_CHUNK + 2 * t + i % 2)), chunk);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) words[i / 2][i % 2 * 4 + j] = chunk[j];
-            }
-            multiply(LATENT_SIZE / 8, [&](int n, int word, uint32_t (&b)[2]) {
-                b[0] = words[n][2 * word];
-                b[1] = words[n][2 * word + 1];
-            });
+            multiply(panel * 8, [&](int n, int word, uint32_t (&b)[2]) { fp8_to_half<cache_t>(codes[n][word], b); });
         }
         float top[2] = {minus_infinity(), minus_infinity()}, logit[2][4];
 #pragma unroll
@@ -272,15 +236,6 @@ mla_decode_codes(out_t* out,                          // [num_seqs, num_heads, L
         for (int k = 0; k < TOKENS / 16; ++k) {
             uint32_t a[4];
             ldmatrix<4>(a, probabilities + lane % 16 * PROBABILITY_PITCH + k * 32 + lane / 16 * 16);
-            float scales[2][2] = {};  // of entries 2t and 2t + 1 of 8, and of the next 8
-            if constexpr (IS_DS_MLA) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint8_t* const of_row =
-                        tile + place_in_tile(k * 16 + i / 2 * 8 + 2 * t + i % 2, SCALES_CHUNK);
-                    scales[i / 2][i % 2] = reinterpret_cast<const float*>(of_row)[warp];
-                }
-            }
 #pragma unroll
             for (int n = 0; n < WARP_DIMS / 16; n += 2) {
                 uint32_t codes[4];  // of 8 entries of 16 elements, the next 8 entries, the next 16 elements likewise
@@ -293,7 +248,7 @@ mla_decode_codes(out_t* out,                          // [num_seqs, num_heads, L
                     for (int j = 0; j < 2; ++j) {
                         // Bytes: an even and an odd element of an entry, and of the next entry.
                         const uint32_t sorted = byte_perm(codes[2 * i + j], 0, 0x3120);
-                        widen(sorted, scales[j][0], scales[j][1], pairs[j]);
+                        fp8_to_half<cache_t>(sorted, pairs[j]);
                     }
 #pragma unroll
                     for (int odd = 0; odd < 2; ++odd) {

@@ -8,6 +8,8 @@ DEVICE constexpr float power_of_two(int exponent) {
     return exponent == 0 ? 1.0f : exponent > 0 ? 2.0f * power_of_two(exponent - 1) : 0.5f * power_of_two(exponent + 1);
 }
 
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;  // log2(e), log(2)
+
 // The hardware's estimates of 2^x and 1 / x, good to about 22 bits; correctly rounded on the host. A subnormal argument
 // or result is taken for 0.
 DEVICE float estimate_exp2(float x) {

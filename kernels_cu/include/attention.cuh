@@ -1,5 +1,5 @@
-// attention.cuh: what the attention kernels share: split-KV, pieces of the online softmax, and the join of partial
-// results.
+// attention.cuh: what the attention kernels share: split-KV (splits.cuh), pieces of the online softmax, and the join of
+// partial results.
 //
 // Split-KV: the tokens of a sequence are cut into splits, and one block computes one split. For every query head the
 // block leaves a partial result: the largest logit, the sum of the exponentials relative to that logit, and the mean of
@@ -8,114 +8,7 @@
 // Logits are in units of log 2, so that the exponential of a logit is one instruction. A `probability` below is such an
 // exponential, relative to the largest logit met so far: the division by the sum of all of them comes last.
 #pragma once
-#include "vec.cuh"
-
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS, or of another unit that a plan says
-
-// The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens
-// origin + s * size <= i < origin + (s + 1) * size among them, for 0 <= s < count.
-struct Splits {
-    int first, length, origin, size, count;
-
-    // max_tokens: tokens that the block table has room for; a longer sequence is cut to it.
-    // window: tokens at the end of the sequence that are attended; 0: all tokens.
-    // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each
-    // of
-    //   min_split tokens or more.
-    // unit: of which a split is a multiple, and so is min_split.
-    DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split,
-                  int unit = TILE_TOKENS) {
-        length = int(min(max(seq_len, int64_t(0)), max_tokens));
-        first = window > 0 && length > window ? int(length - window) : 0;
-        origin = partition ? 0 : first / unit * unit;
-        const int tokens = length - origin;
-        const int even = ceil_div(ceil_div(tokens, max_splits), unit) * unit;
-        size = partition ? partition : max(even, min_split);
-        count = tokens / size + (tokens % size > 0);
-    }
-    DEVICE int begin(int split) const { return origin + split * size; }
-    DEVICE int end(int split) const { return min(length - begin(split), size) + begin(split); }
-    DEVICE bool exists(int split) const { return split < count && end(split) > first; }
-};
-
-// How many splits each sequence gets, so that all blocks of a launch end at about the same time. `wave_splits` is the
-// number of splits that run on the device at once, one wave.
-//
-// Sequences of equal length: as many splits as fill one wave, or two waves if the sequences are long. Sequences of
-// mixed lengths: splits in proportion to the length, two waves of them, so that no long split is left for the tail.
-// All lanes of a warp call every function.
-constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
-
-template <typename L>
-struct Balance {
-    const L* seq_lens;
-    int64_t step, num_seqs, max_attended;
-    float wave_per_token;  // the share of a wave that one token deserves
-    float max_splits;
-    int equal_splits;  // splits of every sequence if all have about one length, else 0
-
-    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
-                   float wave_splits, int64_t max_splits)
-        : seq_lens(seq_lens),
-          step(step),
-          num_seqs(num_seqs),
-          max_attended(window > 0 ? min(window, max_tokens) : max_tokens),
-          max_splits(float(max_splits)) {
-        float total = 0.0f, longest = 0.0f;
-        for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
-            const float tokens = tokens_of(seq);
-            total += tokens;
-            longest = fmaxf(longest, tokens);
-        }
-#pragma unroll
-        for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) {
-            total += shfl_xor(total, mask);
-            longest = fmaxf(longest, shfl_xor(longest, mask));
-        }
-        const bool alike = longest * float(num_seqs) <= 1.25f * total;
-        const float waves = total > LONG_TOKENS * float(num_seqs) ? 2.0f : 1.0f;
-        equal_splits =
-            alike ? int(fminf(fmaxf(floorf(waves * wave_splits / float(num_seqs)), 1.0f), this->max_splits)) : 0;
-        wave_per_token = wave_splits / fmaxf(total, 1.0f);
-    }
-    DEVICE float tokens_of(int64_t seq) const {
-        return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), max_attended)));
-    }
-    DEVICE int splits_of(int64_t seq) const {
-        return equal_splits ? equal_splits
-                            : int(fminf(fmaxf(ceilf(2.0f * tokens_of(seq) * wave_per_token), 1.0f), max_splits));
-    }
-    // The sequence of a split. `split` counts the splits of all sequences, and becomes the number of the split within
-    // its sequence. Returns -1 if there is no such split.
-    DEVICE int find(int& split) const {
-        if (equal_splits) {
-            const int seq = split / equal_splits;
-            split -= seq * equal_splits;
-            return seq < num_seqs ? seq : -1;
-        }
-        const int lane = threadIdx.x % WARP_SIZE;
-        for (int first = 0; first < num_seqs; first += WARP_SIZE) {
-            const int splits = first + lane < num_seqs ? splits_of(first + lane) : 0;  // of the lane's sequence
-            int prefix_sum = splits;
-#pragma unroll
-            for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
-                const int before = shfl<WARP_SIZE>(prefix_sum, max(lane - distance, 0));
-                if (lane >= distance) prefix_sum += before;
-            }
-            const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
-            if (split < total) {
-                int hit = split < prefix_sum ? lane : WARP_SIZE;  // becomes the first such lane
-#pragma unroll
-                for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
-                split -= shfl<WARP_SIZE>(prefix_sum - splits, hit);
-                return first + hit;
-            }
-            split -= total;
-        }
-        return -1;
-    }
-};
+#include "splits.cuh"
 
 // 2^(x - max_logit) for a logit x <= max_logit. An x of -inf gives 0, also where max_logit is -inf.
 DEVICE float relative_exp2(float x, float max_logit) {

@@ -23,7 +23,7 @@ DEVICE float quotient(float x, float divisor) {
 // numerator / (1 + exp(-x)), good enough for results of 16 bits. The reciprocal of a quarter of the divisor is taken,
 // because it is normal for every finite divisor: the hardware's estimates flush subnormal numbers.
 DEVICE float logistic_share(float numerator, float x) {
-    const float quarter = 0.25f + estimate_exp2(fmaf(x, -1.44269504088896341f, -2.0f));
+    const float quarter = 0.25f + estimate_exp2(fmaf(x, -LOG2_E, -2.0f));
     return ieee_multiply(numerator, ieee_multiply(estimate_reciprocal(quarter), 0.25f));
 }
 

@@ -170,3 +170,46 @@ template <bool FRESH, typename index_t>
 DEVICE index_t load_index(const index_t* address) {
     return FRESH ? load_fresh(address) : *address;
 }
+
+// Two floats for another block of the launch, which finds in the floats themselves whether they are there: they are stored
+// with all bits turned, in memory that held zeros. Neither block needs a fence. Who knows that the other block has stored
+// them looks until they are there; on the host they are, because its blocks run one after another (PASSES_AT_ONCE).
+constexpr bool PASSES_AT_ONCE = PYOPS_HOST;
+struct alignas(8) PassedPair {
+    uint32_t words[2];
+
+    DEVICE void store(float x, float y) {
+        const uint32_t first = turned(x), second = turned(y);
+#if PYOPS_CUDA
+        asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(words), "r"(first), "r"(second) : "memory");
+#elif PYOPS_HIP
+        __scoped_atomic_store_n(words, first, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+        __scoped_atomic_store_n(words + 1, second, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+#else
+        words[0] = first;
+        words[1] = second;
+#endif
+    }
+    // Whether both floats had been stored.
+    DEVICE bool load(float& x, float& y) const {
+        uint32_t first, second;
+#if PYOPS_CUDA
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(first), "=r"(second)
+                     : "l"(words)
+                     : "memory");
+#elif PYOPS_HIP
+        first = __scoped_atomic_load_n(words, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+        second = __scoped_atomic_load_n(words + 1, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+#else
+        first = words[0];
+        second = words[1];
+#endif
+        x = __uint_as_float(~first);
+        y = __uint_as_float(~second);
+        return first && second;
+    }
+
+private:
+    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // one NaN becomes another
+};

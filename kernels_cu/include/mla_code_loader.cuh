@@ -3,6 +3,9 @@
 // Codes are loaded to registers, and stored as product_t: float16, one instruction for a pair, or, with scales, the type of
 // the queries. The codes of the next step are in flight while the warpgroup waits for the place of those it has.
 //
+// The last two halves of a pair are given back at about the same time, and registers hold codes of one of them. Unless codes have
+// scales, those of the last half are copied to shared memory, where their elements are to be, before the other half is stored.
+//
 // Of a cluster, each block widens one half of the entries of each tile, and stores the elements in both blocks, a line of
 // 128 bytes by eight neighbouring lanes. So a step has half the conversions, and registers hold two steps. It pays where codes
 // have scales: other conversions take less time than the way to the other block.
@@ -80,6 +83,7 @@ private:
     static constexpr DEVICE int stage_of(int step) { return step % 2; }
     static constexpr DEVICE int half_of(int step) { return step == 1 || step == 2 ? RIGHT : LEFT; }
     static constexpr DEVICE bool has_rope(int step) { return half_of(step) != stage_of(step); }
+    static constexpr DEVICE bool waits_in_shared(int step) { return !IS_DS_MLA && step == HALVES - 1; }
     static constexpr DEVICE int chunks_of(int step) { return has_rope(step) ? CHUNKS : LATENT_CHUNKS; }
     static constexpr DEVICE int row_of(int chunk) { return chunk < LATENT_CHUNKS ? chunk / HALF_PANELS : chunk % 2; }
     static constexpr DEVICE int panel_of(int step, int chunk) {
@@ -163,12 +167,39 @@ private:
         }
         cp_async_mbarrier_arrive_noinc(tiles.full_of(stage_of(STEP), ROPE_PANEL));
     }
+    // Where the codes of the last step wait: in the warp's own rows of the half that they belong to, each chunk a run of 512
+    // bytes of the warp, of which the thread has those from `at` on.
+    DEVICE uint4* waiting(int chunk, int at) const {
+        constexpr int LAST = HALVES - 1;
+        const int panel = chunk < LATENT_CHUNKS ? half_of(LAST) * HALF_PANELS + chunk / 4 : ROPE_PANEL;
+        uint8_t* const run = tiles.panel(stage_of(LAST), panel) + chunk / 2 % 2 * (4 * ATOM) + chunk % 2 * (ATOM / 2);
+        return reinterpret_cast<uint4*>(run + at);
+    }
+    DEVICE int place_of_waiting() const { return made_anew(warp() * ATOM + lane() * 16); }
+    DEVICE void copy_waiting(const Rows& rows) const {
+        const int at = place_of_waiting();
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            cp_async<16>(waiting(chunk, at), rows.from[row_of(chunk)] + panel_of(HALVES - 1, chunk) * PANEL_SIZE);
+        }
+        cp_async_commit();
+    }
+    DEVICE void take_waiting() {
+        cp_async_wait<0>();
+        const int at = place_of_waiting();
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            codes[0][chunk] = *reinterpret_cast<const chunk_t*>(waiting(chunk, at));
+        }
+        sync_warp();  // elements are stored there next
+    }
     // Stores what has been loaded for a step of a pair, and loads for the step AHEAD of it in its place. The warps that
     // multiply fence: a fence here would wait for the loads.
     template <int STEP>
     DEVICE void pass(int pair, int64_t place, int64_t next_place) {
         constexpr int NEXT = (STEP + AHEAD) % HALVES, STAGE = stage_of(STEP), HALF = half_of(STEP);
-        tiles.await_empty(STAGE, HALF, pair);
+        if constexpr (waits_in_shared(STEP)) take_waiting();
+        else tiles.await_empty(STAGE, HALF, pair);
         if (STEP < 2) {  // read by the warpgroup that gives this half back
             const uint32_t found = ballot(place != NOWHERE) >> STAGE * 2 * WARP_ROWS;
             uint8_t* const exists = reinterpret_cast<uint8_t*>(tiles.exists + STAGE);
@@ -183,17 +214,21 @@ private:
         }
         const Rows next = rows_of<NEXT>(NEXT > STEP ? place : next_place);
         if (IS_DS_MLA && has_rope(STEP)) copy_rope<STEP>(place);
+        if constexpr (waits_in_shared(NEXT)) {
+            tiles.await_empty(stage_of(NEXT), half_of(NEXT), pair);
+            copy_waiting(next);
+        }
         // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
         const int at = made_anew(place_in_panel());
         constexpr int BOTH = chunks_of(NEXT) < chunks_of(STEP) ? chunks_of(NEXT) : chunks_of(STEP);
 #pragma unroll
         for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) {
             store<STEP>(chunk, at, row_scales);
-            if (chunk < BOTH) load<NEXT>(chunk, next);
+            if (chunk < BOTH && !waits_in_shared(NEXT)) load<NEXT>(chunk, next);
             if (IS_DS_MLA || chunk % 2 == 1) keep_loads_of_warp();
         }
 #pragma unroll
-        for (int chunk = BOTH; chunk < chunks_of(NEXT); ++chunk) load<NEXT>(chunk, next);
+        for (int chunk = BOTH; chunk < chunks_of(NEXT) && !waits_in_shared(NEXT); ++chunk) load<NEXT>(chunk, next);
         sync_warp();
         if (lane() == 0) {  // the other block's warp stores as much here as this one there
             uint64_t* const full = tiles.full_of(STAGE, HALF * HALF_PANELS);

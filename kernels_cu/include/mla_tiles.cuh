@@ -14,6 +14,7 @@
 #include "cluster.cuh"
 #include "mla_entry.cuh"
 #include "mma.cuh"
+#include "query_rows.cuh"
 #include "tma.cuh"
 
 constexpr bool IS_FP8 = is_same<cache_t, fp8_e4m3_t>;
@@ -89,25 +90,8 @@ DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope
 template <typename Q>
 DEVICE void convert_queries(uint8_t* queries, float* units) {
     const int row = threadIdx.x / 4, t = threadIdx.x % 4;
-    const auto at = [&](int i) {  // neighbouring rows take other halves: of all banks
-        return queries + i / 2 * PANEL_BYTES + row * ROW_BYTES + (t + (i + row) % 2 * 4) * 16;
-    };
-    float absmax = 0.0f, x[8];
-    for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(x[j]));
-    }
-    absmax = fmaxf(absmax, shfl_xor(absmax, 1));
-    absmax = fmaxf(absmax, shfl_xor(absmax, 2));
-    const float factor = inverse_power_of_two(absmax);
-    for (int i = 0; i < 2 * PANELS; ++i) {
-        Vec<Q, 8>::load(reinterpret_cast<const Q*>(at(i))).to_floats(x);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) x[j] *= factor;
-        Vec<product_t, 8>::from_floats(x).store_shared(reinterpret_cast<product_t*>(at(i)));
-    }
-    if (t == 0) units[row] = 1.0f / factor;
+    const float unit = convert_query_row<Q, PANELS, PANEL_BYTES>(queries + row * ROW_BYTES, row, t);
+    if (t == 0) units[row] = unit;
 }
 
 // Loads entries by TMA. Every lane of one warp calls.

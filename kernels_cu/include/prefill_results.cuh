@@ -14,7 +14,7 @@
 // such products are relative to MAX_MAGNITUDE, whatever their largest logit is, so that probabilities and their sum may
 // be smaller by its square, for which float16 has no room; EPSILON, which is relative to the largest probability, and is
 // the formula's in the join of splits, is smaller, too.
-constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<scalar_t> > 0 && !HAS_SPLITS;
+constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<product_t> > 0 && !HAS_SPLITS;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 
 // Two ones of type T in a word.
@@ -28,7 +28,7 @@ struct Results {
     int64_t num_tokens, max_splits, out_stride, num_heads;
 
     // Stores the sums `o` of the warpgroup's rows. `max_logit` is in units of log 2; lanes of a row have parts of exp_sum.
-    DEVICE void store(const Work& work, const float (&o)[HEAD_SIZE / 2], const float (&max_logit)[2],
+    DEVICE void store(const Work& work, const float (&o)[VALUE_SIZE / 2], const float (&max_logit)[2],
                       const float (&exp_sum)[2]) const {
         // The thread's place is made anew here: products leave no registers that could keep it.
         const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
@@ -52,26 +52,26 @@ struct Results {
                     exp_sums[part] = row_sum;
                 }
 #pragma unroll
-                for (int i = 0; i < HEAD_SIZE / 8; ++i) {
+                for (int i = 0; i < VALUE_SIZE / 8; ++i) {
                     const float2 pair{o[4 * i + 2 * half] * mean, o[4 * i + 2 * half + 1] * mean};
-                    if (exists) *reinterpret_cast<float2*>(tmp_out + part * HEAD_SIZE + i * 8 + 2 * t) = pair;
+                    if (exists) *reinterpret_cast<float2*>(tmp_out + part * VALUE_SIZE + i * 8 + 2 * t) = pair;
                 }
                 continue;
             }
             const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
             if (HAS_LSE && exists && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
             const float share = shrink / (row_sum + EPSILON) * unit;
-            scalar_t* const to = out + token * out_stride + head * HEAD_SIZE;
+            scalar_t* const to = out + token * out_stride + head * VALUE_SIZE;
 #pragma unroll
-            for (int i = 0; i < HEAD_SIZE / 8; i += 4) {
+            for (int i = 0; i < VALUE_SIZE / 8; i += 4) {
                 Vec<uint32_t, 4> pairs;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     const int at = (i + j) * 4 + 2 * half;
-                    pairs.data[j] = at < HEAD_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
+                    pairs.data[j] = at < VALUE_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
                 }
                 transpose_4x4(pairs.data);
-                if (exists && i + t < HEAD_SIZE / 8) {
+                if (exists && i + t < VALUE_SIZE / 8) {
                     pairs.store(reinterpret_cast<uint32_t*>(to + (i + t) * 8));
                 }
             }

@@ -19,11 +19,17 @@ constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
 // Probabilities of e4m3 are scaled up by 2^8 already, and 448 is the largest e4m3.
 constexpr float SLACK = sizeof(product_t) == 1 ? 0.8f : 8.0f;
-// Large heads lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
-constexpr bool HAS_REGISTERS = HEAD_SIZE <= 128 && !HAS_SPLITS;
+// Whether queries became product_t, each row relative to a power of two: a row's products then have a unit of their own.
+constexpr bool CONVERTS_QUERIES = is_same<product_t, half_t> && !is_same<scalar_t, half_t>;
+constexpr int UNITS = CONVERTS_QUERIES ? 2 : 1;  // of a thread's rows
+// Large values lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
+constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
 // before they are rounded, as a log-sum-exp needs them.
 constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
+// Whether usual tiles have instructions of their own, docs/performance/prefill.md, "A text of usual tiles". Under a soft cap
+// usual tiles are those that the short series serves.
+constexpr bool HAS_USUAL = HAS_REGISTERS && !HAS_ALIBI && (!HAS_SOFTCAP || SUMS_BY_PRODUCTS);
 
 // The softmax of the 64 rows of a warpgroup. What has two elements belongs to the thread's rows own_row and own_row + 8.
 struct Softmax {
@@ -36,17 +42,19 @@ struct Softmax {
     const CapSeries<5> long_series;
     float series_limit, short_limit;
     const int first_row;  // of the warpgroup, in the block
-    // Of the work item. A row sees keys firsts ... limits. All rows of the warpgroup see keys whole_begin ... whole_end, and
-    // some row sees the first `seen` keys of the tile that comes first.
+    // Of the work item. A row sees keys up to `limits`, as far back as the window goes. All rows of the warpgroup see keys
+    // whole_begin ... whole_end, and some row sees the first `seen` keys of the tile that comes first.
     int limits[2], whole_begin, whole_end, seen;
     float slopes[2];
+    float row_powers[2];  // of two, to which queries are relative, if CONVERTS_QUERIES
+    float units[UNITS];   // what makes logits of products
     float max_logit[2], exp_sum[2];
-    // Of the tile. Its largest logits make max_logit rise, by which sums so far shrink; `huge`: max_logit is beyond 2^24.
-    // `plain`: s are products when they become probabilities, and by_short_series says which series serves them.
-    // `is_small`: logits are small, under a soft cap, and all rows see them, whose bases are `settled`: not too far below
-    // for small logits. `ordered`: logits that make a row's largest one rise are positive in every row.
-    bool rises, huge, plain, by_short_series, is_small, settled, ordered;
-    float shrink[2], exact_factor;
+    // Of the tile. `whole`: all rows see all keys of the tile. `rises`: max_logit has risen, and sums so far are to shrink.
+    // `huge`: max_logit is beyond 2^24. `plain`: s are products when they become probabilities, and by_short_series says
+    // which series serves them. `settled`: bases are such that tiles may be usual.
+    bool whole, rises, huge, plain, by_short_series, settled;
+    float square;  // of the largest magnitude of products, under a soft cap
+    float shrink[2];
     float s[TOKENS / 2];                             // products, then logits unless `plain`, then probabilities
     uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // probabilities, rounded
 
@@ -64,7 +72,7 @@ struct Softmax {
         short_limit = fminf(short_series.limit, unit_limit);
     }
 
-    // Begins a work item.
+    // Begins a work item, whose row_powers are known.
     DEVICE void begin(const Work& work, const float* alibi_slopes) {
         const int own_row = first_row + made_anew(threadIdx.x) % 128 / 32 * 16 + made_anew(threadIdx.x) % 32 / 4;
         limits[0] = work.limit_of(own_row);
@@ -79,9 +87,17 @@ struct Softmax {
         whole_end = work.limit_of(first_row);
         whole_begin = window.first_seen(work.limit_of(first_row + 63));
         seen = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
-        rises = huge = plain = by_short_series = is_small = settled = ordered = false;
-        exact_factor = 1.0f;
+        whole = rises = huge = plain = by_short_series = settled = false;
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            units[i] = CONVERTS_QUERIES && !HAS_SOFTCAP ? unit * row_powers[i] : unit;
+            // Masked products are -inf, which 0 would make NaN, and 0 is a product, of which infinity would make NaN.
+            if (CONVERTS_QUERIES && unit > 0.0f) units[i] = fminf(fmaxf(units[i], 0x1p-126f), FLOAT_MAX);
+        }
     }
+
+    // What products that are `plain` lack to be logits.
+    DEVICE float factor_of(int half) const { return plain && !HAS_SOFTCAP ? units[half % UNITS] : 1.0f; }
 
     // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first element of
     // the chunk.
@@ -93,49 +109,78 @@ struct Softmax {
         }
     }
 
+    // Begins a tile, before its products are there. `missing`: a bit for each box of the tile that comes from no block of the cache.
+    DEVICE void begin_tile(int tile, uint32_t missing) {
+        const int start = tile * TOKENS;
+        whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+    }
+
+    // Of the thread's products from `begin` to `end`.
+    DEVICE float largest_magnitude(int begin, int end) const {
+        float of_row[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int i = begin; i < end; ++i) of_row[i / 2 % 2] = fmaxf(of_row[i / 2 % 2], fabsf(s[i]));
+        return fmaxf(of_row[0], of_row[1]);
+    }
+
+    // Whether the short series serves all products of the warp. Squares are compared: the assembler then computes the series
+    // of a usual tile ahead of the wait for the product before, docs/performance/prefill.md, "A text of usual tiles".
+    DEVICE void find_square(float magnitude) {
+        square = magnitude * magnitude;
+        by_short_series = SHORT_SERIES && !any_lane(!(square < short_limit * short_limit));
+    }
+
+    // Whether the tile is as most tiles are: all rows see the tile whole, and no logit makes max_logit rise. Such a logit
+    // would be positive, as rows are settled, so that the largest logit is found as an integer.
+    DEVICE bool is_usual() {
+        if constexpr (HAS_SOFTCAP) {
+            find_square(largest_magnitude(0, TOKENS / 2));
+            return by_short_series && whole && settled;
+        }
+        if (!(whole && settled)) return false;
+        float largest[2] = {s[0], s[2]};
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 2) {
+            largest[i / 2 % 2] = largest_if_positive(largest[i / 2 % 2], s[i], s[i + 1]);
+        }
+        return !any_lane(is_above(largest[0] * units[0], 0) || is_above(largest[1] * units[1 % UNITS], 1));
+    }
+
+    DEVICE bool is_above(float logit, int half) const { return logit > max_logit[half] + SLACK; }
+
     // Products of a tile become logits, or stay products where exponentials make logits of them. Probabilities are
     // relative to max_logit, a row's largest logit when it was last looked for: max_logit `rises` with a logit that
     // is more than SLACK above it. What was computed relative to the one before is then multiplied by `shrink`.
-    // `missing`: a bit for each box of the tile that comes from no block of the cache.
     template <bool IS_FIRST>
     DEVICE void find_base(int tile, uint32_t missing) {
         constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
         const int start = tile * TOKENS, t = made_anew(threadIdx.x) % 4;
-        const bool whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+        if (CONVERTS_QUERIES && HAS_SOFTCAP) {  // whose series know one unit
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= row_powers[i / 2 % 2];
+        }
         const auto each_chunk = [&](auto f) {
             if constexpr (IS_FIRST) each_seen_chunk(f);
             else f(0);
         };
         // Where all products of a warp are small, a series takes the place of tanh.
-        float magnitude[2] = {0.0f, 0.0f};
-        bool by_series = false;
-        if (HAS_SOFTCAP) {
-            each_chunk([&](int c) {
-#pragma unroll
-                for (int i = c; i < c + CHUNK / 2; ++i) {
-                    magnitude[i / 2 % 2] = fmaxf(magnitude[i / 2 % 2], fabsf(s[i]));
-                }
-            });
-            by_short_series = SHORT_SERIES && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < short_limit));
-            is_small = SUMS_BY_PRODUCTS && !IS_FIRST && by_short_series && whole && settled;
-            if (is_small) {
-                plain = true;
-                rises = false;
-                return;
-            }
-            by_series =
-                !HAS_ALIBI && (by_short_series || !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < series_limit)));
+        if (HAS_SOFTCAP && (IS_FIRST || !HAS_USUAL)) {
+            float magnitude = 0.0f;
+            each_chunk([&](int c) { magnitude = fmaxf(magnitude, largest_magnitude(c, c + CHUNK / 2)); });
+            find_square(magnitude);
         }
+        const bool by_series =
+            HAS_SOFTCAP && !HAS_ALIBI && (by_short_series || !any_lane(!(square < series_limit * series_limit)));
         // In the plain case products take the place of logits, up to the factor `unit` or the series.
         plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
-        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(fmaxf(magnitude[0], magnitude[1]) < long_series.limit));
+        const bool by_long_series = HAS_SOFTCAP && !any_lane(!(square < long_series.limit * long_series.limit));
         float largest[2] = {minus_infinity(), minus_infinity()};
         each_chunk([&](int c) {
             const int end = c + CHUNK / 2;
             if (!plain) {
 #pragma unroll
                 for (int i = c; i < end; ++i) {
-                    if (!HAS_SOFTCAP) s[i] *= unit;
+                    if (!HAS_SOFTCAP) s[i] *= units[i / 2 % UNITS];
                     else if (by_series) s[i] = series.logit(s[i]);
                     else if (by_long_series) s[i] = long_series.logit(s[i]);
                     else s[i] = logit_of<true>(s[i], unit, soft_cap);
@@ -163,17 +208,6 @@ struct Softmax {
                  [&](int column, int half) { return column < window.first_seen(limits[half]) - before; });
             mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
             if (BY_MAGNITUDE && plain) return;
-            if (HAS_REGISTERS && !HAS_SOFTCAP && !IS_FIRST && ordered) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    largest[half] = s[2 * half];
-#pragma unroll
-                    for (int i = 2 * half; i < end; i += 4) {
-                        largest[half] = largest_if_positive(largest[half], s[i], s[i + 1]);
-                    }
-                }
-                return;
-            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -183,41 +217,39 @@ struct Softmax {
                 }
             }
         });
-        const float factor = plain && !HAS_SOFTCAP ? unit : 1.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             if (HAS_SOFTCAP && plain) largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
         }
-        const auto is_above = [&](int half) { return largest[half] * factor > max_logit[half] + SLACK; };
-        rises = IS_FIRST || any_lane(is_above(0) || is_above(1));
+        rises = IS_FIRST || any_lane(is_above(largest[0] * factor_of(0), 0) || is_above(largest[1] * factor_of(1), 1));
         if (rises) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float larger = largest[half];
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
-                larger = fmaxf(max_logit[half], larger * factor);
+                larger = fmaxf(max_logit[half], larger * factor_of(half));
                 shrink[half] = relative_exp2(max_logit[half], larger);
                 exp_sum[half] *= shrink[half];
                 max_logit[half] = larger;
             }
-            const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
-            settled = SUMS_BY_PRODUCTS && !any_lane(!(least >= MAX_MAGNITUDE));
-            ordered = HAS_REGISTERS && !HAS_SOFTCAP && !any_lane(!(least >= 0.0f));
             huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(max_logit[0])),
                                                   fabsf(probability_base<product_t>(max_logit[1]))) > 0x1p24f);
+            // Under a soft cap small logits are then at most SLACK above the base. Else a logit that makes max_logit rise
+            // is positive, and so is its product.
+            const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
+            settled =
+                !huge && (HAS_SOFTCAP || unit > 0.0f) && !any_lane(!(least >= (HAS_SOFTCAP ? MAX_MAGNITUDE : 0.0f)));
         }
         // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
         // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
-        exact_factor = factor;
         if (huge) {
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor;
-            exact_factor = 1.0f;
+            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor_of(i / 2 % 2);
         }
     }
 
-    // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base).
+    // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base, half).
     template <typename LogitAbove>
     DEVICE void each_exponential(int begin, int end, LogitAbove logit_above) {
         const float base[2] = {probability_base<product_t>(max_logit[0]), probability_base<product_t>(max_logit[1])};
@@ -227,25 +259,29 @@ struct Softmax {
 #pragma unroll
             for (int i = begin / 2; i < end / 2; ++i) {
                 float& x = s[i / 2 * 4 + 2 * half + i % 2];
-                x = estimate_exp2(logit_above(x, base[half]));
+                x = estimate_exp2(logit_above(x, base[half], half));
                 if (!SUMS_BY_PRODUCTS) sums[half] += x;
             }
             exp_sum[half] += sums[half];
         }
     }
 
-    // A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
-    DEVICE void small_exponentials(int begin, int end) {
-        each_exponential(begin, end, [&](float y, float from) { return short_series.logit(y, from); });
+    // Those of a usual tile. A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+    DEVICE void usual_exponentials(int begin, int end) {
+        each_exponential(begin, end, [&](float y, float from, int half) {
+            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, units[half % UNITS], -from);
+        });
     }
 
     DEVICE void exponentials(int begin, int end) {
         if (HAS_SOFTCAP && plain && by_short_series) {
-            small_exponentials(begin, end);
+            each_exponential(begin, end, [&](float y, float from, int) { return short_series.logit(y, from); });
         } else if (HAS_SOFTCAP && plain) {
-            each_exponential(begin, end, [&](float y, float from) { return series.logit(y, from); });
+            each_exponential(begin, end, [&](float y, float from, int) { return series.logit(y, from); });
         } else {
-            each_exponential(begin, end, [&](float x, float from) { return fmaf(x, exact_factor, -from); });
+            each_exponential(begin, end, [&](float x, float from, int half) {
+                return fmaf(x, huge ? 1.0f : factor_of(half), -from);
+            });
         }
     }
 

@@ -7,28 +7,36 @@
 // to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
 // Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
-// tiles of T of them. Products of e4m3 (product_t) take codes of keys as they are, and values from transposed tiles, which
-// these warps make: prefill_transpose.cuh.
+// tiles of T of them (prefill_codes.cuh). Products of e4m3 take codes of keys as they are, and values from transposed
+// tiles, which these warps make (prefill_transpose.cuh).
 #pragma once
 #include "gemm_pipeline.cuh"
 #include "mma.cuh"
 #include "prefill_work.cuh"
 
-// Whether codes are widened before they are multiplied; whether they are multiplied as they are.
-constexpr bool IS_FP8 = !is_same<cache_t, product_t>, IS_E4M3 = sizeof(product_t) == 1;
+// Whether codes are multiplied as they are; whether they are widened before.
+constexpr bool IS_E4M3 = sizeof(product_t) == 1, IS_FP8 = !IS_E4M3 && !is_same<cache_t, scalar_t>;
 constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
-constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;
+constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;  // panels of a query or key
 constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
 // Keys and values lie in atoms: 8 tokens of a panel. The next atom is that of the next panel, or of the next 8 tokens.
-constexpr int ATOM = 8 * ROW_BYTES, TILE_BYTES = PANELS * TOKENS * ROW_BYTES;
-constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
-constexpr int PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
-constexpr int CODE_BYTES = IS_FP8 ? TOKENS * HEAD_SIZE : IS_E4M3 ? TILE_BYTES : 0, CODE_STAGES = 2, WIDENERS = 3;
+constexpr int ATOM = 8 * ROW_BYTES, PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
+// A tile of keys or values, of which a head has HEAD elements.
+template <int HEAD>
+struct CacheTile {
+    static constexpr int SIZE = HEAD, PANELS = ceil_div(SIZE, PANEL_SIZE), BYTES = PANELS * TOKENS * ROW_BYTES;
+    static constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
+    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // of codes, or of the tile itself
+};
+using KeyTile = CacheTile<HEAD_SIZE>;
+using ValueTile = CacheTile<VALUE_SIZE>;
+constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : IS_E4M3 ? ValueTile::BYTES : 0, WIDENERS = 3;
+static_assert(VALUE_SIZE <= HEAD_SIZE);  // codes of values have the room of those of keys
 
 // Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
-// keys. Two stages of queries do without; heads of more than 192 elements lack the registers.
-constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && HEAD_SIZE <= 192;
+// keys. Two stages of queries do without; values of more than 192 elements leave no registers for it.
+constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && VALUE_SIZE <= 192;
 
 // Whether a warp of its own finds items of work, the next one while the producer loads this one. A split is taken only
 // when the one before is loaded: taken earlier it would wait for this block, while another has nothing to do. Codes leave
@@ -65,8 +73,8 @@ struct Tiles {
     DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds, Found* found)
         : queries(shared),
           keys(queries + QUERY_STAGES * QUERY_BYTES),
-          values(keys + STAGES * TILE_BYTES),
-          codes(values + STAGES * TILE_BYTES),
+          values(keys + STAGES * KeyTile::BYTES),
+          codes(values + STAGES * ValueTile::BYTES),
           query(codes + CODE_STAGES * CODE_BYTES),
           key(query.barriers + 2 * QUERY_STAGES),
           value(key.barriers + 2 * STAGES),
@@ -156,12 +164,19 @@ struct Finder {
     }
 };
 
+// A cache of keys or values in the memory of the device.
+struct MappedCache {
+    const TensorMap* map;
+    int64_t head_panels;  // WHOLE_HEADS: from one head of a token to the next
+};
+
 // The producer.
 struct Producer {
     Tiles& tiles;
     Finder& finder;
     const Window& window;
-    const TensorMap *query_map, *key_map, *value_map;
+    const TensorMap* query_map;
+    MappedCache key_cache, value_cache;
     int lane, box;  // `box`: of a tile, the lane's
     uint32_t landings = 0;
 
@@ -223,26 +238,27 @@ private:
     }
     DEVICE void load_keys(const Work& work, int tile, int block) {
         const uint32_t missing = ballot(block < 0 && lane < BOXES);
-        if constexpr (IS_FP8) return load_codes(key_map, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
+        if constexpr (IS_FP8)
+            return load_codes<KeyTile>(key_cache, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
         auto& ring = tiles.key;
         ring.acquire();
         if (lane == 0) tiles.holes[ring.stage] = missing;
-        load(tiles.keys + ring.stage * TILE_BYTES, key_map, ring.full(), work, tile, block);
+        load<KeyTile>(tiles.keys + ring.stage * KeyTile::BYTES, key_cache, ring.full(), work, tile, block);
         ring.advance();
     }
     DEVICE void load_values(const Work& work, int tile, int block, int length) {
         const int start = tile * TOKENS, begin = window.first_seen(work.limit) - start, end = length - start;
-        if constexpr (IS_FP8 || IS_E4M3)
-            return load_codes(value_map, {Codes::VALUES, 0, begin, end}, work, tile, block);
+        const Codes kind{Codes::VALUES, 0, begin, end};
+        if constexpr (IS_FP8 || IS_E4M3) return load_codes<ValueTile>(value_cache, kind, work, tile, block);
         auto& ring = tiles.value;
         ring.acquire();
-        uint8_t* const to = tiles.values + ring.stage * TILE_BYTES;
+        uint8_t* const to = tiles.values + ring.stage * ValueTile::BYTES;
         const bool whole = begin <= 0 && end >= TOKENS;
-        load(to, value_map, whole ? ring.full() : tiles.landed, work, tile, block);
+        load<ValueTile>(to, value_cache, whole ? ring.full() : tiles.landed, work, tile, block);
         if (!whole) {
             mbarrier_wait(tiles.landed, landings++ & 1);
-            for (int i = lane; i < PANELS * TOKENS * 8; i += WARP_SIZE) {  // chunks of 16 bytes
-                const int atom = i / 64, eight = WHOLE_HEADS ? atom / PANELS : atom % (TOKENS / 8);
+            for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // chunks of 16 bytes
+                const int atom = i / 64, eight = WHOLE_HEADS ? atom / ValueTile::PANELS : atom % (TOKENS / 8);
                 const int token = eight * 8 + i / 8 % 8;
                 if (token >= begin && token < end) continue;
                 *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(0, 0, 0, 0);
@@ -253,76 +269,37 @@ private:
         }
         ring.advance();
     }
-    DEVICE void load_codes(const TensorMap* map, const Codes& kind, const Work& work, int tile, int block) {
+    template <typename Tile>
+    DEVICE void load_codes(const MappedCache& cache, const Codes& kind, const Work& work, int tile, int block) {
         auto& ring = tiles.code;
         ring.acquire();
         if (lane == 0) tiles.kinds[ring.stage] = kind;
-        load(tiles.codes + ring.stage * CODE_BYTES, map, ring.full(), work, tile, block);
+        load<Tile>(tiles.codes + ring.stage * CODE_BYTES, cache, ring.full(), work, tile, block);
         ring.advance();
     }
-    DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* full, const Work& work, int tile, int block) const {
-        if (lane == 0) mbarrier_arrive_expect_tx(full, IS_FP8 ? CODE_BYTES : TILE_BYTES);
+    template <typename Tile>
+    DEVICE void
+    load(uint8_t* to, const MappedCache& cache, uint64_t* full, const Work& work, int tile, int block) const {
+        if (lane == 0) mbarrier_arrive_expect_tx(full, Tile::LOADED_BYTES);
         sync_warp();
         const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
         const int from = block < 0 ? int(finder.num_blocks) : block;
         if constexpr (IS_FP8) {
-            uint8_t* const to_box = to + box * (BOX_TOKENS * HEAD_SIZE);
-            if (lane < BOXES) tma_load(to_box, map, full, 0, work.kv_head, slot, from);
+            uint8_t* const to_box = to + box * (BOX_TOKENS * Tile::SIZE);
+            if (lane < BOXES) tma_load(to_box, cache.map, full, 0, work.kv_head, slot, from);
         } else {
-            uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * TOKEN_STRIDE;
+            uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * Tile::TOKEN_STRIDE;
             if constexpr (WHOLE_HEADS) {
-                if (lane < BOXES) tma_load(to_box, map, full, 0, 0, work.kv_head * PANELS, slot / 8, from);
+                const int panel = work.kv_head * int(cache.head_panels);
+                if (lane < BOXES) tma_load(to_box, cache.map, full, 0, 0, panel, slot / 8, from);
             } else {
                 constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
-                for (int i = lane; i < PANELS * BOXES && lane < LOADERS; i += LOADERS) {
+                for (int i = lane; i < Tile::PANELS * BOXES && lane < LOADERS; i += LOADERS) {
                     const int panel = i / BOXES;
-                    tma_load(to_box + panel * PANEL_STRIDE, map, full, panel * PANEL_SIZE, work.kv_head, slot, from);
+                    tma_load(to_box + panel * PANEL_STRIDE, cache.map, full, panel * PANEL_SIZE, work.kv_head, slot,
+                             from);
                 }
             }
         }
     }
 };
-
-// Makes a tile of T of a tile of codes, with the other warps of 1 to WIDENERS of the warpgroup.
-template <int RING_STAGES>
-DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles, const Codes& kind) {
-    constexpr int CHUNKS = HEAD_SIZE / 16, PANEL_CHUNKS = PANEL_SIZE / 16, EIGHTS = TOKENS / 8;  // chunks of 16 codes
-    const int warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1, lane = threadIdx.x % WARP_SIZE;
-    const uint8_t* const from = tiles.codes + tiles.code.stage * CODE_BYTES;
-    uint8_t* const to = to_tiles + ring.stage * TILE_BYTES;
-    ring.acquire();
-    if (kind.kind == Codes::KEYS && warp == 0 && lane == 0) tiles.holes[ring.stage] = kind.missing;
-    // A warp takes eight tokens of a panel at a time, four lanes a token. Of neighbouring tokens, lanes take neighbouring
-    // panels: eight of them then read 128 bytes of all banks.
-    const int own_token = lane / 4, own_chunk = lane % 4;
-    const int at = swizzle_128b(own_token, own_chunk * 32);
-    const bool whole = kind.begin <= 0 && kind.end >= TOKENS;
-#pragma unroll 4
-    for (int i = warp; i < PANELS * EIGHTS; i += WIDENERS) {
-        const int panel = i / EIGHTS ^ (PANELS % 2 == 0 ? own_token % 2 : 0), token = i % EIGHTS * 8 + own_token;
-        const int chunk = panel * PANEL_CHUNKS + own_chunk;
-        if (HEAD_SIZE % PANEL_SIZE != 0 && chunk >= CHUNKS) continue;
-        uint4 elements[2];
-        widen_fp8<scalar_t>(*reinterpret_cast<const uint4*>(from + token * HEAD_SIZE + chunk * 16), elements);
-        if (!whole && (token < kind.begin || token >= kind.end)) elements[0] = elements[1] = make_uint4(0, 0, 0, 0);
-        uint8_t* const eight = to + panel * PANEL_STRIDE + i % EIGHTS * ATOM;
-        *reinterpret_cast<uint4*>(eight + at) = elements[0];
-        *reinterpret_cast<uint4*>(eight + (at ^ 16)) = elements[1];
-    }
-    fence_proxy_async();
-    sync_warp();
-    if (lane == 0) mbarrier_arrive(ring.full());
-    tiles.code.release(tiles.code.stage);
-    ring.advance();
-}
-
-// Widens all tiles of codes that the producer loads.
-DEVICE void widen_tiles(Tiles& tiles) {
-    for (;; tiles.code.advance()) {
-        tiles.code.wait();
-        if (tiles.kinds[tiles.code.stage].kind == Codes::END) return;
-        const Codes kind = tiles.kinds[tiles.code.stage];
-        if (kind.kind == Codes::KEYS) widen_tile(tiles, tiles.key, tiles.keys, kind);
-        else widen_tile(tiles, tiles.value, tiles.values, kind);
-    }
-}

@@ -28,7 +28,8 @@ DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind)
     const int matrix = lane / 8, row = lane % 8;  // whose addresses the lane gives
     const int element = 2 * row + ((row >= 4) != (matrix % 2));
     const uint32_t first = lane < WARP_SIZE / 2 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
-    const int read_at = matrix * TOKEN_STRIDE + swizzle_128b(row, 0), write_at = swizzle_128b(element, matrix / 2 * 16);
+    const int read_at = matrix * ValueTile::TOKEN_STRIDE + swizzle_128b(row, 0),
+              write_at = swizzle_128b(element, matrix / 2 * 16);
 #pragma unroll WHOLE ? 4 : 1
     for (int i = 0; i < ceil_div(CHUNKS, WIDENERS); ++i) {
         const int chunk = i * WIDENERS + warp;
@@ -37,7 +38,7 @@ DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind)
         uint8_t* const written = to + chunk % PART_CHUNKS * (16 * ROW_BYTES);
         uint32_t words[GROUPS][4];
 #pragma unroll
-        for (int n = 0; n < GROUPS; ++n) ldmatrix<4, true>(words[n], read + n * 4 * TOKEN_STRIDE);
+        for (int n = 0; n < GROUPS; ++n) ldmatrix<4, true>(words[n], read + n * 4 * ValueTile::TOKEN_STRIDE);
 #pragma unroll
         for (int n = 0; n < GROUPS; ++n) {
             if constexpr (!WHOLE) {
@@ -62,7 +63,7 @@ DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind)
 DEVICE void transpose_tile(Tiles& tiles, const Codes kind) {
     tiles.value.acquire();
     const uint8_t* const from = tiles.codes + tiles.code.stage * CODE_BYTES;
-    uint8_t* const to = tiles.values + tiles.value.stage * TILE_BYTES;
+    uint8_t* const to = tiles.values + tiles.value.stage * ValueTile::BYTES;
     if (kind.begin <= 0 && kind.end >= TOKENS) transpose_codes<true>(to, from, kind);
     else transpose_codes<false>(to, from, kind);
     fence_proxy_async();

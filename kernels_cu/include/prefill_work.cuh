@@ -7,7 +7,8 @@
 // keys and values the L2 cache has room for, in a section by tiles of tokens, and then by heads. The tiles of sequence s
 // begin at number cu_seqlens_q[s] / ITEM_TOKENS + s, and at most one number of each sequence has no tokens. With
 // HAS_SPLITS each of these items has `max_splits` numbers, one for each part of its keys that a block may take alone
-// (split-KV); an item of few keys has fewer splits, and its other numbers have no work.
+// (split-KV); an item of few keys has fewer splits, and its other numbers have no work. Nor do sequences of fewer than
+// `min_tokens` query tokens have any.
 #pragma once
 #include "arith.cuh"
 #include "vec.cuh"
@@ -41,7 +42,8 @@ struct Window {
 struct Sequences {
     const starts_t* cu_seqlens_q;
     const length_t* seq_lens;
-    int64_t starts_step, length_step, num_seqs, num_tokens, max_tokens, num_kv_heads, section_heads, max_splits;
+    int64_t starts_step, length_step, num_seqs, num_tokens, min_tokens, max_tokens, num_kv_heads, section_heads,
+        max_splits;
 
     DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
     DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
@@ -69,7 +71,7 @@ struct Sequences {
         seq = low - 1;
         if (seq < 0) return false;
         const int64_t begin = start_of(seq), end = start_of(seq + 1);
-        if (begin < 0 || end > num_tokens || begin >= end) return false;
+        if (begin < 0 || end > num_tokens || begin >= end || end - begin < min_tokens) return false;
         const int64_t token = begin + (tile - first_tile_of(seq)) * ITEM_TOKENS;
         if (token >= end) return false;
         length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));

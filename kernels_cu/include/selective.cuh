@@ -3,9 +3,6 @@
 #pragma once
 #include "number.cuh"
 
-constexpr float LOG2_E = 1.44269504088896341f;
-constexpr float LN_2 = 0.693147180559945309f;
-
 // log(1 + exp(x)), within a few units in the last place: max(x, 0) + log1p(t) with t = exp(-|x|). log1p is t times a
 // polynomial of degree 9 (minimax on 0 <= t <= 1, relative error 5e-9). NaN stays NaN.
 DEVICE float softplus(float x) {

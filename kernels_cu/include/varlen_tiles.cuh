@@ -11,13 +11,14 @@
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
-constexpr int CHUNKS = HEAD_SIZE / 8;  // of 8 elements
+constexpr int CHUNKS = HEAD_SIZE / 8, VALUE_CHUNKS = VALUE_SIZE / 8;  // of 8 elements
 constexpr int STEPS = HEAD_SIZE / 16;
 constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
 constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
 constexpr int64_t NOWHERE = int64_t(1) << 63;       // no address: negative, and aligned for any access
 
-using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries, keys and values: a row for each token
+using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries and keys: a row for each token
+using values_tile = SwizzledTile<scalar_t, VALUE_CHUNKS>;
 // VALUES_BY_DIM: values: a row for each head dimension. A SwizzledTile of few tokens would be half empty.
 template <bool FEW> struct dims_tile_of { using type = SwizzledTile<scalar_t, TOKENS / 8>; };
 template <> struct dims_tile_of<true> { using type = PitchedTile<scalar_t, TOKENS + 8>; };
@@ -26,8 +27,9 @@ using dims_tile = dims_tile_of < ON_MATRIX_CORES&& TOKENS<64>::type;
 constexpr bool VALUES_BY_DIM = PACKED || ON_MATRIX_CORES;
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
 constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
-constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(HEAD_SIZE) : KEY_BYTES;
-static_assert(HEAD_SIZE % 16 == 0 && TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
+constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(VALUE_SIZE) : values_tile::bytes(TOKENS);
+static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && VALUE_SIZE <= HEAD_SIZE);
+static_assert(TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
 // Copies 8 elements of a cache to shared memory, as T; zeros, and nothing is read, if the elements do not exist.
 DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
@@ -80,7 +82,7 @@ DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
 template <bool BY_DIM>
 DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, int step, int lane) {
     if constexpr (BY_DIM) load_columns(b, dims_tile{values}, step * 16, k, lane);
-    else load_transposed(b, rows_tile{values}, k * 16, step, lane);
+    else load_transposed(b, values_tile{values}, k * 16, step, lane);
 }
 
 // The tiles of a block, and the caches of its key-value head.
@@ -135,13 +137,13 @@ struct Tiles {
     }
     // The token and the chunk of item i of values. By dimensions, neighbouring threads have neighbouring tokens, whose
     // elements of a dimension lie next to each other.
-    static DEVICE int token_of(int i) { return VALUES_BY_DIM ? i / 2 % TOKENS : i / CHUNKS; }
-    static DEVICE int chunk_of(int i) { return VALUES_BY_DIM ? i % 2 + i / (2 * TOKENS) * 2 : i % CHUNKS; }
+    static DEVICE int token_of(int i) { return VALUES_BY_DIM ? i / 2 % TOKENS : i / VALUE_CHUNKS; }
+    static DEVICE int chunk_of(int i) { return VALUES_BY_DIM ? i % 2 + i / (2 * TOKENS) * 2 : i % VALUE_CHUNKS; }
     DEVICE void load_values(int stage, held_t& held) const {
         scalar_t* const to = values_at(stage);
         const int64_t* const value_places = places[stage] + TOKENS;
         if constexpr (PACKED) {
-            each_item<HEAD_SIZE*(TOKENS / 8)>([&](int i, int n) {
+            each_item<VALUE_SIZE*(TOKENS / 8)>([&](int i, int n) {
                 const int dim = i / (TOKENS / 8), chunk = i % (TOKENS / 8);
                 scalar_t* const run = dims_tile{to}.at(dim, chunk);
                 const int64_t place = value_places[chunk * 8];
@@ -168,12 +170,12 @@ struct Tiles {
                 }
             });
         } else {
-            each_item<TOKENS * CHUNKS>([&](int i, int n) {
+            each_item<TOKENS * VALUE_CHUNKS>([&](int i, int n) {
                 const int row = token_of(i), chunk = chunk_of(i);
                 const int64_t place = value_places[row];
                 const cache_t* const from = value_cache + place + chunk * 8;
                 if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
-                else copy_chunk(rows_tile{to}.at(row, chunk), from, place >= 0);
+                else copy_chunk(values_tile{to}.at(row, chunk), from, place >= 0);
             });
         }
         cp_async_commit();
@@ -181,7 +183,7 @@ struct Tiles {
     DEVICE void store_values(const held_t& held) const {
         if constexpr (HOLDS_COPIES) {
             const dims_tile values{values_at(0)};
-            each_item<TOKENS * CHUNKS>([&](int i, int n) {
+            each_item<TOKENS * VALUE_CHUNKS>([&](int i, int n) {
                 const Vec<scalar_t, 8> elements = elements_of(held[n]);
                 if constexpr (PACKED) {
                     *reinterpret_cast<Vec<scalar_t, 8>*>(values.at(i / (TOKENS / 8), i % (TOKENS / 8))) = elements;

@@ -24,7 +24,7 @@
 //     HAS_SCALE_ROWS    scale_rows are given
 //     HAS_SIZES     problem_sizes are given
 
-#include "fp4.cuh"
+#include "mx_scales.cuh"
 #include "packed.cuh"
 
 constexpr int ELEMENTS = 16;  // of a thread

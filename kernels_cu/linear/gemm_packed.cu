@@ -15,10 +15,10 @@
 // moe_align_block_size has written (grouped.cuh), gathered before: place p holds row t of out, which is
 // sorted_token_ids[p]. ROUTED: it is multiplied by topk_weights[t]. Rows whose expert does not exist are left as they are.
 //
-// SPLITS: the blocks of a cluster share a tile, each with a part of K. What is to be added to a sum is sent to one block,
-// and added up there in a fixed order, as gemm_swap.cu does. Tiles of more than 64 rows are stored by the copy engine, but
-// those of experts; with CUT, those of the last round are cut along K (cut_tiles.cuh). NEIGHBOURS: the blocks of a cluster
-// have tiles of the same rows, side by side, and the same steps. Each loads a part of the rows of a, and multicasts it.
+// SPLITS: the blocks of a cluster share a tile, each with a part of K, and add up sums by cluster_sums.cuh. Tiles of more
+// than 64 rows are stored by the copy engine, but those of experts; with CUT, those of the last round are cut along K
+// (cut_tiles.cuh). NEIGHBOURS: the blocks of a cluster have tiles of the same rows, side by side, and the same steps. Each
+// loads a part of the rows of a, and multicasts it.
 //
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t; with layout_w4a8 fp8_e4m3_t
@@ -41,6 +41,7 @@
 // If sums are shared, there are as many clusters as tiles.
 
 #include "cluster.cuh"
+#include "cluster_sums.cuh"
 #include "cut_tiles.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_pipeline.cuh"
@@ -61,7 +62,6 @@ constexpr bool BY_STORES = TILE_M > 64 && !GROUPED;  // rows of experts lie apar
 constexpr bool MANY_SUMS = PRODUCTS * TILE_M * (APART ? 2 : 1) > 128;
 constexpr int NUM_THREADS = MANY_SUMS ? 384 : 32 * (CONSUMER_WARPS + 1);
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = CONSUMER_WARPS * WARP_FRAGMENTS;
-constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // that a block adds up
 constexpr int STORE_ROW_BYTES = 32 * PRODUCTS, STORE_BYTES = 16 * STORE_ROW_BYTES, STORES = 2;
 static_assert(TILE_M % 16 == 0 && TILE_M <= 256 && (TILE_N == 128 || TILE_N == 256) && (CHUNK == 1 || CHUNK == 2));
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % TILE_K == 0 || (TILE_K % GROUP_SIZE == 0 && GROUP_SIZE % PRODUCT_K == 0));
@@ -73,14 +73,12 @@ static_assert(HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0));
 static_assert((!CUT && NEIGHBOURS == 1) || (BY_STORES && SPLITS == 1 && NEIGHBOURS <= 2));
 static_assert((!APART || (CHUNK == 2 && PRODUCTS * TILE_M <= 128)) && (BOXES == 1 || LAYOUT == layout_marlin));
 static_assert(!GROUPED || (SPLITS == 1 && !IS_TABLE));
-static_assert(FRAGMENTS % SPLITS == 0 && (SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
+static_assert((SPLITS == 1 || !BY_STORES) && !GATED && BIAS <= 1 && AZP == 0);
 
 using code_t = conditional_t<IS_TABLE, TableCode, Code>;
 using terms_t = conditional_t<IS_TABLE, TableTerms, Terms>;
 constexpr float SUM_FACTOR = IS_TABLE ? 1.0f : codes_t::SUM_FACTOR;
-
-// A lane's sums in a fragment.
-struct alignas(16) Fragment { float sums[4]; };
+using cluster_sums_t = ClusterSums<float, SPLITS, SPLITS, FRAGMENTS>;
 
 extern "C" __global__ void CLUSTER_OF(SPLITS * NEIGHBOURS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M / NEIGHBOURS x TILE_K, swizzled
@@ -102,17 +100,14 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
             int64_t sharers) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint8_t* const behind = shared + STAGES * STAGE_BYTES;     // the received sums, or tiles that are stored
-    Fragment* received = reinterpret_cast<Fragment*>(behind);  // [SPLITS, OWN_FRAGMENTS, lanes]
-    constexpr int SUM_BYTES = SPLITS > 1 ? FRAGMENTS * WARP_SIZE * 16 : 0;
-    uint64_t* all_received =
-        reinterpret_cast<uint64_t*>(behind + (BY_STORES ? CONSUMER_WARPS * STORES * STORE_BYTES : SUM_BYTES));
-    Ring<STAGES> ring(all_received + 1);
+    uint8_t* const behind = shared + STAGES * STAGE_BYTES;  // the received sums, or tiles that are stored
+    constexpr int BYTES = BY_STORES ? CONSUMER_WARPS * STORES * STORE_BYTES : cluster_sums_t::BYTES;
+    const cluster_sums_t sums{reinterpret_cast<Fragment<float>*>(behind), reinterpret_cast<uint64_t*>(behind + BYTES)};
+    Ring<STAGES> ring(sums.all_received + 1);
     const int split = SPLITS > 1 ? blockIdx.y : 0, neighbour = NEIGHBOURS > 1 ? blockIdx.y : 0;
     if (threadIdx.x == 0) {
-        mbarrier_init(all_received, 1);
+        sums.init();
         ring.init(CONSUMER_WARPS * NEIGHBOURS);
-        if constexpr (SPLITS > 1) mbarrier_arrive_expect_tx(all_received, SUM_BYTES);
     }
     start_cluster<SPLITS * NEIGHBOURS>();
 
@@ -303,7 +298,7 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
                 }
             }
         } else {
-            const auto finish = [&](int fragment, const Fragment& own) {
+            const auto finish = [&](int fragment, const Fragment<float>& own) {
                 const int i = fragment / CONSUMER_WARPS, product = i / (TILE_M / 8);
                 const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
 #pragma unroll
@@ -323,28 +318,12 @@ gemm_packed(const __grid_constant__ TensorMap a_map,       // [M, K], boxes of T
 #pragma unroll
             for (int i = 0; i < WARP_FRAGMENTS; ++i) {
                 const int fragment = i * CONSUMER_WARPS + warp;
-                const float* sums = d[i / (TILE_M / 8)] + i % (TILE_M / 8) * 4;
-                const Fragment own = {sums[0], sums[1], sums[2], sums[3]};
-                if constexpr (SPLITS > 1) {
-                    const int place = split * OWN_FRAGMENTS + fragment / SPLITS;
-                    store_async(received + place * WARP_SIZE + lane, all_received, fragment % SPLITS, own);
-                } else {
-                    finish(fragment, own);
-                }
+                const float* four = d[i / (TILE_M / 8)] + i % (TILE_M / 8) * 4;
+                const Fragment<float> own = {four[0], four[1], four[2], four[3]};
+                if constexpr (SPLITS > 1) sums.send(split, fragment, own);
+                else finish(fragment, own);
             }
-            if constexpr (SPLITS > 1) {
-                mbarrier_wait(all_received, 0);
-                for (int i = warp; i < OWN_FRAGMENTS; i += CONSUMER_WARPS) {
-                    Fragment total = {};
-#pragma unroll
-                    for (int part = 0; part < SPLITS; ++part) {
-                        const Fragment one = received[(part * OWN_FRAGMENTS + i) * WARP_SIZE + lane];
-#pragma unroll
-                        for (int j = 0; j < 4; ++j) total.sums[j] += one.sums[j];
-                    }
-                    finish(i * SPLITS + split, total);
-                }
-            }
+            if constexpr (SPLITS > 1) sums.add_up(split, warp, CONSUMER_WARPS, finish);
         }
     }
     if (BY_STORES && lane == 0) tma_store_wait<0>();

@@ -14,8 +14,8 @@
 // tile's rows of b or, if there are no more than 64, every other step.
 //
 // The blocks of a cluster share a tile, each with a part of K. What is to be added to a sum, by warpgroups that have
-// different steps and by blocks, is sent to one block, and added up there in a fixed order: results do not depend on
-// which comes first. Sums travel in fragments, four of them in a lane: two rows and two columns of out.
+// different steps and by blocks, is sent to one block, and added up there (cluster_sums.cuh). A fragment has two rows and
+// two columns of out in each lane.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
@@ -30,6 +30,7 @@
 // If sums are shared, there are as many clusters as tiles.
 
 #include "cluster.cuh"
+#include "cluster_sums.cuh"
 #include "gemm_epilogue.cuh"
 #include "gemm_pipeline.cuh"
 #include "wgmma.cuh"
@@ -43,17 +44,13 @@ constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODU
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + PADDED_N * ROW_BYTES;
 constexpr int PADDING = (PADDED_N - TILE_N) * ROW_BYTES / 16;  // of a stage, in 16 bytes
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WARP_FRAGMENTS;
-// Parts of a sum, and fragments that a block adds up.
-constexpr int PARTS = SPLITS * TURNS, OWN_FRAGMENTS = FRAGMENTS / SPLITS;
-constexpr bool SHARED = PARTS > 1;
+constexpr int PARTS = SPLITS * TURNS;  // of a sum
 // Pieces of a step whose sums the threads add up, and products of a warpgroup in each for the same rows of b.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
-static_assert(FRAGMENTS % SPLITS == 0);
 static_assert(!GATED);
 
-// A lane's sums in a fragment.
-struct alignas(16) Fragment { sum_t sums[4]; };
+using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
 gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x TILE_K, swizzled
@@ -68,14 +65,14 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
           int64_t a_scale_block_step, int64_t b_scale_block_step) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
-    Fragment* received = reinterpret_cast<Fragment*>(shared + STAGES * STAGE_BYTES);  // [PARTS, OWN_FRAGMENTS, lanes]
-    uint64_t* all_received = reinterpret_cast<uint64_t*>(received + (SHARED ? PARTS * OWN_FRAGMENTS * WARP_SIZE : 0));
-    Ring<STAGES> ring(all_received + 1);
+    uint8_t* const behind = shared + STAGES * STAGE_BYTES;
+    const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(behind),
+                              reinterpret_cast<uint64_t*>(behind + cluster_sums_t::BYTES)};
+    Ring<STAGES> ring(sums.all_received + 1);
     const int split = SPLITS > 1 ? blockIdx.y : 0;
     if (threadIdx.x == 0) {
-        mbarrier_init(all_received, 1);
+        sums.init();
         ring.init(ROW_WARPS);
-        if constexpr (SHARED) mbarrier_arrive_expect_tx(all_received, PARTS * OWN_FRAGMENTS * WARP_SIZE * 16);
     }
     for (int i = threadIdx.x; i < STAGES * PADDING; i += NUM_THREADS) {
         uint8_t* padding = shared + i / max(PADDING, 1) * STAGE_BYTES + A_BYTES + B_BYTES;
@@ -201,7 +198,7 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
             if constexpr (SUM_BLOCK > 0) return total[product][at];
             else return d[product][at];
         };
-        const auto finish = [&](int fragment, const Fragment& own) {
+        const auto finish = [&](int fragment, const Fragment<sum_t>& own) {
             const int i = fragment / ROW_WARPS, column = column_of(fragment % ROW_WARPS, i / (TILE_M / 8));
             const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
 #pragma unroll
@@ -215,26 +212,10 @@ gemm_swap(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x
 #pragma unroll
         for (int i = 0; i < WARP_FRAGMENTS; ++i) {
             const int fragment = i * ROW_WARPS + row_warp;
-            const Fragment own = {own_sum(i, 0), own_sum(i, 1), own_sum(i, 2), own_sum(i, 3)};
-            if constexpr (SHARED) {
-                const int place = (split * TURNS + turn) * OWN_FRAGMENTS + fragment / SPLITS;
-                store_async(received + place * WARP_SIZE + lane, all_received, fragment % SPLITS, own);
-            } else {
-                finish(fragment, own);
-            }
+            const Fragment<sum_t> own = {own_sum(i, 0), own_sum(i, 1), own_sum(i, 2), own_sum(i, 3)};
+            if constexpr (PARTS > 1) sums.send(split * TURNS + turn, fragment, own);
+            else finish(fragment, own);
         }
-        if constexpr (SHARED) {
-            mbarrier_wait(all_received, 0);
-            for (int i = warp; i < OWN_FRAGMENTS; i += CONSUMER_WARPS) {
-                Fragment total = {};
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part) {
-                    const Fragment one = received[(part * OWN_FRAGMENTS + i) * WARP_SIZE + lane];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) total.sums[j] += one.sums[j];
-                }
-                finish(i * SPLITS + split, total);
-            }
-        }
+        if constexpr (PARTS > 1) sums.add_up(split, warp, CONSUMER_WARPS, finish);
     }
 }

@@ -36,24 +36,10 @@
 //     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
 //     SEGMENT_STATES the launch before the last: no out, no states, but segment_states and segment_decays
 
-#include "chunk_scan_decays.cuh"
-#include "state_tiles.cuh"
+#include "chunk_scan_tiles.cuh"
 
-constexpr int ROWS = HEADS * HEAD_TILE, NUM_WARPS = ROWS / 16 / ROW_TILES, NUM_THREADS = NUM_WARPS * WARP_SIZE;
-constexpr int STEPS = STATE_SIZE / 16;
-static_assert((HEADS == 1 || HEAD_TILE == HEAD_SIZE) && (STAGES == 2 || HOLDS_COPIES));
-
-using b_tile_t = SummedTile<scalar_t, STATE_SIZE, TOKENS>;
-using c_tile_t = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // a row for each token
-using rows_tile = SwizzledTile<scalar_t, ROWS / 8>;       // x: a row for each token
-using weights_tile = square_tile_t<scalar_t, TOKENS>;     // weights: row l, column m
 // Whether all gates of a block are loaded before one is used. CUDA's warps, of more rows, have no registers left.
 constexpr bool GATES_AHEAD = ON_MATRIX_CORES;
-constexpr int B_BYTES = b_tile_t::BYTES, C_BYTES = c_tile_t::bytes(TOKENS), X_BYTES = rows_tile::bytes(TOKENS);
-constexpr int STAGE_BYTES = B_BYTES + X_BYTES + (SEGMENT_STATES ? 0 : C_BYTES);
-constexpr int WEIGHT_BYTES = weights_tile::bytes(TOKENS);  // of each head, behind the stages
-
-using decays_t = Decays<HEADS, TOKENS>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
@@ -79,7 +65,6 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
            int64_t D_step, float dt_min, float dt_max) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
     __shared__ decays_t decays[2];
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);
@@ -92,19 +77,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                                      num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
     const int end_part = chunks.first_of(segment + 1, num_segments);
 
-    const auto stage_at = [&](int stage) { return shared + (STAGES == 1 ? 0 : stage) * STAGE_BYTES; };
-    const auto b_at = [&](int stage) { return b_tile_t{{reinterpret_cast<scalar_t*>(stage_at(stage))}}; };
-    const auto x_at = [&](int stage) { return rows_tile{reinterpret_cast<scalar_t*>(stage_at(stage) + B_BYTES)}; };
-    const auto c_at = [&](int stage) {
-        return c_tile_t{reinterpret_cast<scalar_t*>(stage_at(stage) + B_BYTES + X_BYTES)};
-    };
-    const auto weights_of = [&](int head) {
-        return weights_tile{reinterpret_cast<scalar_t*>(shared + STAGES * STAGE_BYTES + head * WEIGHT_BYTES)};
-    };
-    // The head, counted in the block, and the row of matrix tile r of the warp.
-    const auto tile_row = [&](int r) { return (warp * ROW_TILES + r) * 16; };
-    const auto head_of = [&](int r) { return tile_row(r) / HEAD_TILE; };
-
+    const Stages stages{reinterpret_cast<unsigned char*>(memory)};
     // The last warps, which have the least to do for the weights, find the decays.
     DecayFinder<dt_t, HEADS, TOKENS, NUM_THREADS / 32> finder;
     typename b_tile_t::copy_t<NUM_THREADS> copy_b;
@@ -113,16 +86,16 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
-        copy_b.load(b_at(stage).tile, B + row * B_stride + column, B_stride, count);
-        if (!SEGMENT_STATES) copy_c.load(c_at(stage), C + row * C_stride + column, C_stride, count);
-        copy_x.load(x_at(stage), x + row * x_stride + first_row, x_stride, count);
+        copy_b.load(stages.b(stage).tile, B + row * B_stride + column, B_stride, count);
+        if (!SEGMENT_STATES) copy_c.load(stages.c(stage), C + row * C_stride + column, C_stride, count);
+        copy_x.load(stages.x(stage), x + row * x_stride + first_row, x_stride, count);
         cp_async_commit();
         finder.load(dt + row * dt_stride + first_head * dt_step, dt_stride, dt_step, count);
     };
     const auto store_held = [&](int stage) {
-        copy_b.store(b_at(stage).tile);
-        if (!SEGMENT_STATES) copy_c.store(c_at(stage));
-        copy_x.store(x_at(stage));
+        copy_b.store(stages.b(stage).tile);
+        if (!SEGMENT_STATES) copy_c.store(stages.c(stage));
+        copy_x.store(stages.x(stage));
     };
     const auto find_decays = [&](int stage, int count) {
         finder.template find<SOFTPLUS>(decays[stage], A + first_head, dt_bias ? dt_bias + first_head : nullptr, dt_min,
@@ -203,13 +176,13 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             restarted = true;
         }
         const decays_t& decay = decays[stage];
-        const b_tile_t b_tile = b_at(stage);
-        const rows_tile x_tile = x_at(stage);
+        const b_tile_t b_tile = stages.b(stage);
+        const x_tile_t x_tile = stages.x(stage);
 
         uint32_t xs[ROW_TILES][2][BLOCK_PAIRS];  // x transposed: rows by tokens
         if constexpr (!SEGMENT_STATES) {
             // Weights: the tiles of 16 by 16 tokens on the diagonal and below it, a warp each in turn.
-            const c_tile_t c_tile = c_at(stage);
+            const c_tile_t c_tile = stages.c(stage);
             for (int tile = warp; tile < 3; tile += NUM_WARPS) {
                 const int row_tile = (tile + 1) / 2, column_tile = tile / 2;
                 Block products = {};
@@ -225,7 +198,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                 for (int head = 0; head < HEADS; ++head) {
 #pragma unroll
                     for (int i = 0; i < BLOCK_PAIRS; ++i) {
-                        const int l = row_tile * 16 + pair_row(i) + g, m = column_tile * 16 + pair_column(i) + t;
+                        const int l = row_tile * 16 + pair_row(i) + g, m = token_of(column_tile, i);
                         const float sum = decay.sums[head][l];
                         float weight[2];
 #pragma unroll
@@ -234,14 +207,14 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                                 estimate_exp2(sum - decay.sums[head][m + j]) * decay.steps[head][m + j];
                             weight[j] = m + j <= l ? factor * products.at(i, j) : 0.0f;
                         }
-                        scalar_t* const to = weights_of(head).at(l, m / 8) + m % 8;
+                        scalar_t* const to = stages.weights(head).at(l, m / 8) + m % 8;
                         *reinterpret_cast<uint32_t*>(to) = pack_pair<scalar_t>(weight[0], weight[1]);
                     }
                 }
             }
 
             // Y = h C, then decayed by token.
-            Block y[ROW_TILES][2] = {};
+            result_t y = {};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
                 order_steps(step);
@@ -256,8 +229,6 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                     for (int r = 0; r < ROW_TILES; ++r) y[r][n].template add_product<scalar_t>(a[r], b);
                 }
             }
-            // The first of the pair's tokens in the tile.
-            const auto token_of = [&](int n, int i) { return n * 16 + pair_column(i) + t; };
 #pragma unroll
             for (int i = 0; i < ROW_TILES * 2 * BLOCK_PAIRS * 2; ++i) {
                 const int r = i / (4 * BLOCK_PAIRS), n = i / (2 * BLOCK_PAIRS) % 2, pair = i / 2 % BLOCK_PAIRS;
@@ -276,7 +247,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 #pragma unroll
                     for (int n = k; n < 2; ++n) {
                         uint32_t b[SHORT_WORDS];
-                        load_columns(b, weights_of(head_of(r)), n * 16, k, lane);
+                        load_columns(b, stages.weights(head_of(r)), n * 16, k, lane);
                         y[r][n].template add_product<scalar_t>(a, b);
                     }
                 }
@@ -308,23 +279,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
                     }
                 }
             }
-            // The results go through shared memory, where x of the warp's rows was: then a lane stores a row's vector.
-            sync_warp();
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-#pragma unroll
-                for (int n = 0; n < 2; ++n) y[r][n].template store_to_tile<scalar_t>(x_tile, n * 16, tile_row(r) / 8);
-            }
-            sync_warp();
-            // Chunks of a token, and tokens that a warp stores at once.
-            constexpr int CHUNKS = ROW_TILES * 2, STEP = WARP_SIZE / CHUNKS;
-            const int first = lane / CHUNKS, result_chunk = tile_row(0) / 8 + lane % CHUNKS;
-            scalar_t* to = out + int64_t(token + first) * out_stride + first_row + result_chunk * 8;
-#pragma unroll
-            for (int l = first; l < TOKENS + first; l += STEP, to += STEP * out_stride) {
-                const auto result = Vec<scalar_t, 8>::load(x_tile.at(l, result_chunk));
-                if (l < count) result.template store<OUT_VEC>(to);
-            }
+            store_results(y, x_tile, out + int64_t(token) * out_stride + first_row, out_stride, count);
         }
 
         // h = exp(a_end) h + (weighted x) B.

@@ -29,82 +29,17 @@
 //     STAGES         tiles in shared memory: 4; or 3, only where copies are held
 //     WARPS          warps with rows; ROWS = 16 * WARPS divides VALUE_SIZE
 
-#include "state_tiles.cuh"
+#include "gated_delta_tokens.cuh"
 
 constexpr int ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 4) * WARP_SIZE, TILES = VALUE_SIZE / ROWS;
-constexpr int STEPS = KEY_SIZE / 16, BLOCKS = TOKENS / 16;
 constexpr int KEYS = WARPS, NORMS = WARPS + 1, SOLVE = WARPS + 2, WEIGH = WARPS + 3;
-constexpr float LOG2_OF_E = 1.4426950408889634f;
-constexpr int PITCH = TOKENS + 4;  // of a column of L, in floats: columns begin on different banks
-static_assert(TOKENS <= 32 && (STAGES == 4 || HOLDS_COPIES));
+static_assert(STAGES == 4 || HOLDS_COPIES);
 
-using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;  // keys or queries: a row for each token
-using value_tile = SwizzledTile<scalar_t, ROWS / 8>;    // values: likewise
-using square_tile = square_tile_t<scalar_t, TOKENS>;
+using value_tile = SwizzledTile<scalar_t, ROWS / 8>;         // values: a row for each token
 using summed_tile = SummedTile<scalar_t, KEY_SIZE, TOKENS>;  // keys, of which tokens are summed over
 constexpr int KEY_BYTES = key_tile::bytes(TOKENS), VALUE_BYTES = value_tile::bytes(TOKENS);
 constexpr int SUMMED_BYTES = ON_MATRIX_CORES ? summed_tile::BYTES : 0;  // else these are the keys themselves
 constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES + SUMMED_BYTES, SQUARE_BYTES = square_tile::bytes(TOKENS);
-
-// What the warps with rows multiply with, beside the two square matrices.
-struct Factors {
-    float of_keys[TOKENS];     // exp(a_l), and the norm of k
-    float of_queries[TOKENS];  // exp(a_l), and the norm of q, and scale
-    float of_changes[TOKENS];  // exp(a_end - a_m), and the norm of k
-    float kept;                // exp(a_end)
-};
-
-// What the warps that prepare a tile hand to each other.
-struct Prepared {
-    float logs[TOKENS];             // a_l in units of log2
-    float strengths[TOKENS];        // b_l
-    float keys[TOKENS];             // the norm of k
-    float queries[TOKENS];          // the norm of q, and scale
-    float columns[TOKENS * PITCH];  // L by columns
-    DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
-};
-
-// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token lane % 32; 1 without QK_NORM.
-DEVICE float inverse_norm(const key_tile& tile) {
-    if (!QK_NORM) return 1.0f;
-    const int lane = threadIdx.x % WARP_SIZE, token = lane % 32 % TOKENS;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int chunk = lane / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
-        const auto x = Vec<scalar_t, 8>::load(tile.at(token, chunk));
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
-    }
-    if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
-    return 1.0f / sqrtf(sum + 1e-6f);
-}
-
-// Products of the rows of two tiles with each other: the blocks of 16 by 16 tokens on the diagonal and below it.
-// Calls `visit` with row, column and product.
-template <typename Visit>
-DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit visit) {
-    constexpr int COUNT = BLOCKS * (BLOCKS + 1) / 2;
-    const int lane = threadIdx.x % WARP_SIZE;
-    Block products[COUNT] = {};
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        order_steps(step);
-        uint32_t a[BLOCKS][SHORT_WORDS], b[BLOCKS][SHORT_WORDS];
-#pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-            load_rows(a[i], rows, i * 16, step, lane);
-            load_columns(b[i], columns, i * 16, step, lane);
-        }
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) products[i].add_product<scalar_t>(a[(i + 1) / 2], b[i / 2]);
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT * BLOCK_PAIRS * 2; ++i) {
-        const int block = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
-        visit((block + 1) / 2 * 16 + pair_row(pair) + lane_row(lane),
-              block / 2 * 16 + pair_column(pair) + lane_column(lane) + i % 2, products[block].at(pair, i % 2));
-    }
-}
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, VALUE_SIZE]
@@ -184,67 +119,14 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         log_decay = strength = 0.0f;
         if (tile >= num_tiles || lane >= count_of(tile)) return;
         const int64_t token = begin + int64_t(tile) * TOKENS + lane;
-        log_decay = to_float(g[token * g_stride + head * g_step]) * LOG2_OF_E;
+        log_decay = to_float(g[token * g_stride + head * g_step]) * LOG2_E;
         strength = beta ? to_float(beta[token * beta_stride + head * beta_step]) : 1.0f;
     };
     const auto prepare_keys = [&](int tile) {
-        float sum = log_decay;
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const float before = shfl<32>(sum, lane - distance & 31);
-            if (lane >= distance) sum += before;
-        }
-        const float total = shfl<32>(sum, 31), norm = inverse_norm(keys_of(tile));
-        Factors& factor = factors[tile % 3];
-        Prepared& to = prepared[tile % 2];
-        if (lane < TOKENS) {
-            to.logs[lane] = sum;
-            to.strengths[lane] = strength;
-            to.keys[lane] = norm;
-            factor.of_keys[lane] = estimate_exp2(sum) * norm;
-            factor.of_changes[lane] = lane < count_of(tile) ? estimate_exp2(total - sum) * norm : 0.0f;
-        }
-        if (lane == 0) factor.kept = estimate_exp2(total);
+        prepare_decays(prepared[tile % 2], factors[tile % 3], log_decay, strength, keys_of(tile), count_of(tile));
         load_decay(tile + 1);
         sync_warp();
-        multiply_tokens(keys_of(tile), keys_of(tile), [&](int l, int m, float product) {
-            const float element = to.decay(l, m) * to.strengths[l] * to.keys[l] * to.keys[m] * product;
-            to.columns[m * PITCH + l] = m < l ? element : 0.0f;
-        });
-    };
-    // A lane finds its column of the inverse by forward substitution.
-    const auto solve = [&](int tile) {
-        if (lane >= TOKENS) return;
-        const Prepared& from = prepared[tile % 2];
-        float x[TOKENS];
-#pragma unroll
-        for (int l = 0; l < TOKENS; ++l) x[l] = l == lane ? 1.0f : 0.0f;
-#pragma unroll
-        for (int m = 0; m < TOKENS - 1; ++m) {
-#pragma unroll
-            for (int l = (m + 1) / 4 * 4; l < TOKENS; l += 4) {
-                const auto four = Vec<float, 4>::load(from.columns + m * PITCH + l);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (l + i > m) x[l + i] = fmaf(-four[i], x[m], x[l + i]);
-                }
-            }
-        }
-        const square_tile inverse = inverse_of(tile);
-        const float strength_of_column = from.strengths[lane];
-#pragma unroll
-        for (int l = 0; l < TOKENS; ++l) {
-            inverse.at(l, lane / 8)[lane % 8] = from_float<scalar_t>(x[l] * strength_of_column);
-        }
-    };
-    const auto weigh = [&](int tile) {
-        const Prepared& from = prepared[tile % 2];
-        if (lane < TOKENS) factors[tile % 3].of_queries[lane] = estimate_exp2(from.logs[lane]) * from.queries[lane];
-        const square_tile weights = weights_of(tile);
-        multiply_tokens(queries_of(tile), keys_of(tile), [&](int l, int m, float product) {
-            const float weight = from.decay(l, m) * from.queries[l] * from.keys[m] * product;
-            weights.at(l, m / 8)[m % 8] = from_float<scalar_t>(m <= l ? weight : 0.0f);
-        });
+        relate_keys(prepared[tile % 2], keys_of(tile));
     };
 
     Block s[STEPS] = {};
@@ -350,8 +232,11 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         load(tile + 3);
         if (has_rows && tile >= 0) advance(tile);
         if (tile + 1 >= 0 && tile + 1 < num_tiles) {
-            if (warp == SOLVE) solve(tile + 1);
-            if (warp == WEIGH) weigh(tile + 1);
+            if (warp == SOLVE) solve(prepared[(tile + 1) % 2], inverse_of(tile + 1));
+            if (warp == WEIGH) {
+                weigh(prepared[(tile + 1) % 2], queries_of(tile + 1), keys_of(tile + 1), weights_of(tile + 1),
+                      factors[(tile + 1) % 3]);
+            }
         }
         if (tile + 2 < num_tiles) {
             if (warp == KEYS) prepare_keys(tile + 2);

@@ -19,8 +19,9 @@
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
 
-#include "fp4.cuh"
 #include "fp4_experts.cuh"
+#include "fp4_input.cuh"
+#include "mx_scales.cuh"
 
 constexpr int MX_PARTS = 2;  // blocks of sixteen values under one scale
 

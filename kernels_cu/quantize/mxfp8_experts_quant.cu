@@ -16,8 +16,9 @@
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of quant_output in one memory access, at most 16
 
-#include "fp4.cuh"
 #include "fp4_experts.cuh"
+#include "fp4_input.cuh"
+#include "mx_scales.cuh"
 
 constexpr int MX_PARTS = 2;  // times sixteen values have one scale
 

@@ -19,8 +19,8 @@
 //     SCALE_ACCESS  bytes of output_scale in one memory access, at most 4
 //     UNIT          rows whose scales a thread writes at once, 4; divides rounds
 
-#include "fp4.cuh"
 #include "fp4_experts.cuh"
+#include "fp4_rows.cuh"
 
 // Prefetches offsets and scales, which a block needs before anything else.
 DEVICE void prefetch_experts(const int32_t* offsets, const int32_t* tiles, const float* scales, int num_experts) {

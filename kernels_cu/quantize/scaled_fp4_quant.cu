@@ -13,7 +13,7 @@
 //     TILED         true: scales lie in tiles; false: in rows
 //     UNIT          rows whose scales a thread writes at once, 1 or, in tiles, 4; divides rounds
 
-#include "fp4.cuh"
+#include "fp4_rows.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 scaled_fp4_quant(uint8_t* output,           // [num_rows, blocks * 8]

@@ -12,7 +12,7 @@
 //     SCALE_ACCESS  bytes of result_block_scale in one memory access, at most 4
 //     UNIT          rows whose scales a thread writes at once, 1 or 4; divides rounds
 
-#include "fp4.cuh"
+#include "fp4_rows.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 silu_and_mul_nvfp4_quant(uint8_t* result,                  // [num_rows, blocks * 8]

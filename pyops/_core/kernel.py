@@ -12,6 +12,7 @@ from .compiler import Compiled
 from .host import run as host
 from .host.run import HostFunction
 from .source import Signature
+from .tensor import TensorArg
 from .tensor_map import TensorMap
 
 
@@ -121,12 +122,13 @@ class Specialisation:
         block: int | tuple[int, ...],
         shared: int = 0,
         cluster: int | tuple[int, ...] = 1,
-        **fixed: int | float | Scratch | TensorMap,
+        **fixed: int | float | Scratch | TensorArg | TensorMap,
     ) -> Launch:
         """A launch of `grid` blocks of `block` threads, in clusters of `cluster` blocks.
 
-        `shared`: bytes of dynamic shared memory. `fixed` feeds the kernel's other parameters by name. A kernel whose
-        text declares the size of its clusters (CLUSTER_OF) needs no `cluster`.
+        `shared`: bytes of dynamic shared memory. `fixed` feeds the kernel's other parameters by name; a TensorArg feeds
+        a parameter whose name is not that of the op's argument. A kernel whose text declares the size of its clusters
+        (CLUSTER_OF) needs no `cluster`.
         """
         return Launch(self, _three(grid), _three(block), shared, fixed, _three(cluster))
 
@@ -156,7 +158,7 @@ class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared: int
-    fixed: dict[str, int | float | Scratch | TensorMap]
+    fixed: dict[str, int | float | Scratch | TensorArg | TensorMap]
     cluster: tuple[int, int, int] = (1, 1, 1)
 
     @property

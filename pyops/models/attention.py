@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
 from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, silu_and_mul
@@ -86,32 +86,18 @@ class Attention:
         block_size = key_cache.shape[1]
         max_seq_len = batch.block_tables.shape[1] * block_size
         past = (key_cache, value_cache, config.num_key_value_heads, config.attention_scale)
-        window, sinks, steps = self.sliding_window, self.sinks, batch.num_decodes
-        cap = config.multipliers.attention_soft_cap
+        options: dict[str, Any] = {
+            "sliding_window": self.sliding_window,
+            "logits_soft_cap": config.multipliers.attention_soft_cap,
+            "sinks": self.sinks,
+        }
+        steps = batch.num_decodes
         if steps:
             texts = batch.block_tables[:steps], batch.seq_lens[:steps], block_size, max_seq_len, None
-            paged_attention_v1(
-                out[:steps],
-                query[:steps],
-                *past,
-                *texts,
-                *scales,
-                sliding_window=window,
-                logits_soft_cap=cap,
-                sinks=sinks,
-            )
+            paged_attention_v1(out[:steps], query[:steps], *past, *texts, *scales, **options)
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
-            paged_attention_varlen(
-                out[steps:],
-                query[steps:],
-                *past,
-                *prompts,
-                *scales,
-                sliding_window=window,
-                logits_soft_cap=cap,
-                sinks=sinks,
-            )
+            paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, **options)
         return self.o(out.flatten(1))
 
     def _normalised(self, norm: Norm, heads: Tensor) -> Tensor:

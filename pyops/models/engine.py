@@ -14,10 +14,16 @@ from .config import Config
 from .config_values import is_integer
 from .decoder import Decoder
 from .params import SamplingParams, sample
-from .runner import Part, Runner, blocks_for
+from .runner import Part, Runner, blocks_for, default_max_seq_len
 from .scheduler import Request, Scheduler
 
 Finish = Literal["stop", "length"]
+
+_CACHE_SHARE = 0.8  # of free memory, where nobody says how many blocks; the rest is for activations and workspaces
+# Bytes that a Runner takes beside its cache, at the peak: of an element of a table of cosines and sines, whose angles,
+# cosines and sines are float32 before they are joined and rounded; and of an entry of a row, int64, with its copy while
+# a graph is captured.
+_TABLE_BYTES, _ROW_BYTES = 16, 16
 
 
 class Output(NamedTuple):
@@ -59,7 +65,7 @@ class Engine:
         graphs: bool | None = None,
     ) -> None:
         positions = model.config.max_position_embeddings
-        self.max_seq_len = min(4096, positions) if max_seq_len is None else max_seq_len
+        self.max_seq_len = default_max_seq_len(model.config) if max_seq_len is None else max_seq_len
         for name, value in (
             ("block_size", block_size),
             ("max_num_seqs", max_num_seqs),
@@ -75,7 +81,7 @@ class Engine:
         if not model.config.has_attention:
             num_blocks = min(1, max_blocks)
         elif num_blocks is None:
-            num_blocks = min(max_num_seqs * -(-self.max_seq_len // block_size), int(0.8 * max_blocks))
+            num_blocks = min(max_num_seqs * -(-self.max_seq_len // block_size), int(_CACHE_SHARE * max_blocks))
         if not 1 <= num_blocks <= max_blocks:
             limit = f"the memory of {model.device} has room for {max(max_blocks, 0)}"
             raise ModelError("Engine", f"num_blocks: {limit}, with what max_num_seqs and max_seq_len ask for")
@@ -208,10 +214,9 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
 def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
     """Blocks of a cache that fit into the free memory of the device, beside what a `Runner` of these sizes takes."""
     config = model.config
-    # Peak of the tables of cosines and sines, while they are made in float32.
-    num_rows = max_seq_len * (2 if max_seq_len > config.max_short_length else 1)
-    tables = 16 * num_rows * config.head_dim * len(config.ropes)
-    rows = 16 * max_num_seqs * blocks_for(config, max_seq_len, block_size)
+    table_rows = max_seq_len * (2 if max_seq_len > config.max_short_length else 1)
+    tables = _TABLE_BYTES * table_rows * config.head_dim * len(config.ropes)
+    rows = _ROW_BYTES * max_num_seqs * blocks_for(config, max_seq_len, block_size)
     left = free_bytes(model.device) - tables - rows - max_num_seqs * model.slot_bytes
     # Without attention a token takes no memory, and what is left is counted in bytes.
     return int(left // max(1, model.token_bytes * block_size))

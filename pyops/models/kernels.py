@@ -16,7 +16,7 @@ from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer
 from .quantization import GgufTypes
-from .runner import blocks_for, decode_batch, decode_sizes, row_size
+from .runner import blocks_for, decode_batch, decode_sizes, default_max_seq_len, row_size
 
 _GROWTH = 1.1  # from one number of prompt tokens that is tried to the next; kernels change at few of them
 
@@ -42,7 +42,7 @@ def serving_kernels(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     config = model if isinstance(model, Config) else Config.read(Path(model))
-    max_seq_len = max_model_len or min(4096, config.max_position_embeddings)
+    max_seq_len = max_model_len or default_max_seq_len(config)
     found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]] = {}
     place = "cpu" if device.index < 0 else f"cuda:{device.index}"
     with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):

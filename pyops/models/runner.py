@@ -22,11 +22,15 @@ _PADDING = 0, 0, -1, 0, -1  # a sequence of length 0; slots of -1 keep its token
 
 
 class Part(NamedTuple):
-    """Tokens of a sequence to compute, the position of the first, and what of the cache the sequence has.
+    """Tokens of a sequence to compute, and what of the cache the sequence has.
 
-    Its blocks are those of the whole sequence. Its slot holds its states behind the tokens before `start`; -1 where
-    the model keeps no states. `is_long` says that the sequence is longer than `Config.max_short_length`, which all of
-    its tokens are computed anew for when the sequence becomes so long.
+    Attributes:
+        tokens: the tokens to compute.
+        start: the position of the first of these tokens in the sequence.
+        blocks: those of the whole sequence, in order.
+        slot: of the states of the sequence behind the tokens before `start`; -1 where the model keeps no states.
+        is_long: whether the sequence has more tokens than `Config.max_short_length`. When a sequence grows so long, all
+            of its tokens are computed anew.
     """
 
     tokens: Sequence[int]
@@ -51,9 +55,19 @@ def row_size(config: Config, max_seq_len: int, block_size: int) -> int:
     return _BLOCKS + blocks_for(config, max_seq_len, block_size)
 
 
+def default_max_seq_len(config: Config) -> int:
+    """Tokens of a text, at most, for a caller who sets no limit: 4096, or the model's positions if these are fewer."""
+    return min(4096, config.max_position_embeddings)
+
+
+def decode_size(num_seqs: int, max_num_seqs: int) -> int:
+    """Rows that a decode step of `num_seqs` sequences is padded to: a power of two, or `max_num_seqs`."""
+    return min(1 << (num_seqs - 1).bit_length(), max_num_seqs)
+
+
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """The numbers of rows that decode steps of up to `max_num_seqs` sequences are padded to."""
-    return sorted({min(1 << (count - 1).bit_length(), max_num_seqs) for count in range(1, max_num_seqs + 1)})
+    """Every `decode_size` of up to `max_num_seqs` sequences."""
+    return sorted({decode_size(count, max_num_seqs) for count in range(1, max_num_seqs + 1)})
 
 
 def decode_batch(rows: Tensor) -> Batch:
@@ -141,7 +155,7 @@ class Runner:
 
     def _decode(self, parts: Sequence[Part]) -> Tensor:
         count = len(parts)
-        size = min(1 << (count - 1).bit_length(), self._rows.shape[0])
+        size = decode_size(count, self._rows.shape[0])
         rows = self._host_rows.numpy()
         for row, part in zip(rows, parts, strict=False):
             row[_TOKEN], row[_POSITION], row[_LENGTH] = part.tokens[0], part.start, part.start + 1

@@ -38,11 +38,11 @@ _ALIVE_SECONDS = 3.0  # in which a process that runs says so, once a collective 
 class Group:
     """The processes among which a model is divided, and their collectives. Every process makes its own.
 
-    Without an argument: all processes of `torch.distributed.init_process_group`, which `torchrun` starts.
+    Without `ranks`: all processes of `torch.distributed.init_process_group`, which are those that `torchrun` starts.
 
     Args:
-        ranks: numbers of the processes; None for all.
         device: of this process's weights.
+        ranks: numbers of the processes.
         timeout: how long a collective waits for a process before it raises.
     """
 
@@ -177,6 +177,7 @@ class ParallelDecoder(Decoder):
         self._check_blocks(Decoder(config, dtype, "meta").tensors())
 
     def _check_blocks(self, whole: dict[str, Tensor]) -> None:
+        """ModelError unless the parts, of tensors as in `whole`, have whole blocks, of codes and of scales alike."""
         for name, own in self._tensors.items():
             elements = self._tensors.get(name.removesuffix("_scale"), own).shape  # under the scales of blocks
             for size, own_size, count in zip(whole[name].shape, own.shape, elements, strict=False):

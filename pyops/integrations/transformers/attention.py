@@ -180,6 +180,11 @@ def _settings_of_layer(config: Any, layer_idx: int) -> Any:
 
 
 def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], tuple[dict[str, Any], Any]]:
+    """What may take the place of an attention, and what that is made with beside the module: see `BoundAttention`.
+
+    Raises:
+        Unknown: nothing may.
+    """
     function = forward_of(module)
     bound_forward(function)  # what asks no interface need not be tried
     interface, _ = seams(function)
@@ -220,7 +225,7 @@ class _Watched(PagedLayer):
 
 
 def _played(module: Any, dtype: torch.dtype) -> Any:
-    """A twin whose projections are stand-ins."""
+    """A twin whose projections are stand-ins, and whose attention function is one that `attend` knows."""
     parts = {
         name: StandIn(width(part) or 0, seed)
         for seed, (name, part) in enumerate(module.named_children())

@@ -82,6 +82,11 @@ def _why(module: Any) -> str:
 
 
 def _tried(module: Any) -> Form:
+    """The form that computes what an MLP does, for hidden states of usual size and for large ones.
+
+    Raises:
+        Unknown: none does.
+    """
     linears = {name: part for name, part in module.named_children() if width(part)}
 
     def small(form: Form, dtype: torch.dtype) -> Any:

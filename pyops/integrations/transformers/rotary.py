@@ -199,6 +199,7 @@ def turn_of(function: Any) -> Turn | None:
 
 
 def _tried(function: Any) -> Turn | None:
+    """The first of all turns that computes what a function does; None if none does."""
     for layout, is_neox in product(_LAYOUTS, (True, False)):
         if not _computes(Turn(function, layout, is_neox, (False, False)), torch.float32, torch.float32):
             continue

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from ..._core.errors import OpError
 
 _T = TypeVar("_T")
-_MOST_WEIGHTS = 1 << 20  # of a twin: a module with more of its own would take long
+_MAX_WEIGHTS = 1 << 20  # of a twin: a module with more of its own would take long
 _SETTINGS = (bool, int, float, str, type(None))
 # Sums of float32 in another order are closer, and formulas that differ are further off.
 _CLOSE = 1e-5
-_MOST_ROUNDED = 1 / 8  # of the elements of a bfloat16 result, where another order of sums rounds otherwise
+_MAX_ROUNDED = 1 / 8  # of the elements of a bfloat16 result, where another order of sums rounds otherwise
 
 
 class Unknown(Exception):
@@ -97,7 +97,7 @@ def twin(
     made.training = False
     made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
     own = {name: weight for name, weight in module.named_parameters(recurse=False) if name not in weights}
-    if sum(weight.numel() for weight in own.values()) > _MOST_WEIGHTS:
+    if sum(weight.numel() for weight in own.values()) > _MAX_WEIGHTS:
         raise Unknown("it has large weights of its own")
     made._parameters = {
         name: weights.get(name, weight if weight is None else 1 + 0.3 * randn(*weight.shape, seed=i).to(dtype))
@@ -170,7 +170,7 @@ def nearest(
         except (OpError, RuntimeError, TypeError, ValueError):  # the op, or a part of the module, takes no such shapes
             continue
     fewest, best = min(found, key=lambda pair: pair[0], default=(0, None))
-    return best if fewest <= _MOST_ROUNDED * rounded.numel() else None
+    return best if fewest <= _MAX_ROUNDED * rounded.numel() else None
 
 
 def tried(call: Callable[[], _T]) -> _T:

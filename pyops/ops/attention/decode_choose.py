@@ -14,7 +14,7 @@ from ..._core.dtypes import float8_e4m3fnuz
 from .decode_problem import Problem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
-TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (attention.cuh)
+TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (splits.cuh)
 NUM_WARPS = 4  # of a block, where nothing speaks for another number
 
 # "Three warps to a block, of which exactly four fit, are one round of 512": 136 to 129 us.

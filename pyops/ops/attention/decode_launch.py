@@ -16,6 +16,9 @@ from .layout import CacheLayout, absent, heads_stride
 _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
+_NO_JOIN = {"arrived": 0, "results": 0}
+_PAIR_BYTES = 8  # of two floats
+_LONG_SPLIT = 4096  # tokens: LONG_SPLIT of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
@@ -25,7 +28,8 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
     """
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
     arguments = {
-        **absent(lse=problem.options.lse, sinks=problem.options.sinks, query_start_loc=problem.query_start_loc),
+        **absent(lse=problem.options.lse, sinks=problem.options.sinks),
+        "query_start_loc": problem.query_start_loc or 0,
         "num_seqs": problem.num_seqs,
         "num_rows": problem.query.shape[0],
         "max_tokens": problem.max_tokens,
@@ -35,10 +39,10 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
         "length_step": problem.kv.seq_lens.strides[0],
     }
     is_joined = problem.partials is not None or max_splits > 1
-    if not problem.partials:
-        rows = problem.num_seqs * problem.num_heads * max_splits if is_joined else 0
-        arguments |= workspace(rows, problem.head_size)
     joins = config.join if is_joined else None
+    if not problem.partials:
+        rows = problem.num_seqs * problem.num_heads * max_splits if joins else 0
+        arguments |= workspace(rows, problem.head_size)
     constants = {
         "partial_t": problem.partial_dtype,
         "PARTITION": problem.partition,
@@ -51,9 +55,8 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
             wave = wave_splits(
                 problem, problem.query.device, config.num_warps, config.heads_per_block, config.min_blocks
             )
-        blocks = blocks_of_one_split(problem, config.heads_per_block)
-        arrived = Scratch(blocks * 4, zeroed=True) if is_joined and not joins else 0
-        launches = [_launch_mma(problem, config, wave, constants, arguments | {"arrived": arrived})]
+        arguments_of_join = _join_of_last_blocks(problem, wave) if is_joined and not joins else _NO_JOIN
+        launches = [_launch_mma(problem, config, wave, constants, arguments | arguments_of_join)]
     else:
         launches = [_launch_simt(problem, config, constants, arguments)]
     if joins:
@@ -97,8 +100,7 @@ def _launch_mma(
     blocks = blocks_of_one_split(problem, config.heads_per_block)
     grid = (blocks, max(config.cluster_size, arguments["max_splits"]))
     if wave:
-        # The kernel cuts all sequences into two waves of splits at most, and one split more for each sequence.
-        grid = (int(problem.num_seqs + 2 * wave + 1) * blocks // problem.num_seqs, 1)
+        grid = (_balanced_splits(problem, wave) * blocks // problem.num_seqs, 1)
     return kernel.launch(
         grid,
         config.num_warps * problem.query.device.warp_size,
@@ -107,6 +109,24 @@ def _launch_mma(
         **kv_arguments(problem.query, problem.kv, problem.layout, problem.options),
         wave_splits=wave,
     )
+
+
+def _balanced_splits(problem: Problem, wave: float) -> int:
+    """The most splits of all sequences, as Balance of splits.cuh shares them out where a wave has so many."""
+    num_seqs = problem.num_seqs
+    if num_seqs > 2 * wave:
+        return int(num_seqs + 2 * wave + 1)
+    has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
+    return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1
+
+
+def _join_of_last_blocks(problem: Problem, wave: float) -> dict[str, Scratch]:
+    """Memory for the results of splits that the last block of a row joins, as decode_join.cuh lays it out."""
+    warp_size = problem.query.device.warp_size
+    pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
+    nbytes = _balanced_splits(problem, wave) * problem.num_heads * pairs * _PAIR_BYTES
+    counters = problem.num_seqs * problem.num_heads * 4
+    return {"arrived": Scratch(counters, zeroed=True), "results": Scratch(nbytes, zeroed=True)}
 
 
 def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
@@ -119,6 +139,7 @@ def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], ar
         VARLEN=False,
         CAUSAL=False,
         SPARSE=problem.sparse.on,
+        VALUE_SIZE=problem.head_size,
         X=problem.layout.x,
     )
     sparse = problem.sparse.named()

@@ -14,22 +14,24 @@ def example_kv(
     num_blocks: int,
     block_size: int,
     num_kv_heads: int,
-    head_size: int,
+    head_sizes: tuple[int, int],
     dtype: str,
     kv_cache_dtype: str,
     packed: bool,
     block_tables: Any,
     seq_lens: Any,
 ) -> PagedKV:
-    """Caches of `num_blocks` blocks of random keys and values, beside queries of `dtype`."""
+    """Caches of `num_blocks` blocks of random keys and values, whose heads have so many elements, beside queries of
+    `dtype`."""
     cache_dtype = dtypes.of(dtype if kv_cache_dtype == "auto" else "float8_e4m3fn")
     assert cache_dtype is not None
+    head_size, value_size = head_sizes
     keys: tuple[int, ...] = (num_blocks, block_size, num_kv_heads, head_size)
-    values = keys
+    values: tuple[int, ...] = (num_blocks, block_size, num_kv_heads, value_size)
     if packed:
         x = 16 // cache_dtype.itemsize
         keys = (num_blocks, num_kv_heads, head_size // x, block_size, x)
-        values = (num_blocks, num_kv_heads, head_size, block_size)
+        values = (num_blocks, num_kv_heads, value_size, block_size)
     return PagedKV(
         key_cache=make.randn(*keys, dtype=cache_dtype.name),
         value_cache=make.randn(*values, dtype=cache_dtype.name),
@@ -83,7 +85,7 @@ def example_decode(
         num_blocks,
         block_size,
         num_kv_heads,
-        head_size,
+        (head_size, head_size),
         dtype,
         kv_cache_dtype,
         packed,

@@ -14,7 +14,7 @@ from .arguments import Options
 
 _combine = Kernel("attention/attention_combine.cu")
 
-TILE_TOKENS = 16  # of attention.cuh: a split holds a multiple of them, or of another SPLIT_UNIT
+TILE_TOKENS = 16  # of splits.cuh: a split holds a multiple of them, or of another SPLIT_UNIT
 
 # docs/performance/decode.md, "The join was half of the time of a single long sequence": up to eight groups of threads,
 # each with four loads in flight.

@@ -16,9 +16,8 @@ from .arguments import Options, PagedKV
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_TOKENS = (
-    2**31 - 2**20
-)  # of a sequence: kernels count tokens in 32 bits, and one step past the end must not overflow
+# Of a sequence. Kernels count tokens in 32 bits, and one step past the end must not overflow.
+MAX_TOKENS = 2**31 - 2**20
 _MAX_HEAD_SIZE = 1024
 
 
@@ -28,8 +27,10 @@ class CacheLayout:
 
     Attributes:
         packed: keys are [num_blocks, num_kv_heads, head_size / x, block_size, x] and values [num_blocks, num_kv_heads,
-            head_size, block_size]; else both are [num_blocks, block_size, num_kv_heads, head_size].
+            value_size, block_size]; else keys are [num_blocks, block_size, num_kv_heads, head_size] and values
+            [num_blocks, block_size, num_kv_heads, value_size].
         dtype: element type of both caches.
+        value_size: elements of a value of a head.
         x: elements in 16 bytes.
         head_scales: whether each key-value head of an fp8 cache has its own scales.
         strides: of the key and value cache, by the names of the kernels' parameters.
@@ -41,6 +42,7 @@ class CacheLayout:
     num_blocks: int
     block_size: int
     num_kv_heads: int
+    value_size: int
     x: int
     head_scales: bool
     strides: dict[str, int]
@@ -61,16 +63,19 @@ class CacheLayout:
             if head_size % x:
                 raise keys.error(f"a packed cache of {dtype} takes head sizes that are multiples of {x}")
             _check_cache(keys, (num_blocks, num_kv_heads, head_size // x, block_size, x), (block_size * x, x, 1))
-            _check_cache(values, (num_blocks, num_kv_heads, head_size, block_size), (block_size, 1))
+            value_size = values.shape[2]
+            _check_cache(values, (num_blocks, num_kv_heads, value_size, block_size), (block_size, 1))
         else:
             if len(keys.shape) != 4:
                 raise keys.error(f"expected 5 dimensions (packed) or 4, got shape {keys.shape}")
             num_blocks, block_size, num_kv_heads, _ = keys.shape
-            for cache in (keys, values):
-                _check_cache(cache, (num_blocks, block_size, num_kv_heads, head_size), (1,))
+            value_size = values.shape[-1] if values.shape else 0
+            for cache, size in ((keys, head_size), (values, value_size)):
+                _check_cache(cache, (num_blocks, block_size, num_kv_heads, size), (1,))
         head_dim = 1 if packed else 2
         strides = {}
-        aligned = head_size % x == 0 and keys.alignment == values.alignment == 16
+        aligned = head_size % x == 0 and (packed or value_size % x == 0)
+        aligned &= keys.alignment == values.alignment == 16
         for name, cache in (("key", keys), ("value", values)):
             strides[f"{name}_block_stride"] = cache.strides[0]
             strides[f"{name}_token_stride"] = 0 if packed else cache.strides[1]
@@ -78,7 +83,8 @@ class CacheLayout:
             outer = cache.strides[: head_dim + 1]
             aligned &= all(stride % x == 0 or size == 1 for stride, size in zip(outer, cache.shape, strict=False))
         head_scales = dtype is not query.dtype and _has_head_scales(kv)
-        return cls(packed, dtype, num_blocks, block_size, num_kv_heads, x, head_scales, strides, aligned)
+        sizes = num_blocks, block_size, num_kv_heads, value_size
+        return cls(packed, dtype, *sizes, x, head_scales, strides, aligned)
 
 
 def _has_head_scales(kv: PagedKV) -> bool:
@@ -96,8 +102,12 @@ def _check_cache(cache: TensorArg, shape: tuple[int, ...], inner_strides: tuple[
         raise cache.error(f"expected the last {count} dimensions contiguous, got strides {cache.strides}")
 
 
-def check_kv(query: TensorArg, kv: PagedKV, options: Options) -> CacheLayout:
-    """The layout of the caches, if query, caches, tables and options fit together."""
+def check_kv(query: TensorArg, kv: PagedKV, options: Options, *, short_values: bool = False) -> CacheLayout:
+    """The layout of the caches, if query, caches, tables and options fit together.
+
+    Args:
+        short_values: a value of a head may have fewer elements than a key.
+    """
     check.floating(query)
     check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
     _, num_heads, head_size = query.shape
@@ -117,6 +127,11 @@ def check_kv(query: TensorArg, kv: PagedKV, options: Options) -> CacheLayout:
         )
     if head_size > _MAX_HEAD_SIZE:
         raise query.error(f"expected a head_size of at most {_MAX_HEAD_SIZE}, got {head_size}")
+    if not (1 if short_values else head_size) <= layout.value_size <= head_size:
+        raise kv.value_cache.error(
+            f"expected values of {'at most ' * short_values}{head_size} elements like keys, got shape "
+            f"{kv.value_cache.shape}"
+        )
     for per_head in (options.alibi_slopes, options.sinks):
         check.shape(per_head, float32, num_heads=num_heads)
     for of_cache in (kv.k_scale, kv.v_scale):

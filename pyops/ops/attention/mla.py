@@ -127,8 +127,9 @@ def example_sm100_cutlass_mla_decode(
     num_tokens: int = 16,
     dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn"] = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8", "fp8_ds_mla"] = "auto",
+    num_heads: Literal[20, 12] = 20,
 ) -> tuple[Any, ...]:
-    num_heads, page_size, num_pages, max_pages = 12, 16, 37, 6
+    page_size, num_pages, max_pages = 16, 37, 6
     if kv_cache_dtype == "fp8_ds_mla":
         if dtype in ("float32", "float8_e4m3fn"):
             dtype = "bfloat16"

@@ -16,6 +16,7 @@ _decode = Kernel("attention/mla_decode_codes.cu")
 _HEADS, _TOKENS = 16, 64  # of a block, of a tile
 _NUM_THREADS, _BLOCKS = 128, 2  # of a multiprocessor
 _MAX_SPLITS = 128
+SHARED_MEMORY = _HEADS * ENTRY_SIZE * 2 + _HEADS * (_TOKENS * 2 + 16) + 2 * _TOKENS * ENTRY_SIZE  # bytes of a block
 # The model of the device: what a block takes for a tile and beside its tiles, and what a join takes beside partial
 # results' bytes.
 _TILE_US, _START_US, _JOIN_US, _BYTES_PER_US = 2.2, 4.0, 3.0, 4.3e6
@@ -55,12 +56,12 @@ class CodesConfig:
             table_t=page_table.dtype,
             PAGE_SIZE=cache.shape[1],
             HAS_LSE=problem.lse is not None,
-            IS_DS_MLA=problem.is_ds_mla,
+            IS_DS_MLA=False,
         )
         return kernel.launch(
             (problem.num_seqs, self.max_splits),
             _NUM_THREADS,
-            shared_memory(problem),
+            SHARED_MEMORY,
             num_heads=problem.num_heads,
             num_pages=cache.shape[0],
             nope_stride=q_nope.strides[0],
@@ -73,12 +74,6 @@ class CodesConfig:
             table_step=page_table.strides[1],
             **arguments,
         )
-
-
-def shared_memory(problem: Problem) -> int:
-    """Bytes of dynamic shared memory of a block, as mla_decode_codes.cu counts them."""
-    pitch = 704 if problem.is_ds_mla else 576
-    return _HEADS * ENTRY_SIZE * 2 + _HEADS * (_TOKENS * 2 + 16) + 2 * _TOKENS * pitch
 
 
 def choose(problem: Problem, device: Device) -> CodesConfig:

@@ -9,12 +9,13 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import mla_codes, mla_hopper
+from . import mla_codes, mla_few_heads, mla_hopper
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
 from .join import TILE_TOKENS, JoinConfig, choose_join, lanes_of, launch_join
 from .layout import absent, heads_stride
 from .mla_codes import CodesConfig
+from .mla_few_heads import FewHeadsConfig
 from .mla_hopper import HopperConfig
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, Problem
 
@@ -76,13 +77,15 @@ class Config:
         return found
 
 
-AnyConfig = Config | HopperConfig | CodesConfig
+AnyConfig = Config | HopperConfig | CodesConfig | FewHeadsConfig
 
 
 def choose(problem: Problem, device: Device) -> AnyConfig:
     """The Config for this problem."""
-    if problem.uses_codes:
+    if problem.has_few_heads and problem.is_plain_fp8:
         return mla_codes.choose(problem, device)
+    if problem.has_few_heads:
+        return mla_few_heads.choose(problem, device)
     if problem.uses_wgmma:
         return mla_hopper.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads

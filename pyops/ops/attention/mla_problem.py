@@ -17,8 +17,8 @@ LATENT_SIZE, ROPE_SIZE = 512, 64
 ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
 DS_MLA_BYTES = 656  # of an entry of "fp8_ds_mla": codes, four scales, and a rotated key of 16-bit elements
 _MIN_HEADS_FOR_WGMMA = 8
-_MAX_HEADS_OF_CODES = 16
-_CODES_SHARED = 112 * 1024  # bytes of a block of mla_decode_codes.cu, at most
+_MAX_FEW_HEADS = 16
+_FEW_HEADS_SHARED = 204 * 1024  # bytes of a block, at most
 _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264  # bytes: queries and two tiles; barriers, places, scales, maxima, sums
 
 
@@ -52,6 +52,11 @@ class Problem:
     def is_ds_mla(self) -> bool:
         """Whether entries are 656 bytes of "fp8_ds_mla"."""
         return self.cache.shape[2] == DS_MLA_BYTES
+
+    @property
+    def is_plain_fp8(self) -> bool:
+        """Whether entries are codes without scales."""
+        return self.is_fp8 and not self.is_ds_mla
 
     @property
     def product_dtype(self) -> DType:
@@ -92,14 +97,14 @@ class Problem:
         )
 
     @property
-    def uses_codes(self) -> bool:
-        """Whether mla_decode_codes.cu serves the call: fp8 entries, few heads, rows of whole chunks of 16 bytes."""
+    def has_few_heads(self) -> bool:
+        """Whether mla_decode_codes.cu (plain codes) or mla_decode_few_heads.cu serves: 16 bits or fp8, aligned rows."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
-            and device.shared_memory >= _CODES_SHARED
-            and self.num_heads <= _MAX_HEADS_OF_CODES
-            and self.cache_dtype is float8_e4m3fn
+            and device.shared_memory >= _FEW_HEADS_SHARED
+            and self.num_heads <= _MAX_FEW_HEADS
+            and self.cache_dtype in (self.q_nope.dtype, float8_e4m3fn)
             and all(arg.dtype in (float16, bfloat16) and arg.alignment == 16 for arg in args)
             and all(_rows_are_aligned(arg) for arg in (*args, self.cache))
             and self.cache.alignment == 16
@@ -115,7 +120,7 @@ class Problem:
 
     def bucket(self) -> str:
         words = [
-            "codes" if self.uses_codes else "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
+            "few" if self.has_few_heads else "wgmma" if self.uses_wgmma else "mma" if self.may_use_mma else "simt",
             self.q_nope.dtype.name,
             f"cache={'fp8_ds_mla' if self.is_ds_mla else self.cache_dtype.name}",
             f"heads={self.num_heads}",

@@ -71,7 +71,7 @@ def scales_of(scale: Tensor, num_kv_heads: int) -> Tensor:
 def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens first <= i < length of sequence s that lie in a block of the cache, with their keys and values.
 
-    ``([tokens], [tokens, num_kv_heads, head_size], [tokens, num_kv_heads, head_size])``, keys and values in float64.
+    ``([tokens], [tokens, num_kv_heads, head_size], [tokens, num_kv_heads, value_size])``, keys and values in float64.
     """
     caches = [kv.key_cache, kv.value_cache]
     packed, is_fp8 = kv.key_cache.ndim == 5, kv.kv_cache_dtype != "auto"
@@ -83,8 +83,9 @@ def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tens
     tokens, numbers = tokens[exists], numbers[exists]
     slots = tokens % kv.block_size
     at = (numbers, slice(None), slice(None), slots) if packed else (numbers, slots)
-    head_size = kv.value_cache.shape[2 if packed else 3]
-    keys, values = (cache[at].double().reshape(len(numbers), kv.num_kv_heads, head_size) for cache in caches)
+    keys, values = (cache[at].double() for cache in caches)
+    if packed:
+        keys = keys.flatten(2)
     if is_fp8:
         keys, values = keys * scales_of(kv.k_scale, kv.num_kv_heads), values * scales_of(kv.v_scale, kv.num_kv_heads)
     return tokens, keys, values

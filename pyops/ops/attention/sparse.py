@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 _convert_vertical_slash_indexes = Kernel("attention/convert_vertical_slash_indexes.cu")
+_NUM_THREADS = 64  # of a block, each with a row of blocks; other numbers have not been timed
 
 
 def convert_vertical_slash_indexes(
@@ -207,9 +208,9 @@ def plan_convert_vertical_slash_indexes_mergehead(
         check.shape(count, int32, **heads, rows=rows)
     check.shape(block_offset, int32, **heads, rows=rows, num_slashes=num_slashes)
     check.shape(column_index, int32, **heads, rows=rows, num_verticals=num_verticals)
-    return _convert_vertical_slash_indexes(NUM_THREADS=64).launch(
-        grid=(batch * num_heads, -(-rows // 64)),
-        block=64,
+    return _convert_vertical_slash_indexes(NUM_THREADS=_NUM_THREADS).launch(
+        grid=(batch * num_heads, -(-rows // _NUM_THREADS)),
+        block=_NUM_THREADS,
         num_heads=num_heads,
         num_rows=rows,
         num_verticals=num_verticals,

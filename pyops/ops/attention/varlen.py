@@ -83,10 +83,13 @@ def paged_attention_varlen(
     reach its other queries.
 
     Args:
-        out: [num_tokens, num_heads, head_size], written; heads contiguous.
-        query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Or float8_e4m3fn,
-            beside caches of e4m3, and `out` of one of these types.
-        key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale,
+        out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+            Or float8_e4m3fn, beside caches of e4m3; `out` is of one of these types then.
+        value_cache: as in `paged_attention_v1`, but a value of a head may have fewer elements than a key: packed,
+            [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,
+            value_size].
+        key_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale,
             v_scale: as in `paged_attention_v1`.
         cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
             they are.
@@ -116,7 +119,7 @@ def _masked_logits(
     query: Tensor, scale: float, kv: PagedKV, s: int, options: Options, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Of the rows of sequence s: logits [num_heads, rows, tokens], -inf for tokens that a row does not attend to, and
-    values [tokens, num_kv_heads, head_size]."""
+    values [tokens, num_kv_heads, value_size]."""
     _, length = attended_of(kv, s, window=0)
     tokens, keys, values = gathered(kv, s, 0, length)
     count = len(query)
@@ -184,10 +187,12 @@ def example_paged_attention_varlen(
     dtype: str = "bfloat16",
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     packed: bool = False,
+    value_size: Literal[0, 48] = 0,
     options: bool = False,
     fp8_queries: bool = False,
 ) -> tuple[Any, ...]:
     kv_cache_dtype = "fp8" if fp8_queries else kv_cache_dtype
+    values = value_size or head_size
     num_kv_heads, num_heads, block_size, num_blocks, max_blocks = 2, 6, 16, 37, 96
     # Three sequences: most of the tokens, none, and the rest.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
@@ -197,7 +202,7 @@ def example_paged_attention_varlen(
         num_blocks,
         block_size,
         num_kv_heads,
-        head_size,
+        (head_size, values),
         dtype,
         kv_cache_dtype,
         packed,
@@ -205,7 +210,7 @@ def example_paged_attention_varlen(
         make.values(lengths, dtype="int32"),
     )
     call = {
-        "out": make.empty(num_tokens, num_heads, head_size, dtype=dtype),
+        "out": make.empty(num_tokens, num_heads, values, dtype=dtype),
         "query": make.randn(num_tokens, num_heads, head_size, dtype="float8_e4m3fn" if fp8_queries else dtype),
         "scale": head_size**-0.5,
         "cu_seqlens_q": make.values(starts, dtype="int32"),

@@ -13,9 +13,11 @@ from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .layout import absent, heads_stride
 from .varlen_hopper import (
+    MIN_CODE_STAGES,
     ROW_BYTES,
     choose_splits,
     has_whole_heads,
+    head_panels,
     map_of_cache,
     map_of_queries,
     section_heads,
@@ -64,7 +66,9 @@ class E4m3Config:
         item_tokens, box_tokens = 64 * self.consumers // problem.group, gcd(layout.block_size, self.tokens)
         row_bytes = -(-head_size // ROW_BYTES) * ROW_BYTES
         tile_bytes = self.tokens * row_bytes
-        stages, query_stages, shared = stages_of(device, 64 * self.consumers * row_bytes, tile_bytes, tile_bytes)
+        stages, query_stages, code_stages, shared = stages_of(
+            device, 64 * self.consumers * row_bytes, 2 * tile_bytes, tile_bytes, MIN_CODE_STAGES
+        )
         num_tiles = num_tokens // item_tokens + problem.num_seqs
         num_items = num_tiles * layout.num_kv_heads
         kernel = _e4m3.for_arch(device.arch_feature)
@@ -86,6 +90,7 @@ class E4m3Config:
                 WHOLE_HEADS=whole_heads,
                 STAGES=stages,
                 QUERY_STAGES=query_stages,
+                CODE_STAGES=code_stages,
             ).launch(
                 min(num_items, device.multiprocessors),
                 128 * (self.consumers + 1),
@@ -94,6 +99,8 @@ class E4m3Config:
                 query_map=map_of_queries(codes, problem.group, item_tokens),
                 key_map=map_of_cache(caches[0], box_tokens, whole_heads=whole_heads),
                 value_map=map_of_cache(caches[1], box_tokens, whole_heads=whole_heads),
+                key_head_panels=head_panels(caches[0]),
+                value_head_panels=head_panels(caches[1]),
                 num_items=num_items,
                 items_taken=Scratch(4, zeroed=True),
             )
@@ -113,6 +120,7 @@ def choose(problem: Problem, device: Device) -> E4m3Config | None:
         codes is None
         or not problem.uses_wgmma
         or not problem.has_plain_logits
+        or problem.value_size != codes.shape[2]
         or codes.shape[2] not in _GEOMETRIES
         or codes.alignment < 16
         or heads_stride(codes) % 16

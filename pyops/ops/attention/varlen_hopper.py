@@ -20,16 +20,17 @@ _join = Kernel("attention/attention_varlen_join.cu")
 
 ROW_BYTES = 128  # of a panel: the swizzle
 _BARRIER_BYTES = 8
-_CODE_STAGES = 2  # tiles of codes
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
-_MAX_STAGES = 4
+_MAX_STAGES = 4  # of tiles of keys, and of codes
+MIN_CODE_STAGES = 2
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
 _NO_WINDOW = 2**31 - 1  # the sliding_window that kernels take for none
 # Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
 _SECTION_BYTES = 24 << 20
-# The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us".
-_ITEM_TILES, _JOIN_TILES = 2, 2
+# The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us" and "A number
+# without work costs 1.5 us".
+_ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,7 @@ class HopperConfig:
 
     def fits(self, problem: Problem, device: Device) -> bool:
         """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
-        head_size = problem.query.shape[2]
-        registers = head_size // 2 + self.tokens * 3 // 4
+        registers = problem.value_size // 2 + self.tokens * 3 // 4
         boxes = self.tokens // gcd(problem.layout.block_size, self.tokens)
         return (
             self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
@@ -68,9 +68,9 @@ class HopperConfig:
         """As many blocks as the device has multiprocessors, which take work items from a counter; and the join of
         splits, where an item may have several."""
         device, query, layout = problem.query.device, problem.query, problem.layout
-        num_tokens, num_heads, head_size = query.shape
+        num_tokens, num_heads, _ = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
-        stages, query_stages, shared = self._stages(problem, device)
+        stages, query_stages, code_stages, shared = self._stages(problem, device)
         box_tokens = gcd(layout.block_size, self.tokens)
         caches = problem.kv.key_cache, problem.kv.value_cache
         is_fp8 = problem.is_fp8
@@ -86,7 +86,7 @@ class HopperConfig:
             "CONSUMERS": self.consumers,
         }
         arguments = arguments | {
-            **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, head_size),
+            **workspace(num_tokens * num_heads * self.max_splits if has_splits else 0, problem.value_size),
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
@@ -100,6 +100,7 @@ class HopperConfig:
             WHOLE_HEADS=whole_heads,
             STAGES=stages,
             QUERY_STAGES=query_stages,
+            CODE_STAGES=code_stages,
         ).launch(
             min(num_items * self.max_splits, device.multiprocessors),
             128 * (self.consumers + 1),
@@ -108,35 +109,48 @@ class HopperConfig:
             query_map=map_of_queries(query, group, item_tokens),
             key_map=map_cache(caches[0], box_tokens, whole_heads=whole_heads),
             value_map=map_cache(caches[1], box_tokens, whole_heads=whole_heads),
+            key_head_panels=head_panels(caches[0]),
+            value_head_panels=head_panels(caches[1]),
             num_items=num_items * self.max_splits,
             items_taken=Scratch(4, zeroed=True),
         )
         if not has_splits:
             return [attend]
-        names = ("scalar_t", "length_t", "starts_t", "HEAD_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
+        names = ("scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
         join = _join(**{name: constants[name] for name in names}, **shared_constants)
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
         return [attend, join.launch(grid, 32 * _JOIN_WARPS, **taken(_join, arguments))]
 
-    def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int]:
-        """Tiles of keys, work items with queries, and bytes, of shared memory."""
+    def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int, int]:
+        """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory."""
         head_size = problem.query.shape[2]
-        row_bytes = -(-2 * head_size // ROW_BYTES) * ROW_BYTES
-        code_bytes = self.tokens * head_size * problem.is_fp8
-        return stages_of(device, 64 * self.consumers * row_bytes, self.tokens * row_bytes, code_bytes)
+        key_bytes, value_bytes = (-(-2 * size // ROW_BYTES) * ROW_BYTES for size in (head_size, problem.value_size))
+        return stages_of(
+            device,
+            64 * self.consumers * key_bytes,
+            self.tokens * (key_bytes + value_bytes),
+            self.tokens * head_size * problem.is_fp8,
+            _MAX_STAGES if problem.is_fp8 else MIN_CODE_STAGES,
+        )
 
 
-def stages_of(device: Device, query_bytes: int, tile_bytes: int, code_bytes: int) -> tuple[int, int, int]:
-    """Tiles of keys, work items with queries, and bytes of shared memory, for queries of an item, for a tile of keys or
-    of values and for one of codes of so many bytes."""
-    query = query_bytes + 2 * _BARRIER_BYTES
-    stage = 2 * (tile_bytes + 2 * _BARRIER_BYTES)
-    fixed = 3 * _BARRIER_BYTES + _CODE_STAGES * (code_bytes + 2 * _BARRIER_BYTES)
-    room = device.shared_memory - _STATIC_BYTES - fixed
+def stages_of(
+    device: Device, query_bytes: int, tile_bytes: int, code_bytes: int, max_code_stages: int
+) -> tuple[int, int, int, int]:
+    """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory.
+
+    Queries of an item take so many bytes, a tile of keys and one of values together, and one of codes.
+    """
+    query, stage = query_bytes + 2 * _BARRIER_BYTES, tile_bytes + 4 * _BARRIER_BYTES
+    code, fixed = code_bytes + 2 * _BARRIER_BYTES, 3 * _BARRIER_BYTES
+    room = device.shared_memory - _STATIC_BYTES - fixed - query - MIN_CODE_STAGES * code
     # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
-    stages = min(_MAX_STAGES, (room - query) // stage)
-    query_stages = 2 if 2 * query + stages * stage <= room else 1
-    return stages, query_stages, query_stages * query + stages * stage + fixed
+    stages = min(_MAX_STAGES, room // stage)
+    room -= stages * stage
+    code_stages = min(max_code_stages, MIN_CODE_STAGES + room // code)
+    room -= (code_stages - MIN_CODE_STAGES) * code
+    query_stages = 2 if query <= room else 1
+    return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
 
 
 def taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -179,9 +193,17 @@ def _map_of_codes(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> Te
 
 
 def has_whole_heads(*caches: TensorArg) -> bool:
-    """Whether a box may hold all panels of its tokens: panels follow each other through all heads of a token."""
-    follow = all(cache.shape[2] == 1 or cache.strides[2] == cache.shape[3] for cache in caches)
-    return follow and all(cache.shape[3] % _panel_size(cache) == 0 for cache in caches)
+    """Whether a box may hold all panels of its tokens: heads have whole panels, and begin whole panels apart."""
+    return all(
+        size % _panel_size(cache) == 0
+        for cache in caches
+        for size in (cache.shape[3], cache.strides[2] if cache.shape[2] > 1 else 0)
+    )
+
+
+def head_panels(cache: TensorArg) -> int:
+    """Panels from one head of a token to the next."""
+    return (cache.strides[2] if cache.shape[2] > 1 else cache.shape[3]) // _panel_size(cache)
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
@@ -189,33 +211,37 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
     num_blocks, block_size, heads, head_size = cache.shape
     panel_size, itemsize = _panel_size(cache), cache.dtype.itemsize
     panels = head_size // panel_size
-    row = heads * panels * ROW_BYTES
+    row_panels = (heads - 1) * head_panels(cache) + panels
+    row = row_panels * ROW_BYTES
     token = cache.strides[1] * itemsize if block_size > 1 else row
     block = cache.strides[0] * itemsize if num_blocks > 1 else block_size * token
-    sizes = (panel_size, 8, heads * panels, block_size // 8, num_blocks)
+    sizes = (panel_size, 8, row_panels, block_size // 8, num_blocks)
     box = (panel_size, 8, panels, box_tokens // 8, 1)
     return TensorMap(cache, cache.dtype, sizes, (token, ROW_BYTES, 8 * token, block), box, ROW_BYTES)
 
 
 def choose(problem: Problem, device: Device) -> HopperConfig:
-    """The largest tile of keys that registers and shared memory have room for; more rows for small heads; splits of
-    the keys where work items are fewer than multiprocessors."""
+    """The largest tile of keys that registers and shared memory have room for; splits of the keys where work items are
+    fewer than multiprocessors."""
     one = _choose_tile(problem)
+    while not one.fits(problem, device):
+        one = replace(one, tokens=one.tokens - 16)
     max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device)
-    if max_splits > 1 and problem.query.shape[2] > 192:
-        # Who finds splits takes registers from the consumers, which spill with one tile more of heads of 256.
+    if max_splits > 1 and problem.value_size > 192:
+        # Who finds splits takes registers from the consumers, which spill with one tile more of values of 256.
         one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
     return replace(one, max_splits=max_splits)
 
 
 def _choose_tile(problem: Problem) -> HopperConfig:
-    head_size, is_plain = problem.query.shape[2], problem.has_plain_logits
+    """The largest tile of keys that registers have room for, beside sums of values; more rows for small heads."""
+    head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if head_size <= 64:
         return HopperConfig(tokens=112 if is_plain else 96, consumers=3)
-    if head_size <= 128:
+    if value_size <= 128:
         return HopperConfig(tokens=128, consumers=2)
-    if head_size <= 192:
-        return HopperConfig(tokens=80 if problem.is_fp8 else 112 if is_plain else 96, consumers=2)
+    if value_size <= 192:
+        return HopperConfig(tokens=112 if is_plain else 96, consumers=2)
     if problem.is_fp8 or not has_whole_heads(problem.kv.key_cache, problem.kv.value_cache):
         return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
     return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
@@ -229,24 +255,31 @@ def window_of(problem: Problem) -> int:
 def section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
     block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
-    layout, head_size = problem.layout, problem.query.shape[2]
-    head_bytes = 2 * max_tokens_of(problem.kv) * head_size * layout.dtype.itemsize
+    layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
+    head_bytes = max_tokens_of(problem.kv) * elements * layout.dtype.itemsize
     heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // num_tiles))
     return max(1, min(layout.num_kv_heads, heads))
 
 
 def choose_splits(problem: Problem, item_rows: int, tile_tokens: int, device: Device) -> int:
-    """As many splits of an item as end first by the model of the device."""
-    item_tokens = item_rows // problem.group
-    items = -(-problem.query.shape[0] // item_tokens) * problem.layout.num_kv_heads
+    """As many splits of an item as end first by the model of the device.
+
+    Each sequence may leave an item, with all its splits, without work.
+    """
+    item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
+    if problem.single_rows:
+        num_tokens = max(0, num_tokens - problem.num_seqs)
+    items = -(-num_tokens // item_tokens) * problem.layout.num_kv_heads
+    empty_items = problem.num_seqs * problem.layout.num_kv_heads
     if items >= device.multiprocessors:
         return 1
     window, max_tokens = problem.options.sliding_window, max_tokens_of(problem.kv)
     attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
     tiles = -(-attended // tile_tokens)
 
-    def time(splits: int) -> int:
-        rounds = -(-items * splits // device.multiprocessors)
-        return rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
+    def time(splits: int) -> float:
+        rounds, empty_rounds = (-(-count * splits // device.multiprocessors) for count in (items, empty_items))
+        tile_times = rounds * (-(-tiles // splits) + _ITEM_TILES) + (_JOIN_TILES if splits > 1 else 0)
+        return tile_times + empty_rounds * _NUMBER_TILES
 
     return min(range(1, _MAX_SPLITS + 1), key=time)

@@ -9,7 +9,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import varlen_e4m3, varlen_hopper
+from . import decode_choose, decode_launch, varlen_e4m3, varlen_hopper
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants
 from .layout import absent, heads_stride, max_tokens_of
@@ -92,25 +92,45 @@ def shared_memory(problem: Problem, config: Config) -> int:
     bytes.
     """
     device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
-    head_bytes, step_bytes = -(-head_size // 64) * 128, tokens * 2
+    head_bytes, step_bytes = _row_bytes(head_size), tokens * 2
     on_matrix_cores = not device.supports("mma")
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
-    value_bytes = head_size * dim_bytes if by_dim else tokens * head_bytes
+    value_bytes = problem.value_size * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     stages = 2 if device.supports("async_copies") else 1
     return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
 
 
+def _row_bytes(elements: int) -> int:
+    """Bytes of a row of 16-bit elements in shared memory."""
+    return -(-elements // 64) * 128
+
+
 def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list[Launch]:
-    """The kernel, and the join of the splits of a HopperConfig; elsewhere a block takes its rows over all tokens.
+    """The launches of decode attention for sequences of one query token, where they may be many, and those of the
+    kernel of all other sequences.
 
     Queries of e4m3 are widened for kernels that do not multiply them.
     """
+    single_rows = problem.single_rows
+    if single_rows is None:
+        launches = _launch_rows(problem, config, min_tokens=1)
+        is_widened = problem.codes is not None and not isinstance(config, E4m3Config)
+        return varlen_e4m3.widened(problem, launches) if is_widened else launches
+    device = problem.query.device
+    decode_config = tuning.config("paged_attention_v1", single_rows, device, decode_choose.choose)
+    return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]
+
+
+def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, min_tokens: int) -> list[Launch]:
+    """The kernel of sequences of min_tokens query tokens and more, and the join of the splits of a HopperConfig;
+    elsewhere a block takes its rows over all tokens."""
     options = problem.options
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
         "starts_t": problem.cu_seqlens_q.dtype,
+        "VALUE_SIZE": problem.value_size,
         "X": problem.layout.x,
         "CAUSAL": problem.causal,
     }
@@ -123,15 +143,12 @@ def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list
         "length_step": problem.kv.seq_lens.strides[0],
         "starts_step": problem.cu_seqlens_q.strides[0],
     }
-    if isinstance(config, E4m3Config):
-        return config.launch(problem, constants, arguments)
-    if isinstance(config, HopperConfig):
-        launches = config.launch(problem, constants, arguments)
-    else:
-        constants["NUM_WARPS"] = config.num_warps
-        launch_one = _launch_mma if problem.uses_mma else _launch_simt
-        launches = [launch_one(problem, config, constants, arguments)]
-    return launches if problem.codes is None else varlen_e4m3.widened(problem, launches)
+    if isinstance(config, HopperConfig | E4m3Config):
+        return config.launch(problem, constants, arguments | {"min_tokens": min_tokens})
+    constants["NUM_WARPS"] = config.num_warps
+    if problem.uses_mma:
+        return [_launch_mma(problem, config, constants, arguments | {"min_tokens": min_tokens})]
+    return [_launch_simt(problem, config, constants, arguments)]
 
 
 def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:

@@ -10,11 +10,13 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fn, float32
 from ..._core.tensor import TensorArg
-from .arguments import Options, PagedKV
+from . import decode_problem
+from .arguments import Options, PagedKV, Sparse
 from .layout import CacheLayout, check_kv, heads_stride
 
-# docs/performance/prefill.md, "64 rows of a sequence are enough".
-_MIN_ROWS_FOR_WGMMA = 64  # of a sequence, on average
+# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where a sequence has fewer
+# query tokens than these on average.
+_MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
 def _max_head_size(device: Device) -> int:
@@ -57,6 +59,11 @@ class Problem:
         return int(self.query.shape[1]) // int(self.kv.num_kv_heads)
 
     @property
+    def value_size(self) -> int:
+        """Elements of a value of a head, at most as many as of a key."""
+        return self.layout.value_size
+
+    @property
     def is_fp8(self) -> bool:
         return self.layout.dtype is not self.query.dtype
 
@@ -74,7 +81,7 @@ class Problem:
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
-            and head_size % 16 == 0
+            and head_size % 16 == self.value_size % 16 == 0
             and head_size <= _max_head_size(query.device)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
@@ -82,13 +89,12 @@ class Problem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether attention_varlen_hopper.cu serves the call, and its tiles of many rows find rows enough."""
+        """Whether attention_varlen_hopper.cu serves the call."""
         query, out, layout = self.query, self.out, self.layout
-        has_registers = not self.is_fp8 or query.shape[2] <= 192 or self.has_plain_logits
+        has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale
         return (
             query.device.supports("wgmma")
-            and self.num_rows >= _MIN_ROWS_FOR_WGMMA * self.num_seqs
             and self.uses_mma
             and layout.dtype in (query.dtype, float8_e4m3fn)
             and not layout.packed
@@ -102,13 +108,37 @@ class Problem:
             and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
         )
 
+    @property
+    def single_rows(self) -> decode_problem.Problem | None:
+        """What decode attention computes: the sequences of one query token, if they may be enough for all
+        multiprocessors; None where the kernel of other sequences takes them. Only the device knows which they are.
+        """
+        num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
+        single_rows = decode_problem.Problem(
+            self.out,
+            self.query,
+            self.kv,
+            self.layout,
+            self.options,
+            Sparse(),
+            partials=None,
+            partition=0,
+            query_start_loc=self.cu_seqlens_q,
+            fp8_out_scale=None,
+        )
+        is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
+        may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
+        return single_rows if is_served and may_be_many and self.codes is None else None
+
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
+        sizes = f"{head_size}" + f"/{self.value_size}" * (self.value_size != head_size)
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
             f"{(self.codes or self.query).dtype.name}",
             f"cache={layout.dtype.name}{'-packed' * layout.packed}",
-            f"heads={num_heads}/{self.kv.num_kv_heads}x{head_size}",
+            f"heads={num_heads}/{self.kv.num_kv_heads}x{sizes}",
             f"block={layout.block_size}",
             f"seqs={tuning.power_of_two(self.num_seqs)}",
             f"query_tokens={tuning.power_of_two(num_tokens)}",
@@ -124,14 +154,16 @@ def check_varlen(call: Mapping[str, Any]) -> Problem:
     codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
     if codes is not None:
         query = _widened(codes, out)
-    layout = check_kv(query, kv, options)
-    check.like(out, query)
+    layout = check_kv(query, kv, options, short_values=True)
+    num_tokens, num_heads, _ = query.shape
+    check.sizes(out, num_tokens=num_tokens, num_heads=num_heads, value_size=layout.value_size)
+    check.dtype(out, query.dtype)
     if codes is not None:
         _check_codes(codes, q_scale, kv, layout)
     elif q_scale is not None:
         raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    check.shape(options.lse, float32, num_heads=query.shape[1], num_tokens=query.shape[0])
+    check.shape(options.lse, float32, num_heads=num_heads, num_tokens=num_tokens)
     return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
 
 

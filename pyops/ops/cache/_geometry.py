@@ -16,7 +16,7 @@ _NUM_THREADS = 256
 _MAX_BATCH = 4
 _MIN_WAVES = 2  # blocks to a multiprocessor below which a block takes fewer tokens
 _MAX_TOKENS = 64
-_SMALLEST_BLOCK_VECS = 64  # vectors of a block when tokens are few: at least one token
+_MIN_BLOCK_VECS = 64  # vectors of a block when tokens are few: at least one token
 # "Entries are asked for before the kernel before has ended": blocks of a multiprocessor that look entries up by then.
 # Smaller blocks look up more entries by then: 4 rows of 1152 bytes to 160 threads.
 _EARLY_BLOCKS, _EARLY_THREADS, _EARLY_BATCH = 4, 160, 2
@@ -90,7 +90,7 @@ def choose(problem: Problem, device: Device) -> Config:
         tokens = min(_MAX_TOKENS, max(1, batch * _NUM_THREADS // token_vecs))
         if num_tokens >= tokens * _MIN_WAVES * device.multiprocessors:
             return _config(tokens, token_vecs, _NUM_THREADS)
-    tokens = max(1, _SMALLEST_BLOCK_VECS // token_vecs)
+    tokens = max(1, _MIN_BLOCK_VECS // token_vecs)
     return _config(tokens, token_vecs, check.threads(tokens * token_vecs, max_threads=_NUM_THREADS))
 
 

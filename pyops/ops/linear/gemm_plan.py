@@ -182,8 +182,8 @@ def choose_mma(problem: Problem, device: Device) -> MmaConfig:
         splits *= 2
     step_bytes = (tile_m + tile_n) * _STEP_BYTES
     blocks = 2 if step_bytes <= _SMALL_TILE else 1  # of a multiprocessor, whose shared memory they divide
-    most_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
-    stages = min(most_stages, device.shared_memory // blocks // step_bytes)
+    max_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
+    stages = min(max_stages, device.shared_memory // blocks // step_bytes)
     if 2 * step_bytes == device.shared_memory:
         splits = 1  # blocks that share a tile have a flag in shared memory, too
     return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)

@@ -26,7 +26,7 @@ _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread ho
 # Rows of an expert from which on tiles of 128 rows are faster than tiles of 64. With scales of blocks, where larger
 # tiles have half as many columns, tiles of 192 rows are faster while most experts have one each: from so many rows up
 # to so many. Measured on an H200: docs/performance/experts.md.
-_MANY_ROWS, _MANY_BLOCKED_ROWS, _MOST_BLOCKED_ROWS = 56, 56, 160
+_MANY_ROWS, _MANY_BLOCKED_ROWS, _MAX_BLOCKED_ROWS = 56, 56, 160
 _TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
 # Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs.
 # Fitted to times of an H200: 224 and 256 rows of weights, 8 to 128 rows of DeepSeek-V3's second product.
@@ -210,7 +210,7 @@ def serves(problem: GroupedProblem, device: Device) -> bool:
 def block_size_for(num_rows: int, num_experts: int, block_scaled: bool = False) -> int:
     """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
     if block_scaled:
-        return 192 if _MANY_BLOCKED_ROWS * num_experts <= num_rows <= _MOST_BLOCKED_ROWS * num_experts else 64
+        return 192 if _MANY_BLOCKED_ROWS * num_experts <= num_rows <= _MAX_BLOCKED_ROWS * num_experts else 64
     return 128 if num_rows >= _MANY_ROWS * num_experts else 64
 
 

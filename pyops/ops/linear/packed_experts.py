@@ -11,7 +11,7 @@ from . import dequantize_packed, grouped_plan, packed_tile
 from .gather_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
-from .packed_hopper import PackedConfig, most_boxes, step_rows
+from .packed_hopper import PackedConfig, max_boxes, step_rows
 from .packed_plan import (
     Config,
     choose_mma,
@@ -29,7 +29,7 @@ from .packed_problem import PackedExperts, PackedProblem
 # Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts: tiles"), and than weights in full, by products
 # without experts.
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
-_FEWEST_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
+_MIN_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
 # {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance/experts.md).
 TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
@@ -112,12 +112,12 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         return packed_tile.choose(rows, w.k, w.n, device, weights, block_size)
     if serves_many(problem, device) and (rows > _MAX_FEW_ROWS or not serves_few(problem, device)):
         tile_m = next(size for size in TILES if block_size % size == 0)
-        boxes = most_boxes(problem)
+        boxes = max_boxes(problem)
         return PackedConfig(tile_m, TILES[tile_m], chunk=2, splits=1, min_blocks=1, boxes=boxes)
     step = rows_of_step(w, 64)
     weights, several = -(-tuning.power_of_two(problem.m) // rows), w.groups > 1 and w.group_size < step
-    most_rows = 8 if block_size % 16 else 16
-    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, most_rows, _FEWEST_WARPS)
+    max_rows = 8 if block_size % 16 else 16
+    config = choose_mma(max(8, rows), 64, w.n, -(-w.k // step), device, several, weights, max_rows, _MIN_WARPS)
     return fitting(config, problem, device)
 
 

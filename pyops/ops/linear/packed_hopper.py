@@ -89,7 +89,7 @@ class PackedConfig:
                 neighbours=(1, 2),
                 boxes=(1, 2),
             )
-            if one.boxes <= most_boxes(problem)
+            if one.boxes <= max_boxes(problem)
             and one.splits <= -(-problem.weight.k // step_rows(problem.weight.layout))
             and (one.max_parts == one.neighbours == 1 or problem.experts is None)
             and not (sums_apart(problem) and (one.chunk == 1 or one.tile_m * one.tile_n > _MAX_SUMS))
@@ -214,7 +214,7 @@ def step_rows(layout: str) -> int:
     return 128 if layout == "w4a8" else 64
 
 
-def most_boxes(problem: PackedProblem) -> int:
+def max_boxes(problem: PackedProblem) -> int:
     """2 where K is of whole steps of two boxes, each of whole groups or within one; else 1."""
     w = problem.weight
     step = 2 * step_rows(w.layout)

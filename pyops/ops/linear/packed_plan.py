@@ -165,12 +165,12 @@ def choose(problem: PackedProblem, device: Device) -> Config:
             return PackedNarrowConfig()
         tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
         step = rows_of_step(w, tile_n)
-        several, most_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
-        config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, most_rows=most_rows)
-        most_held = _HELD.get((w.layout, w.bits), 0)
+        several, max_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
+        config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, max_rows=max_rows)
+        max_held = _HELD.get((w.layout, w.bits), 0)
         if w.type.is_integer and w.bits == 8 and problem.compute_dtype is bfloat16:  # whose nibbles are numbers apart
-            most_held = min(most_held, _MAX_HELD_NIBBLES)
-        held = config.splits == 1 and m <= most_held
+            max_held = min(max_held, _MAX_HELD_NIBBLES)
+        held = config.splits == 1 and m <= max_held
         return fitting(replace(config, held=held), problem, device)
     return packed_hopper.choose(m, w.n, w.k, w.layout, device, packed_hopper.sums_apart(problem))
 
@@ -250,16 +250,16 @@ def choose_mma(
     device: Device,
     several_groups: bool = False,
     weights: int = 1,
-    most_rows: int = 16,
-    fewest_warps: int = 1,
+    max_rows: int = 16,
+    min_warps: int = 1,
 ) -> PackedMmaConfig:
     """As many warps as the device holds at a time, and their parts of K, for m rows of each of `weights` weights.
 
     Eight warps to a block at most, unless blocks that clusters do not fit for would leave half of a device's warps out.
-    `most_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
-    and one of 16 rows would spill. `fewest_warps`: of a block, as far as steps and registers allow.
+    `max_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
+    and one of 16 rows would spill. `min_warps`: of a block, as far as steps and registers allow.
     """
-    tile_m = min(m, 8 if several_groups else most_rows)
+    tile_m = min(m, 8 if several_groups else max_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = weights * -(-m // tile_m) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
@@ -267,8 +267,8 @@ def choose_mma(
     blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
     # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
     warps = resident // blocks or _WARPS_OF_MANY
-    most_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
-    warps = max(1, min(most_warps, resident, max(warps, fewest_warps), -(-steps // splits)))
+    max_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
+    warps = max(1, min(max_warps, resident, max(warps, min_warps), -(-steps // splits)))
     return PackedMmaConfig(tile_m, tile_n, warps, splits, resident // warps)
 
 

@@ -21,7 +21,7 @@ __all__ = ["mxfp8_experts_quant"]
 
 _MX_THREADS = 128  # of a block: four rows of a tile's four columns each
 _EXPONENT_BIAS = 127  # of e8m0
-_LARGEST_EXPONENT = 254  # the code above is NaN
+_MAX_EXPONENT = 254  # the code above is NaN
 
 _mxfp8_experts_quant = Kernel("quantize/mxfp8_experts_quant.cu")
 
@@ -32,7 +32,7 @@ def _mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     a = fp8.absmax(blocks)
     mantissa, exponent = torch.frexp((a * torch.full_like(a, 1 / 448)).double())  # of a zero both are 0
     power = torch.where(mantissa == 0.5, exponent - 1, exponent).masked_fill(mantissa == 0, -_EXPONENT_BIAS)
-    scales = (power + _EXPONENT_BIAS).masked_fill(a.isinf(), _LARGEST_EXPONENT).clamp(0, _LARGEST_EXPONENT)
+    scales = (power + _EXPONENT_BIAS).masked_fill(a.isinf(), _MAX_EXPONENT).clamp(0, _MAX_EXPONENT)
     y = blocks * torch.ldexp(torch.ones_like(a), _EXPONENT_BIAS - scales)
     return y.clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scales.squeeze(-1).byte()
 

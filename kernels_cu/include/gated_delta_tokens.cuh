@@ -1,0 +1,136 @@
+// gated_delta_tokens.cuh: how the tokens of a tile relate to each other in gated_delta_chunk, whose header has the formulas and
+// whose constants it reads: what its warps without rows prepare for those with rows.
+#pragma once
+#include "state_tiles.cuh"
+
+constexpr int STEPS = KEY_SIZE / 16, BLOCKS = TOKENS / 16;
+constexpr int PITCH = TOKENS + 4;  // of a column of L, in floats: columns begin on different banks
+static_assert(TOKENS <= 32);
+
+using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;  // keys or queries: a row for each token
+using square_tile = square_tile_t<scalar_t, TOKENS>;
+
+// What the warps with rows multiply with, beside the two square matrices.
+struct Factors {
+    float of_keys[TOKENS];     // exp(a_l), and the norm of k
+    float of_queries[TOKENS];  // exp(a_l), and the norm of q, and scale
+    float of_changes[TOKENS];  // exp(a_end - a_m), and the norm of k
+    float kept;                // exp(a_end)
+};
+
+// What the warps that prepare a tile hand to each other.
+struct Prepared {
+    float logs[TOKENS];             // a_l in units of log2
+    float strengths[TOKENS];        // b_l
+    float keys[TOKENS];             // the norm of k
+    float queries[TOKENS];          // the norm of q, and scale
+    float columns[TOKENS * PITCH];  // L by columns
+    DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
+};
+
+// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token lane % 32; 1 without QK_NORM.
+DEVICE float inverse_norm(const key_tile& tile) {
+    if (!QK_NORM) return 1.0f;
+    const int lane = threadIdx.x % WARP_SIZE, token = lane % 32 % TOKENS;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int chunk = lane / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
+        const auto x = Vec<scalar_t, 8>::load(tile.at(token, chunk));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
+    }
+    if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
+    return 1.0f / sqrtf(sum + 1e-6f);
+}
+
+// Products of the rows of two tiles with each other: the blocks of 16 by 16 tokens on the diagonal and below it.
+// Calls `visit` with row, column and product.
+template <typename Visit>
+DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit visit) {
+    constexpr int COUNT = BLOCKS * (BLOCKS + 1) / 2;
+    const int lane = threadIdx.x % WARP_SIZE;
+    Block products[COUNT] = {};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        order_steps(step);
+        uint32_t a[BLOCKS][SHORT_WORDS], b[BLOCKS][SHORT_WORDS];
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+            load_rows(a[i], rows, i * 16, step, lane);
+            load_columns(b[i], columns, i * 16, step, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) products[i].add_product<scalar_t>(a[(i + 1) / 2], b[i / 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT * BLOCK_PAIRS * 2; ++i) {
+        const int block = i / (2 * BLOCK_PAIRS), pair = i / 2 % BLOCK_PAIRS;
+        visit((block + 1) / 2 * 16 + pair_row(pair) + lane_row(lane),
+              block / 2 * 16 + pair_column(pair) + lane_column(lane) + i % 2, products[block].at(pair, i % 2));
+    }
+}
+
+// Of a tile of `count` tokens: the decays and strengths, of which the lane has those of its token, and the norms of keys.
+DEVICE void
+prepare_decays(Prepared& to, Factors& factor, float log_decay, float strength, const key_tile& keys, int count) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    float sum = log_decay;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const float before = shfl<32>(sum, lane - distance & 31);
+        if (lane >= distance) sum += before;
+    }
+    const float total = shfl<32>(sum, 31), norm = inverse_norm(keys);
+    if (lane < TOKENS) {
+        to.logs[lane] = sum;
+        to.strengths[lane] = strength;
+        to.keys[lane] = norm;
+        factor.of_keys[lane] = estimate_exp2(sum) * norm;
+        factor.of_changes[lane] = lane < count ? estimate_exp2(total - sum) * norm : 0.0f;
+    }
+    if (lane == 0) factor.kept = estimate_exp2(total);
+}
+
+// L, of what prepare_decays has found.
+DEVICE void relate_keys(Prepared& to, const key_tile& keys) {
+    multiply_tokens(keys, keys, [&](int l, int m, float product) {
+        const float element = to.decay(l, m) * to.strengths[l] * to.keys[l] * to.keys[m] * product;
+        to.columns[m * PITCH + l] = m < l ? element : 0.0f;
+    });
+}
+
+// (I + L)^-1 b. A lane finds its column of the inverse by forward substitution.
+DEVICE void solve(const Prepared& from, const square_tile& inverse) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    if (lane >= TOKENS) return;
+    float x[TOKENS];
+#pragma unroll
+    for (int l = 0; l < TOKENS; ++l) x[l] = l == lane ? 1.0f : 0.0f;
+#pragma unroll
+    for (int m = 0; m < TOKENS - 1; ++m) {
+#pragma unroll
+        for (int l = (m + 1) / 4 * 4; l < TOKENS; l += 4) {
+            const auto four = Vec<float, 4>::load(from.columns + m * PITCH + l);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (l + i > m) x[l + i] = fmaf(-four[i], x[m], x[l + i]);
+            }
+        }
+    }
+    const float strength_of_column = from.strengths[lane];
+#pragma unroll
+    for (int l = 0; l < TOKENS; ++l) {
+        inverse.at(l, lane / 8)[lane % 8] = from_float<scalar_t>(x[l] * strength_of_column);
+    }
+}
+
+// The weights of u in o, and the factors of queries.
+DEVICE void weigh(const Prepared& from, const key_tile& queries, const key_tile& keys, const square_tile& weights,
+                  Factors& factor) {
+    const int lane = threadIdx.x % WARP_SIZE;
+    if (lane < TOKENS) factor.of_queries[lane] = estimate_exp2(from.logs[lane]) * from.queries[lane];
+    multiply_tokens(queries, keys, [&](int l, int m, float product) {
+        const float weight = from.decay(l, m) * from.queries[l] * from.keys[m] * product;
+        weights.at(l, m / 8)[m % 8] = from_float<scalar_t>(m <= l ? weight : 0.0f);
+    });
+}
