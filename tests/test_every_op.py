@@ -104,9 +104,8 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
         launches = op.launches(*args)
         for one in launches:
             kernel = one.specialisation.kernel
-            layout(
-                kernel, tensors, op.declaration.runtime, scalars, tuple(one.fixed)
-            )  # TypeError for what does not fit
+            names, fixed = one.names(tensors)
+            layout(kernel, names, op.declaration.runtime, scalars, fixed)  # TypeError for what does not fit
             for fmt, name in kernel.signature.parameters:
                 value = one.fixed.get(name, 0)
                 if isinstance(value, TensorMap | TensorArg):

@@ -8,7 +8,12 @@
 // Blocks: blockIdx.x counts work items (prefill_work.cuh), each with all its splits; blockIdx.y counts WARPS rows of an
 // item. A warp has a row, and a lane has four of each 128 elements of a row.
 //
-// Constants: as in attention_varlen_hopper.cu
+// Constants, as in attention_varlen_hopper.cu
+//     scalar_t               element type of out
+//     length_t, starts_t     element types of seq_lens and cu_seqlens_q
+//     VALUE_SIZE, GROUP      elements of a value; query heads of one key-value head
+//     TOKENS, CONSUMERS      keys of a tile, and warpgroups of 64 rows, of the kernel whose splits are joined
+//     CAUSAL, HAS_SPLITS     likewise
 
 #include "attention.cuh"
 #include "prefill_work.cuh"

@@ -165,3 +165,9 @@ class Launch:
     def empty(self) -> bool:
         """No block to run. (The driver refuses such a launch, and CuPy would run one block instead.)"""
         return 0 in self.grid
+
+    def names(self, tensors: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The op's `tensors` by the names of the parameters that they feed, and the names of what else is `fixed`."""
+        renamed = {value.name: name for name, value in self.fixed.items() if isinstance(value, TensorArg)}
+        fixed = tuple(name for name in self.fixed if name not in renamed.values())
+        return tuple(renamed.get(name, name) for name in tensors), fixed

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from . import tensor_map
 from .kernel import Kernel, Launch, Scratch
 from .source import TENSOR_MAP
-from .tensor import TensorArg
 from .tensor_map import Placed, TensorMap
 
 # Scalars that are read at every call: (name, struct format of a word that no kernel takes).
@@ -43,15 +42,9 @@ class Layout(NamedTuple):
 
 @cache
 def layout(
-    kernel: Kernel,
-    tensors: tuple[str, ...],
-    runtime: Runtime,
-    scalars: tuple[str, ...],
-    fixed: tuple[str, ...],
-    renamed: tuple[tuple[str, str], ...] = (),
+    kernel: Kernel, tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...], fixed: tuple[str, ...]
 ) -> Layout:
     """The layout for a kernel that is fed with the op's `tensors`, `runtime` and keyed `scalars`, and with `fixed`.
-    `renamed` holds (parameter, the tensor that feeds it).
 
     Raises TypeError for a parameter that nothing feeds and for a fixed value that no parameter takes.
     """
@@ -63,11 +56,8 @@ def layout(
     formats: dict[str, str] = {}
     constants: dict[str, str] = {}
     mapped: list[str] = []
-    sources = dict(renamed)
     for fmt, name in parameters:
-        if name in sources:
-            formats[sources[name]] = fmt
-        elif fmt == TENSOR_MAP and name in fixed:
+        if fmt == TENSOR_MAP and name in fixed:
             mapped.append(name)
         elif name in values:
             constants[name] = fmt
@@ -89,7 +79,7 @@ def layout(
         start,
         tuple(constants),
         pointers,
-        tuple(offsets[sources.get(name, name)] for _, name in parameters),
+        tuple(offsets[name] for _, name in parameters),
         maps,
         ctypes.c_char * (first_map + tensor_map.NBYTES * len(maps) + tensor_map.ALIGNMENT if maps else end + 8),
     )
@@ -107,17 +97,11 @@ def common_packer(
     """pack(buffer, 0, *words), for launches that share the words of a call."""
     formats: dict[str, str] = {}
     for launch in launches:
-        for name, fmt in _layout_of(launch, tensors, runtime, scalars).words.items():
-            if formats.setdefault(name, fmt) != fmt:
-                raise TypeError(
-                    f"{launch.specialisation.kernel.file}: {name} has another type than in a kernel launched before"
-                )
+        kernel, (names, fixed) = launch.specialisation.kernel, launch.names(tensors)
+        for name, fmt in layout(kernel, names, runtime, scalars, fixed).words.items():
+            if name not in launch.fixed and formats.setdefault(name, fmt) != fmt:
+                raise TypeError(f"{kernel.file}: {name} has another type than in a kernel launched before")
     return packer(tensors, runtime, formats)
-
-
-def _layout_of(launch: Launch, tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...]) -> Layout:
-    renamed = tuple((name, value.name) for name, value in launch.fixed.items() if isinstance(value, TensorArg))
-    return layout(launch.specialisation.kernel, tensors, runtime, scalars, tuple(launch.fixed), renamed)
 
 
 class Buffer(NamedTuple):
@@ -139,7 +123,8 @@ class Buffer(NamedTuple):
 def buffer(launch: Launch, tensors: tuple[str, ...], runtime: Runtime, scalars: dict[str, Any]) -> Buffer:
     """The parameter block of `launch`, with the plan's constants packed."""
     values: dict[str, Any] = {**scalars, **launch.fixed} if scalars else launch.fixed
-    found = _layout_of(launch, tensors, runtime, tuple(scalars))
+    names, fixed = launch.names(tensors)
+    found = layout(launch.specialisation.kernel, names, runtime, tuple(scalars), fixed)
     for name, value in launch.fixed.items():
         if isinstance(value, TensorMap) != (name in found.maps):
             expected = "a TensorMap" if name in found.maps else "no TensorMap"
