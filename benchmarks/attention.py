@@ -8,10 +8,10 @@ A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, or HEAD_SIZE/V
 with "capped" for "prompts", where a soft cap of 30 is on logits, or with "decode", one query token to a sequence, or
 mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS, decode rows and a prompt of NEW tokens in one batch, beside a call of each, or
 mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is
-bf16, fp8 or, for MLA, ds_mla, entries of 656 bytes; queries are bf16. Prompts are causal, every query token new; TOKENS
-of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths from 1 to 16384,
-evenly spaced. torch's attention (cuDNN's and FlashAttention of prompts; of decode rows, whichever it takes) reads
-contiguous keys and values, of whole prompts and of equal lengths.
+bf16, fp8, e4m3 (prompts: an fp8 cache, queries of e4m3) or, for MLA, ds_mla, entries of 656 bytes; other queries are
+bf16. Prompts are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS
+of 1-16384 of decode rows are lengths from 1 to 16384, evenly spaced. torch's attention (cuDNN's and FlashAttention of
+prompts; of decode rows, whichever it takes) reads contiguous keys and values, of whole prompts and of equal lengths.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROWS = (
     *(f"prompts:bf16:{one}:32/8x128" for one in ("1x8192", "16x2048", "64x512", "1x32768")),
     *(f"prompts:bf16:{one}" for one in ("1x8192:32/8x64", "16x2048:32/8x64", "1x8192:16/4x256", "16x2048:16/4x256")),
     "prompts:fp8:1x8192:32/8x128",
+    *(f"prompts:e4m3:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
     "prompts:bf16:1x256+32768:32/8x128",
     *(f"prompts:bf16:1x4096:128/128x{size}" for size in ("192/128", "192")),
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
@@ -42,7 +43,7 @@ ROWS = (
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
     "mla:bf16:64x4096:128:16",
 )
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
 _SETS = 2  # of operands, which calls take in turn: each is larger than the L2 cache
 _TURNS = 3
 _SOFT_CAP = 30.0
@@ -68,7 +69,7 @@ def prompts(cache: str, num_seqs: int, new: int, heads: tuple[int, ...], block: 
     query = _randn(num_seqs * new, num_heads, sizes[0])
     return {
         "out": query.new_empty(num_seqs * new, num_heads, sizes[1]),
-        "query": query,
+        "query": query.to(_DTYPES[cache]) if cache == "e4m3" else query,
         "key_cache": caches[0],
         "value_cache": caches[1],
         "num_kv_heads": num_kv_heads,

@@ -155,7 +155,7 @@ def test_values_shorter_than_keys(
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of one key-value head after another; of two, and then of the one that is left."""
-    monkeypatch.setattr(varlen_hopper, "_section_heads", lambda *_: section)
+    monkeypatch.setattr(varlen_hopper, "section_heads", lambda *_: section)
     _varlen(HopperConfig(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 
@@ -398,6 +398,7 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
         "query": query,
         "cu_seqlens_q": make.empty(num_seqs + 1, **index),
         "causal": True,
+        "q_scale": None,
         **kv.named(),
         **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
     }

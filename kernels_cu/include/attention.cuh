@@ -32,10 +32,11 @@ DEVICE float log_sum_exp(float max_logit, float exp_sum) {
 
 // Values may be as large as floats are: a sum of them under probabilities would overflow, although their mean is a float.
 // Probabilities that values are multiplied by, in products of type T, are therefore scaled down by 2^HEADROOM<T>: a
-// sequence has fewer than 2^32 tokens. float16 has no room for such probabilities, and no values that need them.
-template <typename T> constexpr int HEADROOM = is_same<T, half_t> ? 0 : 32;
+// sequence has fewer than 2^32 tokens. float16 has no room for such probabilities, and no values that need them. e4m3,
+// whose largest value is 448 and whose least is 2^-9, has probabilities that are scaled up by 2^8.
+template <typename T> constexpr int HEADROOM = is_same<T, half_t> ? 0 : is_same<T, fp8_e4m3_t> ? -8 : 32;
 // 2^HEADROOM<T>, by which sums of probabilities, and of values under probabilities, are scaled up in the end.
-template <typename T> constexpr float FULL_SCALE = is_same<T, half_t> ? 1.0f : 0x1p32f;
+template <typename T> constexpr float FULL_SCALE = power_of_two(HEADROOM<T>);
 
 // max_logit + HEADROOM<T>, which is subtracted from logits before the exponential. The floats next to a huge max_logit
 // are further apart than HEADROOM. Rounded up, the sum would leave no probability; rounded down, it is max_logit itself:

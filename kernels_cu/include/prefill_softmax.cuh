@@ -17,7 +17,8 @@ constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
 // Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
 // in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
-constexpr float SLACK = 8.0f;
+// Probabilities of e4m3 are scaled up by 2^8 already, and 448 is the largest e4m3.
+constexpr float SLACK = sizeof(product_t) == 1 ? 0.8f : 8.0f;
 // Whether queries became product_t, each row relative to a power of two: a row's products then have a unit of their own.
 constexpr bool CONVERTS_QUERIES = is_same<product_t, half_t> && !is_same<scalar_t, half_t>;
 constexpr int UNITS = CONVERTS_QUERIES ? 2 : 1;  // of a thread's rows
@@ -54,8 +55,8 @@ struct Softmax {
     bool whole, rises, huge, plain, by_short_series, settled;
     float square;  // of the largest magnitude of products, under a soft cap
     float shrink[2];
-    float s[TOKENS / 2];         // products, then logits unless `plain`, then probabilities
-    uint32_t p[TOKENS / 16][4];  // probabilities, rounded
+    float s[TOKENS / 2];                             // products, then logits unless `plain`, then probabilities
+    uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // probabilities, rounded
 
     // product_unit: the scale of logits and of keys. warpgroup: the number of the consumer.
     DEVICE Softmax(const Window& window, float product_unit, float soft_cap, int warpgroup)
@@ -284,8 +285,18 @@ struct Softmax {
         }
     }
 
+    // Words of two 16-bit elements have neighbouring keys; those of four bytes two keys of 8 and two of the next 8.
     DEVICE void round_probabilities(int begin, int end) {
+        if constexpr (sizeof(product_t) == 1) {
 #pragma unroll
-        for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+            for (int i = begin / 4; i < end / 4; ++i) {
+                const float* const x = s + i / 2 * 8 + i % 2 * 2;
+                const float four[4] = {x[0], x[1], x[4], x[5]};
+                p[i / 4][i % 4] = pack_four<product_t>(four);
+            }
+        } else {
+#pragma unroll
+            for (int i = begin / 2; i < end / 2; ++i) p[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+        }
     }
 };

@@ -7,14 +7,16 @@
 // to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
 // Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
-// tiles of T of them (prefill_codes.cuh).
+// tiles of T of them (prefill_codes.cuh). Products of e4m3 take codes of keys as they are, and values from transposed
+// tiles, which these warps make (prefill_transpose.cuh).
 #pragma once
 #include "gemm_pipeline.cuh"
 #include "mma.cuh"
 #include "prefill_work.cuh"
 
-constexpr bool IS_FP8 = !is_same<cache_t, scalar_t>;
-constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(scalar_t);  // a panel: rows of 128 bytes, swizzled
+// Whether codes are multiplied as they are; whether they are widened before.
+constexpr bool IS_E4M3 = sizeof(product_t) == 1, IS_FP8 = !IS_E4M3 && !is_same<cache_t, scalar_t>;
+constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
 constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;  // panels of a query or key
 constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
@@ -29,7 +31,7 @@ struct CacheTile {
 };
 using KeyTile = CacheTile<HEAD_SIZE>;
 using ValueTile = CacheTile<VALUE_SIZE>;
-constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : 0, WIDENERS = 3;
+constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : IS_E4M3 ? ValueTile::BYTES : 0, WIDENERS = 3;
 static_assert(VALUE_SIZE <= HEAD_SIZE);  // codes of values have the room of those of keys
 
 // Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
@@ -39,7 +41,7 @@ constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && VALUE_SIZE <= 192;
 // Whether a warp of its own finds items of work, the next one while the producer loads this one. A split is taken only
 // when the one before is loaded: taken earlier it would wait for this block, while another has nothing to do. Codes leave
 // no warp.
-constexpr bool HAS_FINDER = !IS_FP8 && !HAS_SPLITS;
+constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
 
 // An item of work that is found.
 struct Found {
@@ -91,7 +93,7 @@ struct Tiles {
             mbarrier_init(landed, 1);
             query.init(4 * CONSUMERS);
             key.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
-            value.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
+            value.init(4 * CONSUMERS, IS_FP8 || IS_E4M3 ? WIDENERS : 1);
             code.init(WIDENERS);
             next.init(1);
         }
@@ -210,7 +212,7 @@ struct Producer {
             }
             if (HAS_SPLITS && more) finder.take();
         }
-        if constexpr (IS_FP8) {
+        if constexpr (IS_FP8 || IS_E4M3) {
             tiles.code.acquire();
             if (lane == 0) {
                 tiles.kinds[tiles.code.stage].kind = Codes::END;
@@ -247,7 +249,7 @@ private:
     DEVICE void load_values(const Work& work, int tile, int block, int length) {
         const int start = tile * TOKENS, begin = window.first_seen(work.limit) - start, end = length - start;
         const Codes kind{Codes::VALUES, 0, begin, end};
-        if constexpr (IS_FP8) return load_codes<ValueTile>(value_cache, kind, work, tile, block);
+        if constexpr (IS_FP8 || IS_E4M3) return load_codes<ValueTile>(value_cache, kind, work, tile, block);
         auto& ring = tiles.value;
         ring.acquire();
         uint8_t* const to = tiles.values + ring.stage * ValueTile::BYTES;

@@ -1,5 +1,7 @@
 // prefill_work.cuh: the work items of attention_varlen_hopper, whose constants it reads, and how a block finds them.
 //
+// attention_varlen_e4m3 has the same constants and uses these headers (prefill_*.cuh), too.
+//
 // A work item is ITEM_TOKENS query tokens of a sequence and one key-value head; its rows are the tokens times the GROUP
 // query heads that share the head, heads first. Items are numbered by sections of `section_heads` key-value heads, whose
 // keys and values the L2 cache has room for, in a section by tiles of tokens, and then by heads. The tiles of sequence s

@@ -22,6 +22,14 @@ DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
     load_pair<T>(pair.data, low, high);
 }
 
+// Four 8-bit elements of T in a word, the first in the lowest byte.
+template <typename T>
+DEVICE uint32_t pack_four(const float (&x)[4]) {
+    Vec<T, 4> four;
+    store_four<T>(four.data, x);
+    return four.template word<4>(0);
+}
+
 // The same of numbers whose NaN are those of T: on AMD, where no instruction rounds to bfloat16, NaN costs none then.
 template <typename T>
 DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {

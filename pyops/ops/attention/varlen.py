@@ -11,7 +11,7 @@ from ..._core.op import op
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
-from .reference import attended_of, float32_logits, gathered, largest_of, weighted_sum
+from .reference import attended_of, float32_logits, gathered, largest_of, scales_of, weighted_sum
 from .varlen_plan import choose, launch
 from .varlen_problem import check_varlen
 
@@ -21,9 +21,29 @@ if TYPE_CHECKING:
 __all__ = ["paged_attention_varlen"]
 
 
-def _absolute_error(query: Tensor, key_cache: Tensor, scale: float, kv_cache_dtype: str, k_scale: Tensor) -> float:
-    """The rounding errors of a softmax weight, which meets the values in the element type, and of its logit."""
-    return float(torch.finfo(query.dtype).eps) + float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale)
+def _absolute_error(
+    query: Tensor,
+    key_cache: Tensor,
+    scale: float,
+    block_tables: Tensor,
+    block_size: int,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    q_scale: Tensor | None,
+) -> float:
+    """The rounding errors of a softmax weight, which meets the values in the element type of queries, and of its logit.
+
+    Of e4m3, weights are wrong by 2^-18 of the largest one, too, and so is their sum; and logits are sums of 14 bits,
+    not of the 24 of float32.
+    """
+    weight, logit = (
+        float(torch.finfo(query.dtype).eps),
+        float32_logits(query, key_cache, scale, kv_cache_dtype, k_scale),
+    )
+    if query.dtype == torch.float8_e4m3fn:
+        weight += 2.0**-17 * block_tables.shape[1] * block_size
+        logit *= 2.0**11 * (1.0 if q_scale is None else float(q_scale.abs().max()))
+    return weight + logit
 
 
 @op(inout=("out", "lse"), keyed="logits_soft_cap", atol=_absolute_error)
@@ -48,6 +68,7 @@ def paged_attention_varlen(
     logits_soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> None:
     """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
@@ -55,6 +76,8 @@ def paged_attention_varlen(
     of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
     the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
     `paged_attention_v1`. Weights are rounded to the element type, sums are in float32 (Dao 2023, arXiv:2307.08691).
+    Of e4m3 queries and codes, products are those of the codes: the largest weight of a row becomes 256 or a little
+    more, and weights are rounded to e4m3 then; on Hopper, sums of a head and of a tile of keys have 14 bits.
     A token whose block number is out of range contributes nothing; a query without keys gives zeros; rows that belong
     to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to may
     reach its other queries.
@@ -62,6 +85,7 @@ def paged_attention_varlen(
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+            Or float8_e4m3fn, beside caches of e4m3; `out` is of one of these types then.
         value_cache: as in `paged_attention_v1`, but a value of a head may have fewer elements than a key: packed,
             [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,
             value_size].
@@ -74,11 +98,15 @@ def paged_attention_varlen(
         sliding_window: only the last so many of the tokens that it would attend to; 0 for all.
         logits_soft_cap, sinks: as in `paged_attention_v1`.
         lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
+        q_scale: [1] float32, or [num_kv_heads] where k_scale has as many, of queries of e4m3; None for 1.
     """
     kv = PagedKV(
         key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale, v_scale
     )
     options = Options(alibi_slopes, sliding_window, logits_soft_cap, sinks, lse)
+    if query.dtype == torch.float8_e4m3fn:
+        grouped = query.double().unflatten(1, (num_kv_heads, -1))
+        query = (grouped if q_scale is None else grouped * scales_of(q_scale, num_kv_heads)[..., None]).flatten(1, 2)
     starts = cu_seqlens_q.tolist()
     for s in range(len(seq_lens)):
         begin, end = starts[s : s + 2]
@@ -161,7 +189,9 @@ def example_paged_attention_varlen(
     packed: bool = False,
     value_size: Literal[0, 48] = 0,
     options: bool = False,
+    fp8_queries: bool = False,
 ) -> tuple[Any, ...]:
+    kv_cache_dtype = "fp8" if fp8_queries else kv_cache_dtype
     values = value_size or head_size
     num_kv_heads, num_heads, block_size, num_blocks, max_blocks = 2, 6, 16, 37, 96
     # Three sequences: most of the tokens, none, and the rest.
@@ -181,10 +211,11 @@ def example_paged_attention_varlen(
     )
     call = {
         "out": make.empty(num_tokens, num_heads, values, dtype=dtype),
-        "query": make.randn(num_tokens, num_heads, head_size, dtype=dtype),
+        "query": make.randn(num_tokens, num_heads, head_size, dtype="float8_e4m3fn" if fp8_queries else dtype),
         "scale": head_size**-0.5,
         "cu_seqlens_q": make.values(starts, dtype="int32"),
         **kv.named(),
         **example_options(make, num_heads, num_tokens, options).named(),
+        "q_scale": make.full(1, value=0.25, dtype="float32") if fp8_queries else None,
     }
     return in_order(paged_attention_varlen.op, call)

@@ -18,15 +18,14 @@ from .varlen_problem import Problem
 _hopper = Kernel("attention/attention_varlen_hopper.cu")
 _join = Kernel("attention/attention_varlen_join.cu")
 
-_ROW_BYTES = 128  # of a panel: the swizzle
-_PANEL_SIZE = _ROW_BYTES // 2  # elements
+ROW_BYTES = 128  # of a panel: the swizzle
 _BARRIER_BYTES = 8
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4  # of tiles of keys, and of codes
-_MIN_CODE_STAGES = 2
+MIN_CODE_STAGES = 2
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
-_NO_WINDOW = 2**31 - 1  # the sliding_window that the kernel takes for none
+_NO_WINDOW = 2**31 - 1  # the sliding_window that kernels take for none
 # Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
 _SECTION_BYTES = 24 << 20
 # The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us" and "A number
@@ -69,14 +68,14 @@ class HopperConfig:
         """As many blocks as the device has multiprocessors, which take work items from a counter; and the join of
         splits, where an item may have several."""
         device, query, layout = problem.query.device, problem.query, problem.layout
-        num_tokens, num_heads, head_size = query.shape
+        num_tokens, num_heads, _ = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
         stages, query_stages, code_stages, shared = self._stages(problem, device)
         box_tokens = gcd(layout.block_size, self.tokens)
         caches = problem.kv.key_cache, problem.kv.value_cache
         is_fp8 = problem.is_fp8
-        whole_heads = _has_whole_heads(problem)
-        map_cache = _map_of_codes if is_fp8 else _map_of_whole_heads if whole_heads else _map_of_panels
+        whole_heads = not is_fp8 and has_whole_heads(*caches)
+        map_cache = _map_of_codes if is_fp8 else map_of_cache
         kernel = _hopper.for_arch(device.arch_feature)
         num_tiles = num_tokens // item_tokens + problem.num_seqs
         num_items = num_tiles * layout.num_kv_heads
@@ -91,8 +90,8 @@ class HopperConfig:
             "max_splits": self.max_splits,
             "num_tokens": num_tokens,
             "num_kv_heads": layout.num_kv_heads,
-            "section_heads": _section_heads(problem, device, num_tiles),
-            "sliding_window": min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW,
+            "section_heads": section_heads(problem, device, num_tiles),
+            "sliding_window": window_of(problem),
         }
         attend = kernel(
             **{name: value for name, value in constants.items() if name not in ("PACKED", "X")},
@@ -106,12 +105,12 @@ class HopperConfig:
             min(num_items * self.max_splits, device.multiprocessors),
             128 * (self.consumers + 1),
             shared,
-            **_taken(kernel, arguments),
-            query_map=_map(query, (head_size, num_heads, num_tokens), (_PANEL_SIZE, group, item_tokens)),
-            key_map=map_cache(caches[0], box_tokens),
-            value_map=map_cache(caches[1], box_tokens),
-            key_head_panels=_head_panels(caches[0]),
-            value_head_panels=_head_panels(caches[1]),
+            **taken(kernel, arguments),
+            query_map=map_of_queries(query, group, item_tokens),
+            key_map=map_cache(caches[0], box_tokens, whole_heads=whole_heads),
+            value_map=map_cache(caches[1], box_tokens, whole_heads=whole_heads),
+            key_head_panels=head_panels(caches[0]),
+            value_head_panels=head_panels(caches[1]),
             num_items=num_items * self.max_splits,
             items_taken=Scratch(4, zeroed=True),
         )
@@ -120,33 +119,47 @@ class HopperConfig:
         names = ("scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
         join = _join(**{name: constants[name] for name in names}, **shared_constants)
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
-        return [attend, join.launch(grid, 32 * _JOIN_WARPS, **_taken(_join, arguments))]
+        return [attend, join.launch(grid, 32 * _JOIN_WARPS, **taken(_join, arguments))]
 
     def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int, int]:
         """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory."""
         head_size = problem.query.shape[2]
-        key_bytes, value_bytes = (-(-size // _PANEL_SIZE) * _ROW_BYTES for size in (head_size, problem.value_size))
-        query = 64 * self.consumers * key_bytes + 2 * _BARRIER_BYTES
-        stage = self.tokens * (key_bytes + value_bytes) + 4 * _BARRIER_BYTES
-        code = self.tokens * head_size * problem.is_fp8 + 2 * _BARRIER_BYTES
-        fixed = 3 * _BARRIER_BYTES
-        room = device.shared_memory - _STATIC_BYTES - fixed - query - _MIN_CODE_STAGES * code
-        # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
-        stages = min(_MAX_STAGES, room // stage)
-        room -= stages * stage
-        code_stages = min(_MAX_STAGES, _MIN_CODE_STAGES + room // code) if problem.is_fp8 else _MIN_CODE_STAGES
-        room -= (code_stages - _MIN_CODE_STAGES) * code
-        query_stages = 2 if query <= room else 1
-        return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
+        key_bytes, value_bytes = (-(-2 * size // ROW_BYTES) * ROW_BYTES for size in (head_size, problem.value_size))
+        return stages_of(
+            device,
+            64 * self.consumers * key_bytes,
+            self.tokens * (key_bytes + value_bytes),
+            self.tokens * head_size * problem.is_fp8,
+            _MAX_STAGES if problem.is_fp8 else MIN_CODE_STAGES,
+        )
 
 
-def _taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
+def stages_of(
+    device: Device, query_bytes: int, tile_bytes: int, code_bytes: int, max_code_stages: int
+) -> tuple[int, int, int, int]:
+    """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory.
+
+    Queries of an item take so many bytes, a tile of keys and one of values together, and one of codes.
+    """
+    query, stage = query_bytes + 2 * _BARRIER_BYTES, tile_bytes + 4 * _BARRIER_BYTES
+    code, fixed = code_bytes + 2 * _BARRIER_BYTES, 3 * _BARRIER_BYTES
+    room = device.shared_memory - _STATIC_BYTES - fixed - query - MIN_CODE_STAGES * code
+    # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
+    stages = min(_MAX_STAGES, room // stage)
+    room -= stages * stage
+    code_stages = min(max_code_stages, MIN_CODE_STAGES + room // code)
+    room -= (code_stages - MIN_CODE_STAGES) * code
+    query_stages = 2 if query <= room else 1
+    return stages, query_stages, code_stages, query_stages * query + stages * stage + code_stages * code + fixed
+
+
+def taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
     """Those of the arguments that the kernel takes."""
     taken = {name for _, name in kernel.signature.parameters}
     return {name: value for name, value in arguments.items() if name in taken}
 
 
-def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: int = _ROW_BYTES) -> TensorMap:
+def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: int = ROW_BYTES) -> TensorMap:
     """Of the whole argument, whose dimensions have these sizes from the fastest one on."""
     itemsize = arg.dtype.itemsize
     strides: list[int] = []
@@ -157,39 +170,54 @@ def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: 
     return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, swizzle)
 
 
-def _map_of_panels(cache: TensorArg, box_tokens: int) -> TensorMap:
-    """Boxes of a panel of some tokens of a head; what a last panel has beyond the head is zeros."""
-    return _map(cache, cache.shape[::-1], (_PANEL_SIZE, 1, box_tokens, 1))
+def _panel_size(arg: TensorArg) -> int:
+    """Elements of a panel."""
+    return ROW_BYTES // arg.dtype.itemsize
 
 
-def _map_of_codes(cache: TensorArg, box_tokens: int) -> TensorMap:
+def map_of_queries(query: TensorArg, group: int, item_tokens: int) -> TensorMap:
+    """Boxes of a panel of the query heads of an item of work."""
+    return _map(query, query.shape[::-1], (_panel_size(query), group, item_tokens))
+
+
+def map_of_cache(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
+    """Boxes of some tokens of a head: of all panels, or of one; what a last panel has beyond the head is zeros."""
+    if whole_heads:
+        return _map_of_whole_heads(cache, box_tokens)
+    return _map(cache, cache.shape[::-1], (_panel_size(cache), 1, box_tokens, 1))
+
+
+def _map_of_codes(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
     """Boxes of some tokens of a head, whose codes are not swizzled."""
     return _map(cache, cache.shape[::-1], (cache.shape[3], 1, box_tokens, 1), swizzle=0)
 
 
-def _has_whole_heads(problem: Problem) -> bool:
+def has_whole_heads(*caches: TensorArg) -> bool:
     """Whether a box may hold all panels of its tokens: heads have whole panels, and begin whole panels apart."""
-    caches = problem.kv.key_cache, problem.kv.value_cache
-    sizes = [size for cache in caches for size in (cache.shape[3], cache.strides[2] if cache.shape[2] > 1 else 0)]
-    return not problem.is_fp8 and all(size % _PANEL_SIZE == 0 for size in sizes)
+    return all(
+        size % _panel_size(cache) == 0
+        for cache in caches
+        for size in (cache.shape[3], cache.strides[2] if cache.shape[2] > 1 else 0)
+    )
 
 
-def _head_panels(cache: TensorArg) -> int:
+def head_panels(cache: TensorArg) -> int:
     """Panels from one head of a token to the next."""
-    return (cache.strides[2] if cache.shape[2] > 1 else cache.shape[3]) // _PANEL_SIZE
+    return (cache.strides[2] if cache.shape[2] > 1 else cache.shape[3]) // _panel_size(cache)
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
     """Boxes of all panels of some tokens of a head. Of 8 tokens, one panel after another lies in shared memory."""
     num_blocks, block_size, heads, head_size = cache.shape
-    panels, itemsize = head_size // _PANEL_SIZE, cache.dtype.itemsize
-    row_panels = (heads - 1) * _head_panels(cache) + panels
-    row = row_panels * _ROW_BYTES
+    panel_size, itemsize = _panel_size(cache), cache.dtype.itemsize
+    panels = head_size // panel_size
+    row_panels = (heads - 1) * head_panels(cache) + panels
+    row = row_panels * ROW_BYTES
     token = cache.strides[1] * itemsize if block_size > 1 else row
     block = cache.strides[0] * itemsize if num_blocks > 1 else block_size * token
-    sizes = (_PANEL_SIZE, 8, row_panels, block_size // 8, num_blocks)
-    box = (_PANEL_SIZE, 8, panels, box_tokens // 8, 1)
-    return TensorMap(cache, cache.dtype, sizes, (token, _ROW_BYTES, 8 * token, block), box, _ROW_BYTES)
+    sizes = (panel_size, 8, row_panels, block_size // 8, num_blocks)
+    box = (panel_size, 8, panels, box_tokens // 8, 1)
+    return TensorMap(cache, cache.dtype, sizes, (token, ROW_BYTES, 8 * token, block), box, ROW_BYTES)
 
 
 def choose(problem: Problem, device: Device) -> HopperConfig:
@@ -198,7 +226,7 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     one = _choose_tile(problem)
     while not one.fits(problem, device):
         one = replace(one, tokens=one.tokens - 16)
-    max_splits = _choose_splits(problem, one, device)
+    max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device)
     if max_splits > 1 and problem.value_size > 192:
         # Who finds splits takes registers from the consumers, which spill with one tile more of values of 256.
         one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
@@ -214,12 +242,17 @@ def _choose_tile(problem: Problem) -> HopperConfig:
         return HopperConfig(tokens=128, consumers=2)
     if value_size <= 192:
         return HopperConfig(tokens=112 if is_plain else 96, consumers=2)
-    if not _has_whole_heads(problem):
+    if problem.is_fp8 or not has_whole_heads(problem.kv.key_cache, problem.kv.value_cache):
         return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
     return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
 
 
-def _section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
+def window_of(problem: Problem) -> int:
+    """The window as kernels take it."""
+    return min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW
+
+
+def section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
     block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
     layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
@@ -228,13 +261,12 @@ def _section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     return max(1, min(layout.num_kv_heads, heads))
 
 
-def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:
+def choose_splits(problem: Problem, item_rows: int, tile_tokens: int, device: Device) -> int:
     """As many splits of an item as end first by the model of the device.
 
     Each sequence may leave an item, with all its splits, without work.
     """
-    item_tokens = 64 * one.consumers // problem.group
-    num_tokens = problem.query.shape[0]
+    item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
     if problem.single_rows:
         num_tokens = max(0, num_tokens - problem.num_seqs)
     items = -(-num_tokens // item_tokens) * problem.layout.num_kv_heads
@@ -243,7 +275,7 @@ def _choose_splits(problem: Problem, one: HopperConfig, device: Device) -> int:
         return 1
     window, max_tokens = problem.options.sliding_window, max_tokens_of(problem.kv)
     attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
-    tiles = -(-attended // one.tokens)
+    tiles = -(-attended // tile_tokens)
 
     def time(splits: int) -> float:
         rounds, empty_rounds = (-(-count * splits // device.multiprocessors) for count in (items, empty_items))

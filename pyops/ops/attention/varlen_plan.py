@@ -9,10 +9,11 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import decode_choose, decode_launch, varlen_hopper
+from . import decode_choose, decode_launch, varlen_e4m3, varlen_hopper
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants
 from .layout import absent, heads_stride, max_tokens_of
+from .varlen_e4m3 import E4m3Config
 from .varlen_hopper import HopperConfig
 from .varlen_problem import Problem
 
@@ -56,8 +57,10 @@ class Config:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
-def choose(problem: Problem, device: Device) -> Config | HopperConfig:
+def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Config:
     """The Config for this problem."""
+    if of_codes := varlen_e4m3.choose(problem, device):
+        return of_codes
     if problem.uses_wgmma:
         return varlen_hopper.choose(problem, device)
     head_size = problem.query.shape[2]
@@ -104,18 +107,23 @@ def _row_bytes(elements: int) -> int:
     return -(-elements // 64) * 128
 
 
-def launch(problem: Problem, config: Config | HopperConfig) -> list[Launch]:
+def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list[Launch]:
     """The launches of decode attention for sequences of one query token, where they may be many, and those of the
-    kernel of all other sequences."""
+    kernel of all other sequences.
+
+    Queries of e4m3 are widened for kernels that do not multiply them.
+    """
     single_rows = problem.single_rows
     if single_rows is None:
-        return _launch_rows(problem, config, min_tokens=1)
+        launches = _launch_rows(problem, config, min_tokens=1)
+        is_widened = problem.codes is not None and not isinstance(config, E4m3Config)
+        return varlen_e4m3.widened(problem, launches) if is_widened else launches
     device = problem.query.device
     decode_config = tuning.config("paged_attention_v1", single_rows, device, decode_choose.choose)
     return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]
 
 
-def _launch_rows(problem: Problem, config: Config | HopperConfig, min_tokens: int) -> list[Launch]:
+def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, min_tokens: int) -> list[Launch]:
     """The kernel of sequences of min_tokens query tokens and more, and the join of the splits of a HopperConfig;
     elsewhere a block takes its rows over all tokens."""
     options = problem.options
@@ -135,7 +143,7 @@ def _launch_rows(problem: Problem, config: Config | HopperConfig, min_tokens: in
         "length_step": problem.kv.seq_lens.strides[0],
         "starts_step": problem.cu_seqlens_q.strides[0],
     }
-    if isinstance(config, HopperConfig):
+    if isinstance(config, HopperConfig | E4m3Config):
         return config.launch(problem, constants, arguments | {"min_tokens": min_tokens})
     constants["NUM_WARPS"] = config.num_warps
     if problem.uses_mma:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._core import check, tuning
@@ -26,7 +26,12 @@ def _max_head_size(device: Device) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Query tokens of several sequences against a paged cache."""
+    """Query tokens of several sequences against a paged cache.
+
+    Attributes:
+        query: of the type of out. In the place of queries of e4m3: a contiguous tensor of what they are in that type.
+        codes, q_scale: queries of e4m3, and their scale; None for other queries. No scale is one of 1.
+    """
 
     out: TensorArg
     query: TensorArg
@@ -35,6 +40,8 @@ class Problem:
     options: Options
     cu_seqlens_q: TensorArg
     causal: bool
+    codes: TensorArg | None = None
+    q_scale: TensorArg | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -122,14 +129,14 @@ class Problem:
         is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
         may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
         may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
-        return single_rows if is_served and may_be_many else None
+        return single_rows if is_served and may_be_many and self.codes is None else None
 
     def bucket(self) -> str:
         (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
         sizes = f"{head_size}" + f"/{self.value_size}" * (self.value_size != head_size)
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
-            f"{self.query.dtype.name}",
+            f"{(self.codes or self.query).dtype.name}",
             f"cache={layout.dtype.name}{'-packed' * layout.packed}",
             f"heads={num_heads}/{self.kv.num_kv_heads}x{sizes}",
             f"block={layout.block_size}",
@@ -144,10 +151,39 @@ def check_varlen(call: Mapping[str, Any]) -> Problem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
+    codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
+    if codes is not None:
+        query = _widened(codes, out)
     layout = check_kv(query, kv, options, short_values=True)
     num_tokens, num_heads, _ = query.shape
     check.sizes(out, num_tokens=num_tokens, num_heads=num_heads, value_size=layout.value_size)
     check.dtype(out, query.dtype)
+    if codes is not None:
+        _check_codes(codes, q_scale, kv, layout)
+    elif q_scale is not None:
+        raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
     check.shape(options.lse, float32, num_heads=num_heads, num_tokens=num_tokens)
-    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]))
+    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+
+
+def _widened(codes: TensorArg, out: TensorArg) -> TensorArg:
+    """What queries of e4m3 are in the type of out."""
+    check.floating(out)
+    strides, pitch = [], 1
+    for size in reversed(codes.shape):
+        strides.append(pitch)
+        pitch *= size
+    return replace(codes, dtype=out.dtype, strides=tuple(reversed(strides)), alignment=16)
+
+
+def _check_codes(codes: TensorArg, q_scale: TensorArg | None, kv: PagedKV, layout: CacheLayout) -> None:
+    """Queries of e4m3 meet keys of e4m3, and have one scale, or those of heads where keys have."""
+    if layout.dtype is not float8_e4m3fn:
+        expected = f'expected "fp8" or "fp8_e4m3" and codes of {float8_e4m3fn} beside queries of this type'
+        raise check.refuse(codes, "kv_cache_dtype", f'{expected}, got "{kv.kv_cache_dtype}" and {layout.dtype}')
+    heads_stride(codes)
+    if layout.head_scales and q_scale is not None and q_scale.numel != 1:
+        check.shape(q_scale, float32, num_kv_heads=kv.num_kv_heads)
+    else:
+        check.scalar(q_scale)
