@@ -673,12 +673,14 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("no_clusters")
-def test_splits_of_mixed_lengths_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two waves are 16 splits, for which there are blocks; in proportion to lengths, rounded up, they would be 20."""
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_splits_of_mixed_lengths_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch, head_size: int) -> None:
+    """Two waves are 16 splits; in proportion to lengths, rounded up, as heads of 64 have them, they are 20."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
     V1.forget()
     with config.cpu("kernels"):
-        _assert_is_attention(paged_call([1, 286, 571, 857, 1143, 1429, 1714, 2000], (2, 1), dtype=torch.bfloat16))
+        lengths = [1, 286, 571, 857, 1143, 1429, 1714, 2000]
+        _assert_is_attention(paged_call(lengths, (2, 1), head_size, dtype=torch.bfloat16))
     V1.forget()
 
 

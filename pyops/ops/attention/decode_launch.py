@@ -18,7 +18,7 @@ decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_JOIN = {"arrived": 0, "results": 0}
 _PAIR_BYTES = 8  # of two floats
-_LONG_SPLIT = 4096  # tokens: LONG_SPLIT of splits.cuh
+_LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # tokens, elements: LONG_SPLIT and MIN_WHOLE_HEAD of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
@@ -114,7 +114,7 @@ def _launch_mma(
 def _balanced_splits(problem: Problem, wave: float) -> int:
     """The most splits of all sequences, as Balance of splits.cuh shares them out where a wave has so many."""
     num_seqs = problem.num_seqs
-    if num_seqs > 2 * wave:
+    if num_seqs > 2 * wave or problem.head_size < _MIN_WHOLE_HEAD:
         return int(num_seqs + 2 * wave + 1)
     has_long_splits = num_seqs * problem.max_tokens >= _LONG_SPLIT * wave
     return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1
