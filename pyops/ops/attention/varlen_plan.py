@@ -71,18 +71,23 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Conf
     config = Config(
         num_warps=_NUM_WARPS,
         row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
-        step_tokens=_step_tokens(head_size, device),
+        step_tokens=_step_tokens(problem, device),
         min_blocks=2,
     )
     fits = not problem.uses_mma or shared_memory(problem, config) + _STATIC_SHARED_MEMORY <= device.shared_memory
     return config if fits else replace(config, num_warps=_NUM_WARPS // 2)
 
 
-def _step_tokens(head_size: int, device: Device) -> int:
-    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand."""
+def _step_tokens(problem: Problem, device: Device) -> int:
+    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand.
+
+    There values of 48 elements beside keys of 64, with all options, spill in steps of 32 tokens.
+    """
+    head_size = problem.query.shape[2]
     if device.supports("mma") or device.warp_size == 64:
         return 64 if head_size <= 128 else 32
-    return 16 if head_size > 64 and device.arch.startswith("gfx11") else 32
+    is_crowded = head_size > 64 or problem.value_size < head_size
+    return 16 if is_crowded and device.arch.startswith("gfx11") else 32
 
 
 def shared_memory(problem: Problem, config: Config) -> int:
