@@ -79,14 +79,11 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Conf
 
 
 def _step_tokens(problem: Problem, device: Device) -> int:
-    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand.
-
-    There values of 48 elements beside keys of 64, with all options, spill in steps of 32 tokens.
-    """
+    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand."""
     head_size = problem.query.shape[2]
     if device.supports("mma") or device.warp_size == 64:
         return 64 if head_size <= 128 else 32
-    is_crowded = head_size > 64 or problem.value_size < head_size
+    is_crowded = head_size > 64 or problem.is_fp8
     return 16 if is_crowded and device.arch.startswith("gfx11") else 32
 
 

@@ -76,8 +76,13 @@ class Problem:
     def uses_mma(self) -> bool:
         """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
+        # On gfx11 a lane has all of an operand: with slopes or a soft cap beside short values, registers spill.
+        has_registers = (
+            self.value_size == head_size or self.has_plain_logits or not query.device.arch.startswith("gfx11")
+        )
         return (
-            query.dtype is not float32
+            has_registers
+            and query.dtype is not float32
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
