@@ -204,8 +204,7 @@ attention_varlen_e4m3(const __grid_constant__ TensorMap query_map,  // [num_toke
             warpgroup_wait<1>();
             warpgroup_fence_operand(softmax.s);
             release_keys(tile);
-            if (HAS_USUAL && softmax.is_usual()) softmax.rises = false;
-            else softmax.find_base<false>(tile, missing);
+            softmax.find_base<false>(tile, missing);
             add_pieces([&](int n) {
                 if (n == 0) softmax.exponentials(0, TOKENS / 2);
             });

@@ -27,9 +27,10 @@ constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
 // before they are rounded, as a log-sum-exp needs them.
 constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
-// Whether usual tiles have instructions of their own, docs/performance/prefill.md, "A text of usual tiles". Under a soft cap
-// usual tiles are those that the short series serves.
-constexpr bool HAS_USUAL = HAS_REGISTERS && !HAS_ALIBI && (!HAS_SOFTCAP || SUMS_BY_PRODUCTS);
+// Whether usual tiles have instructions of their own, docs/performance/prefill.md, "A text of usual tiles". Under a soft
+// cap usual tiles are those that the short series serves. Products of e4m3 lose by it, "Products of e4m3 without usual tiles".
+constexpr bool OF_E4M3 = is_same<product_t, fp8_e4m3_t>;
+constexpr bool HAS_USUAL = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_SOFTCAP || SUMS_BY_PRODUCTS);
 
 // The softmax of the 64 rows of a warpgroup. What has two elements belongs to the thread's rows own_row and own_row + 8.
 struct Softmax {
@@ -109,7 +110,8 @@ struct Softmax {
         }
     }
 
-    // Begins a tile, before its products are there. `missing`: a bit for each box of the tile that comes from no block of the cache.
+    // Begins a tile, before its products are there. `missing`: a bit for each box of the tile that comes from no block of
+    // the cache.
     DEVICE void begin_tile(int tile, uint32_t missing) {
         const int start = tile * TOKENS;
         whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
@@ -123,8 +125,8 @@ struct Softmax {
         return fmaxf(of_row[0], of_row[1]);
     }
 
-    // Whether the short series serves all products of the warp. Squares are compared: the assembler then computes the series
-    // of a usual tile ahead of the wait for the product before, docs/performance/prefill.md, "A text of usual tiles".
+    // Whether the short series serves all products of the warp. Squares are compared: the assembler then computes the
+    // series of a usual tile ahead of the wait for the product before, docs/performance/prefill.md, "A text of usual tiles".
     DEVICE void find_square(float magnitude) {
         square = magnitude * magnitude;
         by_short_series = SHORT_SERIES && !any_lane(!(square < short_limit * short_limit));
@@ -138,12 +140,19 @@ struct Softmax {
             return by_short_series && whole && settled;
         }
         if (!(whole && settled)) return false;
-        float largest[2] = {s[0], s[2]};
+        float largest[2];
+        find_positive(largest);
+        return !any_lane(is_above(largest[0] * units[0], 0) || is_above(largest[1] * units[1 % UNITS], 1));
+    }
+
+    // The thread's largest logit, or product, of each row; a lower one where none is positive.
+    DEVICE void find_positive(float (&largest)[2]) const {
+        largest[0] = s[0];
+        largest[1] = s[2];
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i += 2) {
             largest[i / 2 % 2] = largest_if_positive(largest[i / 2 % 2], s[i], s[i + 1]);
         }
-        return !any_lane(is_above(largest[0] * units[0], 0) || is_above(largest[1] * units[1 % UNITS], 1));
     }
 
     DEVICE bool is_above(float logit, int half) const { return logit > max_logit[half] + SLACK; }
@@ -208,6 +217,7 @@ struct Softmax {
                  [&](int column, int half) { return column < window.first_seen(limits[half]) - before; });
             mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
             if (BY_MAGNITUDE && plain) return;
+            if (OF_E4M3 && HAS_REGISTERS && !IS_FIRST && settled) return find_positive(largest);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -266,7 +276,8 @@ struct Softmax {
         }
     }
 
-    // Those of a usual tile. A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles, is busy.
+    // Those of a usual tile. A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles,
+    // is busy.
     DEVICE void usual_exponentials(int begin, int end) {
         each_exponential(begin, end, [&](float y, float from, int half) {
             return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, units[half % UNITS], -from);
