@@ -4,15 +4,15 @@
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
-// and its latent vector is the value of every head: an entry is read once.
+// An entry of the cache is a latent vector c_i followed by a rotated key r_i. It is the key of every head, and its latent
+// vector is the value of every head: an entry is read once.
 //
 // Blocks: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
-// attention.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
+// splits.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
 // same entries, and each widens a part of them for all.
 //
-// Warpgroups: the last loads tiles of TOKENS entries, in pairs (mla_tiles.cuh). Each of the other two computes the logits of one tile of a pair, and one half
-// of the results' columns, left or right, for which it needs the probabilities of both tiles:
+// Warpgroups: the last loads pairs of tiles of TOKENS entries (mla_tiles.cuh). Each of the other two computes the logits
+// of one tile of a pair, and of the results' columns the left or right half, by the probabilities of both tiles:
 //
 //     warpgroup 0                                         warpgroup 1
 //     S0 = Q K0^T,  m0 = max(m, S0)           -- m0 -->   S1 = Q K1^T
@@ -29,8 +29,7 @@
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
 //     cache_t        element type of the cache: query_t or fp8_e4m3_t
-//     out_t          element type of out
-//     table_t, length_t    element types of page_table and seq_lens
+//     out_t, table_t, length_t    element types of out, page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
 //     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is of fp8, PAGE_SIZE
 //     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel
@@ -46,8 +45,8 @@ constexpr int HEADS = 64;
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
 // A thread's registers: what the loaders give up, the others take.
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
-static_assert(!IS_DS_MLA || IS_FP8);
-static_assert((IS_FP8 || PAGE_SIZE % BOX_TOKENS == 0) && TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
+static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
+static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
 mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
@@ -76,8 +75,7 @@ mla_decode_hopper(const __grid_constant__ TensorMap nope_map,  // [num_seqs, num
     __shared__ float4 scales[SCALES];
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
-    __shared__ float
-        own_sums[2 * HEADS];  // [warpgroup][head]; before, of an fp8 cache, what products are multiplied by
+    __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]; of an fp8 cache, first the factors of products
     uint8_t* const queries = shared;
     const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
 

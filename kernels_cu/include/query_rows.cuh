@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.cuh"
 #include "mma.cuh"
+#include "tma.cuh"
 #include "widen.cuh"
 
 // A row of queries of type Q, which lies in PANELS swizzled panels at `row`, becomes float16 in its place, relative to a
