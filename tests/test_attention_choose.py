@@ -233,7 +233,7 @@ def test_varlen(num_tokens: int, axes: dict[str, Any], expected: tuple[int, ...]
 
 
 def test_mla() -> None:
-    found = chosen(MLA, "sm_100", num_tokens=16)
+    found = chosen(MLA, "sm_100", num_tokens=16, num_heads=12)
     assert (found.num_warps, found.heads_per_block, found.step_tokens, found.min_blocks) == (8, 16, 32, 2)
     assert (found.max_splits, found.min_split, found.join) == (2, 64, JoinConfig(1, 1))
     assert chosen(MLA, dtype="float32").step_tokens == 0

@@ -82,6 +82,8 @@ def _launched(op: Op, *args: Any, **how: Any) -> list[tuple[Any, ...]]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, Scratch):
         return value.nbytes
+    if isinstance(value, TensorArg):
+        return value.name
     return str(value) if isinstance(value, TensorMap) else value
 
 
