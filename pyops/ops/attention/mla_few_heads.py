@@ -11,7 +11,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch
 from .join import JoinConfig, choose_join, lanes_of
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem, arguments_of, constants_of
 
 _decode = Kernel("attention/mla_decode_few_heads.cu")
 
@@ -51,15 +51,8 @@ class FewHeadsConfig:
 
     def launch(self, problem: Problem, arguments: dict[str, Any]) -> Launch:
         """A block for each split of each sequence."""
-        q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
         kernel = _decode(
-            query_t=q_nope.dtype,
-            cache_t=problem.cache_dtype,
-            out_t=problem.out.dtype,
-            length_t=problem.seq_lens.dtype,
-            table_t=page_table.dtype,
-            PAGE_SIZE=cache.shape[1],
-            HAS_LSE=problem.lse is not None,
+            **constants_of(problem),
             IS_DS_MLA=problem.is_ds_mla,
             GROUPS=self.groups,
             COPY_TOKENS=_copy_tokens(problem),
@@ -68,16 +61,7 @@ class FewHeadsConfig:
             (problem.num_seqs, self.max_splits),
             self.groups * _GROUP_THREADS,
             shared_memory(problem, self.groups),
-            num_heads=problem.num_heads,
-            num_pages=cache.shape[0],
-            nope_stride=q_nope.strides[0],
-            nope_head_stride=q_nope.strides[1],
-            pe_stride=q_pe.strides[0],
-            pe_head_stride=q_pe.strides[1],
-            page_stride=cache.strides[0],
-            slot_stride=cache.strides[1],
-            table_stride=page_table.strides[0],
-            table_step=page_table.strides[1],
+            **arguments_of(problem),
             **arguments,
         )
 

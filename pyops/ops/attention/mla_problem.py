@@ -167,3 +167,33 @@ def check_mla(call: Mapping[str, Any]) -> Problem:
         else fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
     )
     return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
+
+
+def constants_of(problem: Problem) -> dict[str, Any]:
+    """The constants that kernels of few heads have in common."""
+    return {
+        "query_t": problem.q_nope.dtype,
+        "cache_t": problem.cache_dtype,
+        "out_t": problem.out.dtype,
+        "length_t": problem.seq_lens.dtype,
+        "table_t": problem.page_table.dtype,
+        "PAGE_SIZE": problem.cache.shape[1],
+        "HAS_LSE": problem.lse is not None,
+    }
+
+
+def arguments_of(problem: Problem) -> dict[str, Any]:
+    """The arguments that kernels of few heads have in common."""
+    q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
+    return {
+        "num_heads": problem.num_heads,
+        "num_pages": cache.shape[0],
+        "nope_stride": q_nope.strides[0],
+        "nope_head_stride": q_nope.strides[1],
+        "pe_stride": q_pe.strides[0],
+        "pe_head_stride": q_pe.strides[1],
+        "page_stride": cache.strides[0],
+        "slot_stride": cache.strides[1],
+        "table_stride": page_table.strides[0],
+        "table_step": page_table.strides[1],
+    }
