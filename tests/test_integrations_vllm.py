@@ -24,6 +24,7 @@ from pyops._core.op import Op
 from pyops.integrations.vllm import Entry, custom_ops, override, register, table
 from pyops.integrations.vllm.schemas import SCHEMAS, SIGNATURES
 from pyops.integrations.vllm.signature import Argument, Signature
+from pyops.integrations.vllm.table import DEFINED_IN_PYTHON
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, written
 from tests import axes
@@ -32,11 +33,16 @@ from tests.test_every_op_torch import float8_allclose  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 TABLE = table()
-SERVED = [pytest.param(entry, id=name) for name, entry in TABLE.items() if entry.kernel is not None]
+# What `register` defines.
+SERVED = [
+    pytest.param(entry, id=name)
+    for name, entry in TABLE.items()
+    if entry.kernel is not None and name not in DEFINED_IN_PYTHON
+]
 # Those that an op serves as it is, and that op.
 OPS = [
     pytest.param(entry, pyops.registry[entry.ours], id=name)
-    for name, entry in TABLE.items()
+    for entry, name in ((param.values[0], param.id) for param in SERVED)
     if entry.state == "served" and entry.ours in pyops.registry and not pyops.registry[entry.ours].declaration.returned
 ]
 

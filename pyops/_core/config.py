@@ -41,9 +41,9 @@ def jit_forbidden() -> bool:
     return mode == "error"
 
 
-def vllm_ops() -> tuple[str, ...]:
-    """PYOPS_VLLM=all, or names with commas between: the ops of vLLM that its plugin replaces; none where not set."""
-    return tuple(name for part in os.environ.get("PYOPS_VLLM", "").split(",") if (name := part.strip()))
+def vllm() -> tuple[str, ...]:
+    """PYOPS_VLLM=all,-attention: the words by which vLLM's plugin chooses ops and parts; none where not set."""
+    return tuple(word for part in os.environ.get("PYOPS_VLLM", "").split(",") if (word := part.strip()))
 
 
 _cpu: str | None = None

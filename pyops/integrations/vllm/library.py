@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import signature
 from types import TracebackType
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 from ..._core import torch_library
 from ..._core.errors import OpError
 from ..._core.lazy import torch
+from . import stand_ins
 from .adapters import FAKES
-from .table import VERSIONS, Entry, table
+from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, table
 
+_log = logging.getLogger("vllm.pyops")  # below vLLM's own logger, so that its lines are among vLLM's
 _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
 
 
@@ -22,16 +25,20 @@ class Registration:
 
     Attributes:
         names: of those ops, ``("_C::rms_norm", ...)``; empty once it is undone.
+        left: ``{name: reason}`` of the ops that `override` left to vLLM although it was asked for all of them.
     """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
+        self.left: dict[str, str] = {}
         self._libraries: list[Any] = []
         self._shortened: list[tuple[Any, Any]] = []
 
     def undo(self) -> None:
         """Leave torch as it was before."""
-        self.names = ()
+        if self is registered:
+            stand_ins.remove()
+        self.names, self.left = (), {}
         for packet, dispatch in self._shortened:
             packet._op = dispatch
         self._shortened.clear()
@@ -54,7 +61,7 @@ class Registration:
             if kind == "FRAGMENT":
                 _define(library, entry)
             # A call without tensors among its arguments has no device to dispatch by.
-            for key in _KEYS if "Tensor" in entry.schema.partition("->")[0] else ("CompositeExplicitAutograd",):
+            for key in _KEYS if _takes_tensors(entry) else ("CompositeExplicitAutograd",):
                 library.impl(entry.name, entry.kernel, key, **_over(library))
             self._shorten(entry)
         self.names += tuple(map(_qualified, entries))
@@ -83,7 +90,7 @@ class Registration:
         self._shortened.append((packet, dispatch))
 
 
-_registered = Registration()
+registered = Registration()  # by all calls of `register`
 _alive: set[Registration] = set()  # whoever asked for an op need not hold its library
 
 
@@ -91,8 +98,13 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
     """Have torch know the ops of vLLM that this library serves, wherever it does not know them already.
 
     Each is defined in vLLM's namespace (``torch.ops._C``, ``_C_cache_ops``, ``_moe_C``, ``_C_cuda_utils``, ...) by
-    vLLM's schema, for tensors on GPUs and on the CPU, with a fake for tracing. What an imported vLLM has defined is
-    left alone, see `override`; vLLM cannot define it any more once it is defined here, so it is imported first.
+    vLLM's schema, for tensors on GPUs and on the CPU, with a fake for tracing. A fake that vLLM's Python registers
+    later takes the place of that fake. What an imported vLLM has defined is left alone, see `override`; its compiled
+    libraries cannot define an op any more once it is defined here, so a vLLM that has them is imported first. Ops that
+    vLLM's Python defines (``vllm::flashinfer_rotary_embedding``) are left to it.
+
+    A vLLM without its compiled libraries may be imported before or after: until `undo`, ``import vllm._C`` and the
+    like find an empty module where the library is absent or cannot be loaded (`stand_ins`).
 
     Args:
         vllm: the version whose schemas are meant, ``"0.16"`` or ``"0.22"``.
@@ -104,38 +116,79 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
         OpError: another version; nothing is registered then.
     """
     every = table(vllm).values()
-    _registered._add("FRAGMENT", [one for one in every if one.kernel is not None and _known(one) is None])
-    return _registered
+    wanted = [one for one in every if one.kernel is not None and one.name not in DEFINED_IN_PYTHON]
+    registered._add("FRAGMENT", [one for one in wanted if _known(one) is None])
+    stand_ins.provide(lambda: define_missing(vllm))
+    return registered
 
 
-def override(*names: str) -> Registration:
+def define_missing(vllm: str) -> None:
+    """`register`, in the place of a library of vLLM that would define the ops; the log says how many, once."""
+    before = registered.names
+    if len(register(vllm).names) > len(before):
+        _log.info("compiled libraries of vLLM are absent: pyops defines %d ops", len(registered.names))
+
+
+def override(*names: str, without: Collection[str] = ()) -> Registration:
     """Have this library serve ops that an imported vLLM has registered, in the place of its kernels.
 
     Args:
-        names: of ops, as ``"rms_norm"``; none at all for every op that torch knows from vLLM by the schema of a
-            version that is known here.
+        names: of ops, as ``"rms_norm"``, which stands for the op's overloads as well; none at all for every op that
+            torch knows from vLLM by the schema of a version that is known here.
+        without: names of ops that are vLLM's still.
 
     Returns:
         What was replaced. It lasts until it is undone, whether or not it is held. Ops that `register` defined are this
-        library's already, and not among them.
+        library's already, and not among them. Without names, `left` says of every op in the namespaces of vLLM's
+        compiled libraries that is not replaced why it is not.
 
     Raises:
         OpError: a name that is none of vLLM's, that this library lacks, that torch does not know, or whose schema is
             another one in the vLLM that is imported; nothing is replaced then. Without names: nothing to replace.
     """
     versions = [table(vllm) for vllm in VERSIONS]
-    entries = [_replaceable(versions, name) for name in names] or [
-        entry
-        for name in dict.fromkeys(name for found in versions for name in found)
-        if (entry := _agreeing(versions, name)) is not None
-    ]
-    if not entries:
+    for name in names:
+        _replaceable(versions, name)
+    every = dict.fromkeys(name for found in versions for name in found)
+    agreeing = {name: entry for name in every if (entry := _agreeing(versions, name)) is not None}
+    if not agreeing:
         raise OpError("override", "names", "torch knows no op of vLLM: import vLLM first, or call register()")
+    chosen = {
+        name: entry
+        for name, entry in agreeing.items()
+        if (not names or _among(name, names)) and not _among(name, without)
+    }
     replaced = Registration()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        replaced._add("IMPL", [one for one in entries if _qualified(one) not in _registered.names])
+        replaced._add("IMPL", [one for one in chosen.values() if _qualified(one) not in registered.names])
+    if not names:
+        replaced.left = _left(versions, set(map(_qualified, chosen.values())), without)
     return replaced
+
+
+def _among(name: str, names: Collection[str]) -> bool:
+    """Whether an op is named, by the whole name of its overload or by the name that overloads share."""
+    return name in names or name.partition(".")[0] in names
+
+
+def _left(versions: Sequence[dict[str, Entry]], served: set[str], without: Collection[str]) -> dict[str, str]:
+    """{name: reason} of the ops in the namespaces of vLLM's compiled libraries that torch knows and that are not
+    `served`."""
+    namespaces = {entry.namespace for found in versions for entry in found.values()} - {"vllm"}
+    reasons = {}
+    for qualified in sorted(set(torch._C._dispatch_get_all_op_names()) - served):
+        namespace, _, name = qualified.partition("::")
+        if namespace not in namespaces:
+            continue
+        if _among(name, without):
+            reasons[qualified] = "was left out"
+        else:
+            try:
+                _replaceable(versions, name)
+            except OpError as error:
+                reasons[qualified] = str(error).removeprefix(f"override: {name}: ")
+    return reasons
 
 
 def _over(library: Any) -> dict[str, bool]:
@@ -181,18 +234,25 @@ def _known(entry: Entry) -> Any:
 
 
 def _agree(entry: Entry, known: Any) -> bool:
-    """Whether the schemas are the same but for names: arguments come by position."""
+    """Whether a call by the schema `known` is one by the entry's: arguments come by position, so that names may differ.
 
-    def is_written(argument: Any) -> bool:
-        return argument.alias_info is not None and argument.alias_info.is_write
+    torch leaves out trailing arguments that equal the defaults of its schema, so those must be the entry's. Schemas
+    that torch has inferred from a C++ function (``dispose(int _0) -> ()``) have neither names nor defaults.
+    """
 
-    def face(schema: Any) -> Any:
-        arguments = [
-            (str(one.type), is_written(one), one.has_default_value(), one.default_value) for one in schema.arguments
-        ]
-        return arguments, [str(one.type) for one in schema.returns]
+    def face(argument: Any) -> Any:
+        return str(argument.type), argument.alias_info is not None and argument.alias_info.is_write
 
-    return bool(face(_parsed(entry)) == face(known))
+    ours = _parsed(entry)
+    return (
+        list(map(face, ours.arguments)) == list(map(face, known.arguments))
+        and [str(one.type) for one in ours.returns] == [str(one.type) for one in known.returns]
+        and all(
+            own.has_default_value() and own.default_value == one.default_value
+            for own, one in zip(ours.arguments, known.arguments, strict=True)
+            if one.has_default_value()
+        )
+    )
 
 
 def _parsed(entry: Entry) -> Any:
@@ -200,12 +260,28 @@ def _parsed(entry: Entry) -> Any:
     return torch._C.parse_schema(entry.schema)
 
 
+def _takes_tensors(entry: Entry) -> bool:
+    return "Tensor" in entry.schema.partition("->")[0]
+
+
 def _define(library: Any, entry: Entry) -> None:
     library.define(entry.schema)
     returns = [str(one.type) for one in _parsed(entry).returns]
-    if not returns:
-        torch.library.register_fake(_qualified(entry), lambda *args, **kwargs: None, lib=library)
-    elif {"Tensor", "List[Tensor]"} & {
-        *returns
-    }:  # of tensors without data, what allocates results makes the right ones
-        torch.library.register_fake(_qualified(entry), FAKES.get(entry.name, entry.kernel), lib=library)
+    if returns and not {"Tensor", "List[Tensor]"} & set(returns):
+        return
+    # Of tensors without data, what allocates results makes the right ones.
+    fake: Callable[..., Any] | None = FAKES.get(entry.name, entry.kernel) if returns else _write_nothing
+    if entry.name in FAKES or not _takes_tensors(entry):
+        torch.library.register_fake(_qualified(entry), fake, lib=library)
+    else:
+        # torch's fake tensors and meta tensors come to this kernel as long as there is no registered fake, and vLLM's
+        # Python may register its own: `register_fake` refuses a second one, and a kernel for the key "Meta".
+        library.impl(entry.name, fake, "CompositeExplicitAutograd")
+
+
+def _write_nothing(*args: Any, **kwargs: Any) -> None:
+    """What an op that only writes does with tensors without data."""
+    given = [one for arg in (*args, *kwargs.values()) for one in (arg if isinstance(arg, list) else [arg])]
+    tensors = [one for one in given if isinstance(one, torch.Tensor)]
+    if tensors and not any(tensor.is_meta for tensor in tensors):
+        raise NotImplementedError(f"pyops has no kernel for tensors on {tensors[0].device}")
