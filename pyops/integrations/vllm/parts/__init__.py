@@ -1,0 +1,1 @@
+"""Parts of vLLM that are no ops of torch, and that this library takes over where the plugin is asked to."""
