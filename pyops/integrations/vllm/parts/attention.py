@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,26 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 _taken = ExitStack()  # what gives vLLM its own back
 _line = ""
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """An entry of vLLM's lists of backends that is no member of its enumerations, which cannot be extended."""
+
+    name: str
+    path: str
+
+    def get_path(self) -> str:
+        return self.path
+
+    def get_class(self) -> Any:
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        return resolve_obj_by_qualname(self.path)
+
+
+_LATENT = _Backend("PYOPS_MLA", f"{_PACKAGE}._latent_attention.LatentBackend")
+_LATENT_PREFILL = _Backend("PYOPS", f"{_PACKAGE}._latent_attention.LatentPrefillBackend")
 
 
 def install() -> str:
@@ -29,7 +50,7 @@ def install() -> str:
 
     if not _line and current_platform.is_cuda():
         do_without_flash_attn()
-        _line = _install_decoders()
+        _line = "; ".join(["decoders are CUSTOM"] * _install_decoders() + [_install_latent()])
     return _line
 
 
@@ -40,27 +61,44 @@ def uninstall() -> None:
     _taken.close()
 
 
-def _install_decoders() -> str:
-    """Register the backend of decoders as vLLM's CUSTOM, the first choice; "" where CUSTOM is another plugin's."""
-    from vllm.platforms import cuda
-    from vllm.v1.attention import selector
+def _install_decoders() -> bool:
+    """Register the backend of decoders as vLLM's CUSTOM, the first choice; False where CUSTOM is another plugin's."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden():
-        return ""
+        return False
     register_backend(custom, f"{_PACKAGE}._paged_attention.PagedBackend")
     _taken.callback(custom.clear_override)
+    _put_first(custom, for_mla=False)
+    return True
+
+
+def _install_latent() -> str:
+    """Put the backends of MLA first: that of decode, and that of prefill, which vLLM chooses apart."""
+    from vllm.v1.attention.backends.mla.prefill import selector
+
+    _put_first(_LATENT, for_mla=True)
+
+    def with_ours(priorities: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+        return lambda capability: [_LATENT_PREFILL, *priorities(capability)]
+
+    _replace(selector, "_get_mla_prefill_backend_priorities", with_ours, selector._auto_select_mla_prefill_backend)
+    return f"MLA is {_LATENT.name}, its prefill {_LATENT_PREFILL.name}"
+
+
+def _put_first(backend: Any, *, for_mla: bool) -> None:
+    """Have vLLM's CUDA platform ask `backend` before its own, for layers of MLA or for all others."""
+    from vllm.platforms import cuda
+    from vllm.v1.attention import selector
 
     def with_ours(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         def of(use_mla: bool, *args: Any, **kwargs: Any) -> list[Any]:
-            found = priorities(use_mla, *args, **kwargs)
-            return found if use_mla else [custom, *found]
+            return [backend] * (use_mla == for_mla) + priorities(use_mla, *args, **kwargs)
 
         return of
 
     _replace(cuda, "_get_backend_priorities", with_ours, selector._cached_get_attn_backend)
-    return "decoders (CUSTOM in vLLM's log)"
 
 
 def _replace(module: ModuleType, name: str, wrapped: Callable[[Any], Any], cached: Any) -> None:
