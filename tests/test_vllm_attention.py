@@ -16,10 +16,8 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @pytest.fixture(scope="module", autouse=True)
 def platform() -> Iterator[Any]:
-    from pyops.integrations.vllm.parts._flash_attn import do_without_flash_attn
 
     with cuda_platform() as device:
-        do_without_flash_attn()
         yield device
 
 

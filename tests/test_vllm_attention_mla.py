@@ -23,10 +23,8 @@ needs_prefill = pytest.mark.skipif(not hasattr(pyops, "attention_varlen"), reaso
 def platform() -> Iterator[Any]:
     """A CUDA platform, whose ops of vLLM are this library's."""
     from pyops.integrations.vllm import custom_ops
-    from pyops.integrations.vllm.parts._flash_attn import do_without_flash_attn
 
     with cuda_platform() as device, pytest.MonkeyPatch.context() as patch:
-        do_without_flash_attn()
         from vllm import _custom_ops
 
         for name in ("gather_and_maybe_dequant_cache", "merge_attn_states"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ pytest.importorskip("vllm")
 
 BLOCK_SIZE = 16
 COMPILED = ("vllm._C", "vllm._moe_C", "vllm._C_stable_libtorch")
+FLASH_ATTN = "vllm.vllm_flash_attn"
+FLASH_ATTN_FUNCTIONS = ("flash_attn_varlen_func", "get_scheduler_metadata")
 
 
 @contextmanager
@@ -45,7 +48,23 @@ def cuda_platform(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
                 return 132
 
         patch.setattr(vllm.platforms, "_current_platform", Device(), raising=False)
+        _do_without_flash_attn()
         yield Device
+
+
+def _do_without_flash_attn() -> None:
+    """Without its libraries FlashAttention cannot be imported, and on CUDA no attention layer without it.
+
+    So the module of vLLM that imports two functions of it is imported beside an empty package, and then loses both:
+    a backend that imports them from there cannot be imported, which vLLM takes for an answer.
+    """
+    absent = ModuleType(FLASH_ATTN)
+    vars(absent).update(dict.fromkeys(FLASH_ATTN_FUNCTIONS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, FLASH_ATTN, absent)
+        helper = importlib.import_module("vllm.v1.attention.backends.fa_utils")
+    for name in FLASH_ATTN_FUNCTIONS:
+        vars(helper).pop(name, None)
 
 
 def block_tables(lengths: list[int], width: int, num_blocks: int) -> torch.Tensor:

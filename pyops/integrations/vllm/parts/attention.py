@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from ._flash_attn import do_without_flash_attn
-
 _PACKAGE = __name__.rpartition(".")[0]
 
 _taken = ExitStack()  # what gives vLLM its own back
@@ -49,7 +47,6 @@ def install() -> str:
     from vllm.platforms import current_platform
 
     if not _line and current_platform.is_cuda():
-        do_without_flash_attn()
         _line = "; ".join(["decoders are CUSTOM"] * _install_decoders() + [_install_latent()])
     return _line
 
