@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_marlin_moe"]
 
-_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": silu_and_mul,
     "gelu": gelu_and_mul,
     "swigluoai": swigluoai_and_mul,
@@ -120,8 +120,8 @@ def fused_marlin_moe(
             raise OpError("fused_marlin_moe", name, f"expected None with an input_dtype of {input_dtype}")
     if apply_router_weight_on_input and topk != 1:
         raise OpError("fused_marlin_moe", "apply_router_weight_on_input", f"expected a topk of 1, got {topk}")
-    if activation_func is None and activation not in _ACTIVATIONS:
-        expected = " or ".join(_ACTIVATIONS)
+    if activation_func is None and activation not in ACTIVATIONS:
+        expected = " or ".join(ACTIVATIONS)
         raise OpError("fused_marlin_moe", "activation", f"expected {expected}, got {activation}")
     if expert_map is not None:
         global_num_experts = expert_map.shape[0]
@@ -161,7 +161,7 @@ def fused_marlin_moe(
     between = multiply(1, hidden_states, w1, of_w1, topk, apply_router_weight_on_input, columns)
     activated = new(hidden_states, (num_rows, intermediate_size))
     if activation_func is None:
-        _ACTIVATIONS[activation](activated, between)
+        ACTIVATIONS[activation](activated, between)
     else:
         activation_func(activation, activated, between)
     of_choices = multiply(2, activated, w2, of_w2, 1, not apply_router_weight_on_input, hidden_size)
