@@ -21,7 +21,7 @@ from .ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8,
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["clamp_limit_of", "codes_of", "multiply_experts"]
+__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts"]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
@@ -45,6 +45,7 @@ def multiply_experts(
     expert_map: Tensor | None,
     config: Any,
     a1_scale: Tensor | None = None,
+    lists: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Sort the choices by experts, and multiply: a product with its activation, and a product.
 
@@ -61,17 +62,16 @@ def multiply_experts(
         weights: the router's, [num_tokens, topk] float32, that multiply the first and the second product; or None.
         config: a `FusedMoEQuantConfig`, this library's or vLLM's.
         a1_scale: of hidden_states that are quantised, as `a_scales` of `grouped_gemm`.
+        lists: what `moe_align` would return, in blocks of `block_size_of`; None to sort.
 
     Raises:
         OpError: what the products refuse, by the names of `fused_experts`.
     """
     codes, limit = codes_of(config), clamp_limit_of(config, activation)
     num_rows, num_experts = of_choices.shape[0], w1.shape[0]
-    if codes is None:
-        block_size = block_size_for(num_rows, num_experts, bool(config.block_shape))
-    else:
-        block_size = block_size_of_codes(num_rows, num_experts, codes)
-    lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+    block_size = block_size_of(config, num_rows, num_experts)
+    if lists is None:
+        lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
     w1_zp, w2_zp = zeros_of(config)
 
     def multiply(
@@ -99,6 +99,14 @@ def multiply_experts(
     if limit is not None:
         silu_and_mul_with_clamp(between, first, limit)
     multiply(2, of_choices, between, of_w2, weights[1], 1, "none")
+
+
+def block_size_of(config: Any, num_rows: int, num_experts: int) -> int:
+    """Places of the blocks that `multiply_experts` sorts so many choices into."""
+    codes = codes_of(config)
+    if codes is None:
+        return block_size_for(num_rows, num_experts, bool(config.block_shape))
+    return block_size_of_codes(num_rows, num_experts, codes)
 
 
 def zeros_of(config: Any) -> tuple[Tensor | None, Tensor | None]:

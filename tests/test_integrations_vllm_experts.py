@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from pyops._core.host.run import HostFunction
 from pyops.integrations.vllm import register
+from pyops.testing import cpu
 from tests import packed
+from tests.test_linear_grouped import needs_compiler
 from tests.test_linear_products import draw, positive
 from tests.test_moe_experts import coded, experts_in_float64, quantised
 
@@ -29,7 +32,7 @@ MODULES = (
     f"{LAYERS}.fused_moe.modular_kernel",
     f"{LAYERS}.fused_moe.experts.marlin_moe",
     f"{LAYERS}.fused_moe.experts.triton_moe",
-    *(f"{LAYERS}.fused_moe.oracle.{name}" for name in ("fp8", "int_wna16", "mxfp4", "unquantized")),
+    *(f"{LAYERS}.fused_moe.oracle.{name}" for name in ("fp8", "int8", "int_wna16", "mxfp4", "unquantized")),
     f"{LAYERS}.quantization.auto_gptq",
     f"{LAYERS}.quantization.awq_marlin",
     f"{LAYERS}.quantization.utils.quant_utils",
@@ -241,6 +244,21 @@ def experts_of_codes(
     return out
 
 
+def test_int8(installed: Vllm) -> None:
+    """What vLLM makes of weights that it has quantised itself: activations stay as they are."""
+    x, weights, ids = routed()
+    (c1, s1, _, w1), (c2, s2, _, w2) = (
+        coded("int8", sizes, seed)
+        for seed, sizes in enumerate([(EXPERTS, 2 * CHANNELS, HIDDEN), (EXPERTS, HIDDEN, CHANNELS)])
+    )
+    oracle, config = installed.int8, layer(installed)
+    _, experts = oracle.select_int8_moe_backend(config)
+    assert experts is installed.modular_experts.PyopsExperts
+    kernel = oracle.make_int8_moe_kernel(oracle.make_int8_moe_quant_config(s1, s2), config, experts)
+    out = apply(kernel, x, c1, c2, weights, ids)
+    assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
+
+
 def test_mxfp4_of_gpt_oss(installed: Vllm) -> None:
     """Codes, biases and clamped swiglu as gpt-oss has them; no weight is repacked."""
     x, weights, ids = routed()
@@ -271,6 +289,31 @@ def test_mxfp4_of_gpt_oss(installed: Vllm) -> None:
     out = apply(kernel, x, c1, c2, weights, ids)
     assert error(out, exact) <= 2.0**-7
     assert not out[2].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("tokens", "sorts"), [(1, []), (3, ["moe_align.cu"])])
+def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products and the sum, which writes the output; one token is not sorted."""
+    names: list[str] = []
+    launch = HostFunction.launch
+
+    def noted(function: HostFunction, *args: Any) -> None:
+        names.append(function.kernel.rpartition("/")[2])
+        launch(function, *args)
+
+    x, weights, ids = (one[:tokens] for one in routed())
+    w1 = (draw(EXPERTS, 2 * CHANNELS, HIDDEN, dtype=BF16, seed=1) * HIDDEN**-0.5).to(BF16)
+    w2 = (draw(EXPERTS, HIDDEN, CHANNELS, dtype=BF16, seed=2) * CHANNELS**-0.5).to(BF16)
+    config = layer(installed)
+    backend, experts = installed.unquantized.select_unquantized_moe_backend(config)
+    quant_config = installed.config.FUSED_MOE_UNQUANTIZED_CONFIG
+    kernel = installed.unquantized.make_unquantized_moe_kernel(quant_config, config, backend, experts)
+    monkeypatch.setattr(HostFunction, "launch", noted)
+    with cpu("kernels"):
+        out = apply(kernel, x, w1, w2, weights, ids)
+    assert names == [*sorts, "grouped_gemm.cu", "grouped_gemm.cu", "moe_sum.cu"]
+    assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
 
 
 @pytest.mark.parametrize("kind", ["gptq", "gptq with order", "awq"])

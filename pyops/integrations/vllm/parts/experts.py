@@ -37,6 +37,7 @@ def install() -> str:
     for oracle, priorities in (
         ("unquantized", "_get_priority_backends"),
         ("fp8", "_get_priority_backends"),
+        ("int8", "_get_priority_backends"),
         ("mxfp4", "_get_priority_backends_for_gpt_oss"),
     ):
         _replaced.function(f"{_ORACLE}.{oracle}", priorities, _in_front)
@@ -52,7 +53,7 @@ def install() -> str:
         _replaced.function(f"{_ORACLE}.{oracle}", name, _as_for(argument, backend))
     marlin = importlib.import_module("pyops.integrations.vllm.parts.marlin_experts")
     _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", marlin.in_the_place_of)
-    return "experts: unquantized, fp8 and mxfp4 by the backend PYOPS, Marlin's weights by fused_marlin_moe"
+    return "experts: unquantized, fp8, int8 and mxfp4 by the backend PYOPS, Marlin's weights by fused_marlin_moe"
 
 
 def uninstall() -> None:

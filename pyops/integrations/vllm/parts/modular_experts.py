@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
 
-from ...._experts_products import clamp_limit_of, codes_of, multiply_experts
+from ...._experts_products import block_size_of, clamp_limit_of, multiply_experts
 from ....ops.linear.coded_experts import MX_BLOCK
 from ....ops.linear.gemm_problem import SCALE_BLOCK
 from ....ops.linear.grouped_problem import ACTIVATIONS
@@ -25,6 +25,7 @@ _CASES: dict[tuple[Any, Any], str] = {
     (keys.kFp8StaticTensorSym, keys.kFp8DynamicTokenSym): "fp8_tensor",
     (keys.kFp8StaticTensorSym, keys.kFp8StaticTensorSym): "fp8_tensor",
     (keys.kFp8StaticTensorSym, keys.kFp8DynamicTensorSym): "fp8_tensor",
+    (keys.kInt8StaticChannelSym, keys.kInt8DynamicTokenSym): "int8",
     (keys.kMxfp4Static, None): "mxfp4",
 }
 
@@ -34,12 +35,13 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     `apply` leaves a row for each choice of each token; `finalize_weight_and_reduce_impl` gives what adds them up into
     the layer's output, so that no result is copied. Unquantized weights, fp8 under scales of tensors, channels or
-    blocks of 128, and mxfp4 with activations of 16 bits are read where vLLM has loaded them.
+    blocks of 128, int8, and mxfp4 with activations of 16 bits are read where vLLM has loaded them.
     """
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
-        codes_of(quant_config)  # refuses, as the next line, what `is_supported_config` cannot see
+        # Both refuse what `is_supported_config` cannot see.
+        self._of_one_token = _places_of_one_token(moe_config, quant_config)
         self._has_limit = clamp_limit_of(quant_config, moe_config.activation.value) is not None
         self._sum = _SumOfChoices()
 
@@ -147,8 +149,18 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             expert_map,
             self.quant_config,
             a1q_scale,
+            self._lists(topk_ids, expert_map),
         )
         self._sum.of = topk_ids, w1.shape[0], expert_map
+
+    def _lists(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+        """The lists of one token, whose experts need no sort: a block for each choice. None for more tokens."""
+        places, total = self._of_one_token
+        if topk_ids.shape != (1, self.moe_config.experts_per_token):
+            return None
+        if expert_map is not None or topk_ids.dtype != torch.int32:
+            return None
+        return places, topk_ids.view(-1), total
 
 
 class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
@@ -174,6 +186,18 @@ class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
             output = fused_expert_output.new_empty(len(fused_expert_output), fused_expert_output.shape[2])
         moe_sum_experts(fused_expert_output, ids, output, num_experts, expert_map)
         return output
+
+
+def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sorted_token_ids, num_tokens_post_pad) of blocks of which each has one choice.
+
+    They are made with the layer: what is first made while a CUDA graph is captured exists only once that is replayed.
+    """
+    topk, device = moe_config.experts_per_token, moe_config.device
+    block_size = block_size_of(quant_config, topk, moe_config.num_local_experts)
+    places = torch.full((topk, block_size), topk, dtype=torch.int32, device=device)
+    places[:, 0] = torch.arange(topk, device=device)
+    return places.view(-1), torch.full((1,), topk * block_size, dtype=torch.int32, device=device)
 
 
 def keeps(case: str) -> bool:
