@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,121 +9,27 @@ import pytest
 import torch
 
 from pyops._core.host.run import HostFunction
-from pyops.integrations.vllm import register
 from pyops.testing import cpu
-from tests import packed
 from tests.test_linear_grouped import needs_compiler
-from tests.test_linear_products import draw, positive
+from tests.test_linear_products import draw
 from tests.test_moe_experts import coded, experts_in_float64, quantised
-
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-EXPERTS, HIDDEN, CHANNELS, TOP_K = 4, 256, 128, 2
-
-
-Vllm = SimpleNamespace  # modules of vLLM and of the part, by the last word of their names
-LAYERS = "vllm.model_executor.layers"
-MODULES = (
-    f"{LAYERS}.fused_moe.config",
-    f"{LAYERS}.fused_moe.activation",
-    f"{LAYERS}.fused_moe.modular_kernel",
-    f"{LAYERS}.fused_moe.experts.marlin_moe",
-    f"{LAYERS}.fused_moe.experts.triton_moe",
-    *(f"{LAYERS}.fused_moe.oracle.{name}" for name in ("fp8", "int8", "int_wna16", "mxfp4", "unquantized")),
-    f"{LAYERS}.quantization.auto_gptq",
-    f"{LAYERS}.quantization.awq_marlin",
-    f"{LAYERS}.quantization.utils.quant_utils",
-    "vllm.platforms.interface",
-    "vllm.v1.worker.workspace",
-    "pyops.integrations.vllm.parts.experts",
-    "pyops.integrations.vllm.parts.modular_experts",
+from tests.vllm_experts import (
+    BF16,
+    CHANNELS,
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    Vllm,
+    apply,
+    error,
+    installed,
+    layer,
+    routed,
+    vllm,
 )
 
-
-@pytest.fixture(scope="module")
-def vllm() -> Iterator[Vllm]:
-    """vLLM behind this library's ops, on a platform that says that it is a GPU of sm_90."""
-    pytest.importorskip("vllm")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        registered = register("0.22")
-        found = Vllm(**{name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES})
-    interface = found.interface
-
-    class Hopper(interface.Platform):  # type: ignore[misc, name-defined]
-        _enum, device_name, device_type = interface.PlatformEnum.CUDA, "cuda", "cuda"
-
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> Any:
-            return interface.DeviceCapability(9, 0)
-
-        @classmethod
-        def supports_fp8(cls) -> bool:
-            return True
-
-    found.workspace.init_workspace_manager(torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith(("vllm.", "pyops.integrations.")) and "current_platform" in vars(module):
-                patch.setattr(module, "current_platform", Hopper())
-        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # which vLLM calls before it grows its workspace
-        # This asks the engine's configuration.
-        patch.setattr(found.mxfp4, "_user_moe_activation_override", lambda: None)
-        yield found
-    registered.undo()
-
-
-@pytest.fixture
-def installed(vllm: Vllm) -> Iterator[Vllm]:
-    assert vllm.experts.install()
-    yield vllm
-    vllm.experts.uninstall()
-
-
-def layer(vllm: Vllm, activation: str = "silu", **others: Any) -> Any:
-    """vLLM's configuration of a layer."""
-    given = {
-        "num_experts": EXPERTS,
-        "experts_per_token": TOP_K,
-        "hidden_dim": HIDDEN,
-        "intermediate_size_per_partition": CHANNELS,
-        "num_local_experts": EXPERTS,
-        "num_logical_experts": EXPERTS,
-        "activation": vllm.activation.MoEActivation(activation),
-        "device": "cpu",
-        "routing_method": vllm.config.RoutingMethodType.Renormalize,
-        "moe_parallel_config": vllm.config.FusedMoEParallelConfig.make_no_parallel(),
-        "in_dtype": BF16,
-        "is_act_and_mul": not activation.endswith("_no_mul"),
-    }
-    return vllm.config.FusedMoEConfig(**given | others)
-
-
-def routed(tokens: int = 20, top_k: int = TOP_K, experts: int = EXPERTS) -> tuple[torch.Tensor, ...]:
-    """Rows, weights and experts of tokens, one of which has experts that do not exist."""
-    ids = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(4))
-    ids[2] = experts
-    return draw(tokens, HIDDEN, dtype=BF16), positive(tokens, top_k, seed=3), ids.int()
-
-
-def apply(
-    kernel: Any, x: Any, w1: Any, w2: Any, weights: Any, ids: Any, expert_map: Any = None, on_input: bool = False
-) -> Any:
-    """What vLLM's layers call."""
-    return kernel.apply(
-        hidden_states=x,
-        w1=w1,
-        w2=w2,
-        topk_weights=weights,
-        topk_ids=ids,
-        activation=kernel.moe_config.activation,
-        global_num_experts=-1 if expert_map is None else len(expert_map),
-        expert_map=expert_map,
-        apply_router_weight_on_input=on_input,
-    )
-
-
-def error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((out.double() - exact).abs().max() / exact.abs().max())
+__all__ = ["installed", "vllm"]  # fixtures
+FP8 = torch.float8_e4m3fn
 
 
 UNQUANTIZED = [
@@ -314,56 +216,6 @@ def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: p
         out = apply(kernel, x, w1, w2, weights, ids)
     assert names == [*sorts, "grouped_gemm.cu", "grouped_gemm.cu", "moe_sum.cu"]
     assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
-
-
-@pytest.mark.parametrize("kind", ["gptq", "gptq with order", "awq"])
-@pytest.mark.parametrize("with_map", [False, True])
-def test_4_bits(installed: Vllm, kind: str, with_map: bool) -> None:
-    """Weights that vLLM repacks for Marlin, by its own preparation of GPTQ and AWQ."""
-    x, weights, ids = routed(experts=6 if with_map else EXPERTS)
-    expert_map = torch.tensor([3, -1, 0, 2, 1, -1], dtype=torch.int32) if with_map else None
-    group, common = 64, {"lm_head_quantized": False, "full_config": {}}
-    of_w1, of_w2 = (packed_weights(kind, k, n, group) for k, n in ((HIDDEN, 2 * CHANNELS), (CHANNELS, HIDDEN)))
-    if kind == "awq":
-        scheme = installed.awq_marlin.AWQMarlinConfig(4, group, True, modules_to_not_convert=None, **common)
-        zeros = {"w13_qzeros": of_w1["zeros"], "w2_qzeros": of_w2["zeros"]}
-    else:
-        scheme = installed.auto_gptq.AutoGPTQConfig(4, group, kind != "gptq", True, dynamic={}, **common)
-        zeros = {"w13_g_idx": of_w1["groups"], "w2_g_idx": of_w2["groups"]}
-    oracle, config = installed.int_wna16, layer(installed)
-    backend, experts = oracle.select_wna16_moe_backend(config, installed.quant_utils.kInt4Static, 4)
-    groups = {"num_groups_w13": HIDDEN // group, "num_groups_w2": CHANNELS // group}
-    a_layer = SimpleNamespace(intermediate_size_per_partition=CHANNELS, **groups)
-    codes, scales = ([of[name] for of in (of_w1, of_w2)] for name in ("codes", "scales"))
-    prepared = oracle.convert_to_wna16_moe_kernel_format(backend, a_layer, scheme, None, *codes, *scales, **zeros)
-    (w13, w2, s13, s2), of_groups, (z13, z2) = prepared[:4], prepared[4:8], prepared[8:10]
-    quant_config = installed.config.int4_w4a16_moe_quant_config(s13, s2, z13, z2, [0, group])
-    kernel = oracle.make_wna16_moe_kernel(quant_config, config, experts, True, *of_groups)
-    calls: list[str] = []
-    theirs = pytest.MonkeyPatch()
-    theirs.setattr(installed.marlin_moe, "_fused_marlin_moe", lambda *_, **__: calls.append("vLLM's"))
-    out = apply(kernel, x, w13, w2, weights, ids, expert_map)
-    theirs.undo()
-    exact = experts_in_float64(x, of_w1["w"], of_w2["w"], weights, ids, expert_map=expert_map)
-    assert not calls
-    assert error(out, exact) <= 2.0**-6
-    assert not out[2].any()
-
-
-def packed_weights(kind: str, k: int, n: int, group: int) -> dict[str, torch.Tensor]:
-    """Codes, scales, zero points and groups of weights as checkpoints of a kind have them, and w [experts, n, k]."""
-    found: list[dict[str, torch.Tensor]] = []
-    for e in range(EXPERTS):
-        codes, zeros = packed.draw(0, 16, k, n, seed=k + e), packed.draw(0, 16, k // group, n, seed=k + 9 + e)
-        zeros = zeros if kind == "awq" else torch.full_like(zeros, 8)
-        scales = ((positive(k // group, n, seed=e) + 0.5) * k**-0.5 / 8).to(BF16)
-        groups = torch.arange(k) // group
-        if kind == "gptq with order":
-            groups = groups[torch.randperm(k, generator=torch.Generator().manual_seed(e))]
-        w = ((codes - zeros[groups]) * scales[groups].double()).T
-        parts = {"codes": (packed.awq if kind == "awq" else packed.gptq)(codes, 4), "zeros": packed.awq(zeros)}
-        found.append({**parts, "scales": scales, "groups": groups.int(), "w": w})
-    return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
 def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:

@@ -3,7 +3,7 @@
 vLLM's oracles ask the backends of a format in turn, and take the first whose experts support the layer. `install` puts
 a backend in front, ``PYOPS``, so that vLLM itself chooses it, names it in its log, and goes on to its own where a layer
 is not supported. A backend that the user names, by ``--moe-backend`` or vLLM's switches, is taken without asking. What
-vLLM multiplies by `fused_marlin_moe`, weights in Marlin's layout, takes this library's function of that name.
+vLLM multiplies by its functions `fused_marlin_moe` and `fused_experts` takes this library's functions of these names.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ def install() -> str:
         ("mxfp4", "make_mxfp4_moe_quant_config", "mxfp4_backend", mxfp4.MARLIN),
     ):
         _replaced.function(f"{_ORACLE}.{oracle}", name, _as_for(argument, backend))
-    marlin = importlib.import_module("pyops.integrations.vllm.parts.marlin_experts")
-    _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", marlin.in_the_place_of)
-    return "experts: unquantized, fp8, int8 and mxfp4 by the backend PYOPS, Marlin's weights by fused_marlin_moe"
+    functions = importlib.import_module("pyops.integrations.vllm.parts.expert_functions")
+    _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", functions.marlin)
+    _replaced.function(f"{_FUSED_MOE}.fused_moe", "fused_experts", functions.fused)
+    return (
+        "experts: unquantized, fp8, int8 and mxfp4 by the backend PYOPS, others by fused_marlin_moe and fused_experts"
+    )
 
 
 def uninstall() -> None:
