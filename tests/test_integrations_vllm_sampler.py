@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +11,12 @@ import pytest
 import torch
 
 import pyops
+from tests.vllm_layers import keep
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 INF, NAN = float("inf"), float("nan")
-
-
-def kept_cases(monkeypatch: pytest.MonkeyPatch, *cases: str) -> None:
-    """Have the table of what is faster keep these cases of the sampler."""
-    table = SimpleNamespace(keeps=lambda part, case: part == "sampler" and case in cases)
-    monkeypatch.setitem(sys.modules, "pyops.integrations.vllm.choice", table)
 
 
 @pytest.fixture
@@ -31,7 +25,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm import platforms
 
     monkeypatch.setattr(type(platforms.current_platform), "is_cuda_alike", lambda self: True)
-    kept_cases(monkeypatch, "draw", "logprobs")
+    keep(monkeypatch, "sampler", "draw", "logprobs")
     from pyops.integrations.vllm.parts import sampler
 
     with torch._dynamo.config.patch(disable=True):  # ranks of tokens would take 20 s to compile
@@ -317,13 +311,13 @@ def test_install_and_uninstall(part: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert part.install() == ""
     part.uninstall()
     assert dict(vars(Sampler)) == before
-    kept_cases(monkeypatch, "logprobs")
+    keep(monkeypatch, "sampler", "logprobs")
     assert part.install() == "sampler: compute_logprobs"
     assert Sampler.sample is before["sample"]
     part.uninstall()
-    kept_cases(monkeypatch)
+    keep(monkeypatch, "sampler")
     assert part.install() == ""
-    kept_cases(monkeypatch, "draw", "logprobs")
+    keep(monkeypatch, "sampler", "draw", "logprobs")
     monkeypatch.setattr(type(platforms.current_platform), "is_cuda_alike", lambda self: False)
     assert part.install() == ""
     assert dict(vars(Sampler)) == before
