@@ -143,9 +143,12 @@ def held_number(value: Any, like: Any) -> Any:
 
 def _cupy_number(value: float, like: Any) -> Any:
     """A CuPy array of one float32 on the device of `like`, ready for any stream, also while a stream is captured."""
-    with like.device, driver.relaxed_capture(), cupy.cuda.Stream(non_blocking=True) as stream:
-        found = cupy.full((), value, "float32")
+    with like.device, driver.relaxed_capture():
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            found = cupy.full((), value, "float32")
         stream.synchronize()
+        del stream  # which destroys it, in relaxed mode, too
     return found
 
 

@@ -272,7 +272,6 @@ def test_memory_that_the_driver_refuses(cuda: Cuda, monkeypatch: pytest.MonkeyPa
     message = r"^op: the driver refuses to allocate a workspace of 100 bytes while a graph is captured"
     with pytest.raises(pyops.CaptureError, match=message):
         workspace.zeros("op", 0, CAPTURED, 100)
-    monkeypatch.undo()
     assert not workspace._pieces.get((0, CAPTURED, True)), "what was never cleared is given to the next call"
 
 
@@ -313,18 +312,25 @@ def test_a_captured_launch_has_zeros_and_scratch(cuda: Cuda, driver: Driver) -> 
 
 def test_numbers_of_cupys_captures_outlive_the_cache(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made on a stream that is not captured, and what a graph reads stays when the cache is emptied."""
-    streams = [EAGER]
+    streams, destroyed_late = [EAGER], []
 
     class Stream:
         def __init__(self, non_blocking: bool) -> None:
             assert non_blocking
+            cuda.unsafe()
 
-        def __enter__(self) -> Any:
+        def __enter__(self) -> None:
             streams.append(99)
-            return SimpleNamespace(synchronize=lambda: cuda.unsafe())
 
         def __exit__(self, *_: Any) -> None:
             streams.pop()
+
+        def synchronize(self) -> None:
+            cuda.unsafe()
+
+        def __del__(self) -> None:
+            if cuda.mode != RELAXED:
+                destroyed_late.append(self)
 
     def full(shape: tuple[int, ...], value: float, dtype: str) -> Any:
         cuda.unsafe()
@@ -349,3 +355,4 @@ def test_numbers_of_cupys_captures_outlive_the_cache(cuda: Cuda, monkeypatch: py
     streams[0] = EAGER
     tensor._numbers.clear()
     assert tensor.held_number(0.25, like) is not held[1]
+    assert not destroyed_late
