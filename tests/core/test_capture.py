@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import pyops
 from pyops._core import compiler, config, device, driver, launch, tensor, workspace
 from pyops._core.compiler import Compiled
 from pyops._core.kernel import Kernel, Scratch
+from pyops.ops.collective import communicator, shared_memory
 from tests.core.conftest import Driver, call, text
 
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # cudaStreamCaptureMode
@@ -356,3 +358,29 @@ def test_numbers_of_cupys_captures_outlive_the_cache(cuda: Cuda, monkeypatch: py
     tensor._numbers.clear()
     assert tensor.held_number(0.25, like) is not held[1]
     assert not destroyed_late
+
+
+def test_ranks_load_and_allocate_during_a_capture(cuda: Cuda, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Kernel("test/rank.cu", text=text("rank", "float* out, const float* lost"))
+    driver.kernels.append(made)
+    seen: list[int] = []
+
+    def load(*_: Any) -> Any:
+        cuda.unsafe()
+        seen.append(cuda.mode)
+        return SimpleNamespace(function=driver.kernels.index(made))
+
+    monkeypatch.setattr(compiler, "load", load)
+    bound: dict[Any, Any] = {}
+    memory = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), data_ptr=lambda: 64)
+    stream = SimpleNamespace(cuda_stream=CAPTURED)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    for _ in range(2):
+        communicator.launch_as_rank("all_reduce", made(), 1, 64, {}, {}, {"out": memory}, memory, bound)
+    assert (seen, cuda.mode, len(bound), len(driver.launches)) == ([RELAXED], GLOBAL, 1, 2)
+
+    monkeypatch.setattr(shared_memory, "cupy", cuda)
+    monkeypatch.setattr(cuda, "ipcGetMemHandle", lambda address: bytes(64), raising=False)
+    address, _ = shared_memory.allocate_shared_buffer_and_handle(100)
+    assert cuda.memory[address] == bytes(100)
+    assert cuda.capturing
