@@ -55,7 +55,8 @@ def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Laun
     kind = fp8.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
     if output.shape != input.shape and output.numel == input.numel:
         # Packed differently: both are one row.
-        check.contiguous(output), check.contiguous(input)
+        for arg in (output, input):
+            check.contiguous(arg)
         output, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (output, input))
     check.same_shape(output, input)
     # Dimensions in the order of memory: both tensors are then rows of one size.
