@@ -41,7 +41,7 @@ def map_of(num_experts: int, seed: int) -> torch.Tensor:
 
 def local(expert: int, num_experts: int, expert_map: torch.Tensor | None) -> int:
     """The number of an expert, or -1."""
-    if not 0 <= expert < num_experts:
+    if not 0 <= expert < (num_experts if expert_map is None else min(num_experts, len(expert_map))):
         return -1
     number = expert if expert_map is None else int(expert_map[expert])
     return number if 0 <= number < num_experts else -1
