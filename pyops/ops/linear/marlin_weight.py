@@ -163,7 +163,9 @@ def check_scales(
         if a_scales.numel not in (1, a.shape[0]):
             raise a_scales.error(f"expected 1 or {a.shape[0]} elements, got shape {a_scales.shape}")
         check.contiguous(a_scales)
-    check.scalar(global_scale, a.dtype)
+    if global_scale is not None:
+        check.dtype(global_scale, a.dtype, float32)
+        check.scalar(global_scale, global_scale.dtype)
 
 
 def check_zeros(
