@@ -10,8 +10,11 @@ from torch import Tensor
 
 import pyops
 from pyops import SCALAR_TYPES
+from pyops.ops._shared.ggml_formats import FORMATS
 from tests import packed
 from tests.calls import DEVICES
+from tests.test_linear_ggml import check as ggml_check
+from tests.test_linear_ggml import draw as ggml_draw
 from tests.test_linear_packed import FP8, each
 from tests.test_linear_products import columns, draw, positive
 
@@ -94,3 +97,46 @@ def test_marlin_experts_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device
     moved = [one.to(device) if isinstance(one, Tensor) else one for one in (*weight, None, None, None, None, *lists)]
     pyops.moe_wna16_marlin_gemm(a.to(device), c, *moved, SCALAR_TYPES["float4_e2m1f"].id, M, N, K)
     assert (c.cpu().double() - exact).abs().max() <= 1.5 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+LONGER = [
+    # type, blocks of a row of W, columns of X
+    (12, 4, 512),
+    (8, 27, 544),  # the last unit of 256 elements goes on behind the columns
+    (8, 19, 320),
+]
+
+
+@ANY_DEVICE
+@pytest.mark.parametrize("m", [1, 2, 5, 40])
+@pytest.mark.parametrize(("quant_type", "blocks", "k"), LONGER)
+def test_rows_of_gguf_that_are_longer(quant_type: int, blocks: int, k: int, m: int, device: str) -> None:
+    """What a row holds behind the columns of X, here NaN, is not multiplied."""
+    n, length, nbytes = 20, FORMATS[quant_type].length, FORMATS[quant_type].nbytes
+    weight, truth = ggml_draw(quant_type, n, blocks * length)
+    x = draw(m, k, dtype=torch.bfloat16)
+    exact = x.double() @ (truth.bfloat16().double() if m > 32 else truth)[:, :k].T
+    weight.view(n, blocks, nbytes)[:, k // length :, : 2 if quant_type == 8 else 4] = 0xFF
+    for op in (pyops.ggml_mul_mat_a8, pyops.ggml_mul_mat_vec_a8):
+        ggml_check(op(weight.to(device), x.to(device), quant_type, n), exact)
+    with pytest.raises(pyops.OpError, match="W: expected"):
+        op(weight.view(-1)[:-nbytes].to(device), x.to(device), quant_type, n)
+    with pytest.raises(pyops.OpError, match="W: expected"):
+        op(weight[:, : nbytes * (k // length) - nbytes].contiguous().to(device), x.to(device), quant_type, n)
+
+
+@ANY_DEVICE
+@pytest.mark.parametrize("longer", [0, 1])
+def test_choices_of_gguf_in_any_shape(longer: int, device: str) -> None:
+    """Those of the second product of a layer, which come as [tokens, top_k] with a top_k of 1; rows may be longer."""
+    tokens, top_k, experts, n, k = 7, 4, 3, 20, 256
+    weight, truth = ggml_draw(12, experts * n, k * (1 + longer))
+    weight, truth = weight.view(experts, n, -1), truth.view(experts, n, -1)[..., :k]
+    ids = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    x = draw(tokens * top_k, k, dtype=torch.bfloat16)
+    exact = torch.stack([truth[int(expert)] @ row.double() for expert, row in zip(ids.view(-1), x, strict=True)])
+    for given in (ids, ids.view(-1), ids.view(-1, 1), ids.view(1, -1)):
+        args = x.to(device), weight.to(device), given.to(device), 1, 12, n, tokens * top_k
+        ggml_check(pyops.ggml_moe_a8_vec(*args), exact)
+    order = pyops.moe_align_block_size.new(ids.view(-1, 1).to(device), experts, pyops.ggml_moe_get_block_size(12))
+    ggml_check(pyops.ggml_moe_a8(x.to(device), weight.to(device), *order, 12, n, 1, tokens * top_k), exact)
