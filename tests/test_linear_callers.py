@@ -11,12 +11,14 @@ from torch import Tensor
 import pyops
 from pyops import SCALAR_TYPES
 from pyops.ops._shared.ggml_formats import FORMATS
+from pyops.ops.linear.packed_hopper import PackedConfig
+from pyops.ops.linear.packed_plan import PackedMmaConfig
 from tests import packed
 from tests.calls import DEVICES
 from tests.test_linear_ggml import check as ggml_check
 from tests.test_linear_ggml import draw as ggml_draw
 from tests.test_linear_packed import FP8, each
-from tests.test_linear_products import columns, draw, positive
+from tests.test_linear_products import columns, draw, forced, needs_compiler, positive
 
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 M, N, K = 3, 64, 128
@@ -140,3 +142,39 @@ def test_choices_of_gguf_in_any_shape(longer: int, device: str) -> None:
         ggml_check(pyops.ggml_moe_a8_vec(*args), exact)
     order = pyops.moe_align_block_size.new(ids.view(-1, 1).to(device), experts, pyops.ggml_moe_get_block_size(12))
     ggml_check(pyops.ggml_moe_a8(x.to(device), weight.to(device), *order, 12, n, 1, tokens * top_k), exact)
+
+
+def _mxfp8(columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(w [K, columns] in float64, its codes of e4m3, and the exponents of groups of 32 rows, in Marlin's layout)."""
+    codes, exponents = packed.draw(0, 256, K, columns), packed.draw(110, 132, K // 32, columns, seed=1)
+    codes[codes % 128 == 127] = 0  # NaN
+    w = codes.to(torch.uint8).view(FP8).double() * torch.exp2(each(exponents, K).double() - 127.0)
+    stored = packed.blocks(packed.blocks(exponents, packed.PERM_64), [0, 2, 1, 3]).to(torch.uint8)
+    return w, packed.marlin(codes, 8), stored
+
+
+@ANY_DEVICE
+def test_marlin_products_of_mxfp8(device: str) -> None:
+    """One weight, and those of experts; exponents as they are and as uint8."""
+    (w, codes, stored), a = _mxfp8(N), draw(M, K, dtype=torch.bfloat16)
+    exact, kind = a.double() @ w, SCALAR_TYPES["float8_e4m3fn"].id
+    lists = *pyops.moe_align(torch.tensor([[1], [0], [1]], dtype=torch.int32), 16, 2), None, 16, 1, False
+    moved = [one.to(device) if isinstance(one, Tensor) else one for one in lists]
+    for scales in (stored.to(device), stored.view(torch.float8_e8m0fnu).to(device)):
+        x, weight, none = a.to(device), codes.to(device), (None,) * 6
+        out = pyops.marlin_gemm(x, weight, None, scales, *none, kind, M, N, K)
+        assert (out.cpu().double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
+        c, two = torch.empty_like(out), (torch.stack([weight, weight]), None, torch.stack([scales, scales]))
+        pyops.moe_wna16_marlin_gemm(x, c, *two, *none, *moved, kind, M, N, K)
+        assert (c.cpu().double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [PackedMmaConfig(16, 64, 2, 1, 1), PackedConfig(16, 128, 2, 1, 1)], ids=str)
+def test_kernels_that_read_codes_of_mxfp8(config: PackedMmaConfig | PackedConfig) -> None:
+    (w, codes, stored), a = _mxfp8(2 * N), draw(M, K, dtype=torch.bfloat16)
+    with forced("marlin_gemm", config):
+        rest = SCALAR_TYPES["float8_e4m3fn"].id, M, 2 * N, K
+        out = pyops.marlin_gemm(a, codes, None, stored, None, None, None, None, None, None, *rest)
+    exact = a.double() @ w
+    assert (out.double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()

@@ -95,7 +95,8 @@ def marlin_gemm(
                  uint8b128
     16 bits      uint4, uint8   dtype of a                                  [num_groups, N bits / 32] int32, or
                                                                             floats as scales with is_zp_float
-    16 bits      e4m3           dtype of a, times 2^8 (float16), 2^120      none
+    16 bits      e4m3           dtype of a, times 2^8 (float16), 2^120;     none
+                                or e8m0
     16 bits      e2m1           e4m3: the upper bits of float16 of 2^7      none
                                 scale, under a global_scale of the dtype of
                                 a or float32, times 2^7 (float16), 2^119
