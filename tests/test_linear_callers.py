@@ -14,7 +14,7 @@ from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
 from tests import packed
-from tests.calls import DEVICES
+from tests.calls import DEVICES, example
 from tests.test_linear_ggml import check as ggml_check
 from tests.test_linear_ggml import draw as ggml_draw
 from tests.test_linear_packed import FP8, each
@@ -178,3 +178,25 @@ def test_kernels_that_read_codes_of_mxfp8(config: PackedMmaConfig | PackedConfig
         out = pyops.marlin_gemm(a, codes, None, stored, None, None, None, None, None, None, *rest)
     exact = a.double() @ w
     assert (out.double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
+
+
+@ANY_DEVICE
+def test_scales_of_experts_and_of_w4a8_have_any_shape(device: str) -> None:
+    """Tables of products, and the factors of NVFP4 experts."""
+    raw = packed.gptq(packed.draw(0, 16, K, N), 4).t().contiguous().t().to(device)
+    weight = pyops.cutlass_encode_and_reorder_int4b(raw)
+    products = pyops.cutlass_pack_scale_fp8(torch.ones(K // 32, N).to(FP8).to(device))
+    one, a = torch.ones(1, device=device), draw(M, K, dtype=FP8, device=device)
+    right = pyops.cutlass_w4a8_mm(a, weight, products, 32, one, one)
+    assert torch.equal(pyops.cutlass_w4a8_mm(a, weight, products.view(K // 32, N, 8), 32, one, one), right)
+
+    op = pyops.registry["cutlass_fp4_group_mm"]
+    names = [parameter.name for parameter in op.declaration.parameters]
+    results = []
+    for shape in ((-1,), (-1, 1), (1, -1)):
+        args = example(op, device)
+        alphas = torch.arange(1.0, 1.0 + args[names.index("alphas")].numel(), device=device)
+        args[names.index("alphas")] = alphas.view(shape)
+        op.wrapper(*args)
+        results.append(args[0])
+    assert all(torch.equal(one, results[0]) for one in results)

@@ -197,6 +197,17 @@ def test_shuffle(num_sources: int, num_rows: int, hidden_size: int, dtype: str, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_shuffle_reads_as_much_of_the_map_as_there_are_rows(device: str) -> None:
+    source, wanted = (
+        torch.arange(40, dtype=torch.int32, device=device).view(5, 8),
+        torch.tensor([4, 0, 3, 1], dtype=torch.int32),
+    )
+    out = torch.empty(3, 8, dtype=torch.int32, device=device)
+    pyops.shuffle_rows(source, wanted.to(device), out)
+    assert torch.equal(out, source[[4, 0, 3]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_shuffle_of_several_rows_to_a_thread(
     device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

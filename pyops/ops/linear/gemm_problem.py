@@ -274,13 +274,8 @@ class Problem:
 
 def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg | None:
     """A bias for each of so many columns, given in any shape of as many elements: as [columns]."""
-    if bias is None:
-        return None
-    if bias.numel != columns:
-        raise bias.error(f"expected {columns} elements, got shape {bias.shape}")
-    check.dtype(bias, dtype)
-    check.contiguous(bias)
-    return replace(bias, shape=(columns,), strides=(1,))
+    check.elements(bias, dtype, columns)
+    return None if bias is None else replace(bias, shape=(columns,), strides=(1,))
 
 
 def check_linear(

@@ -191,12 +191,8 @@ def plan_cutlass_scaled_mm_azp(
     (m, k), n = a.shape, b.shape[1]
     check_scales(m, a_scales)
     check_scales(n, b_scales)
-    for points, count in ((azp_adj, n), (azp, m)):
-        if points is not None:
-            check.dtype(points, int32)
-            if points.numel != count:
-                raise points.error(f"expected {count} elements, got shape {points.shape}")
-            check.contiguous(points)
+    check.elements(azp_adj, int32, n)
+    check.elements(azp, int32, m)
     epilogue = Epilogue(out, a_scales, b_scales, azp_adj, azp, column_bias(bias, out.dtype, n))
     return plan(Problem(rows, columns, k, epilogue))
 
