@@ -40,7 +40,7 @@ _PROMPTS, _PROMPT_TOKENS = 4, 300  # to compare logprobs
 class Engine:
     """vLLM's ``LLM`` for a model with random weights, driven step by step."""
 
-    def __init__(self, folder: Path, model: Model, full_graphs: bool, backend: str | None) -> None:
+    def __init__(self, folder: Path, model: Model, cache_gib: int, full_graphs: bool, backend: str | None) -> None:
         from vllm import LLM
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ class Engine:
                 max_num_batched_tokens=16384,
                 max_num_seqs=128,
                 enable_prefix_caching=False,
-                gpu_memory_utilization=0.2,  # several engines share the card
-                kv_cache_memory_bytes=6 << 30,
+                gpu_memory_utilization=0.05,  # asked for at the start; several engines share the card
+                kv_cache_memory_bytes=cache_gib << 30,
                 compilation_config=compilation,
                 attention_config={"backend": backend} if backend else None,
                 seed=0,
@@ -173,7 +173,7 @@ def main(folder: str, options: str) -> None:
         model = MODELS[given["model"]]
         model = small(model) if given["small"] else model
         backend = model.floor_backend if given["with"] == "floor" else None
-        engine = Engine(Path(folder), model, given["full_graphs"], backend)
+        engine = Engine(Path(folder), model, 1 if given["small"] else 6, given["full_graphs"], backend)
         _say({"ready": time.time() - given["started"], "seconds in python": time.time() - started})
         for line in sys.stdin:
             what, *words = json.loads(line)
