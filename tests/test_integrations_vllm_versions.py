@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._library.simple_registry import singleton
+from torch._subclasses import FakeTensorMode
 
 import pyops
 from pyops.integrations.vllm import Entry, override, register, table
+from pyops.integrations.vllm import library as library_module
 from pyops.integrations.vllm.schemas import SCHEMAS_0_22
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, written
 from tests import axes
 from tests.calls import example
 
+ROOT = Path(__file__).parents[1]
 CHANGED = {line.partition("(")[0] for text in SCHEMAS_0_22.values() for line in text.split("\n")[1:-1]}
 TABLE = table("0.22")
 SERVED = [pytest.param(TABLE[name], id=name) for name in sorted(CHANGED) if TABLE[name].kernel is not None]
@@ -160,3 +167,94 @@ def test_an_insert_returns_queries() -> None:
     assert same_bits(args[2], right[2])
     meta = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in args]
     assert _torch_op(name)(*meta).shape == queries.shape
+
+
+# Beside what vLLM brings.
+
+
+def test_a_fake_of_vllms_python_takes_the_place_of_ours() -> None:
+    """torch 2.11 refuses to register a second fake, so ours may be none that is registered."""
+    x, scale = torch.randn(3, 64), torch.ones(1)
+    with FakeTensorMode() as mode:
+        fakes = mode.from_tensor(x), mode.from_tensor(scale)
+        codes, scales = _torch_op("scaled_fp4_quant")(*fakes, False)
+        assert (codes.shape, codes.dtype, codes.device.type) == ((3, 32), torch.uint8, "cpu")
+        assert (scales.shape, scales.dtype) == ((3, 4), torch.uint8)
+        assert _torch_op("gelu_quick")(torch.empty_like(fakes[0]), fakes[0]) is None
+    for name in ("scaled_fp4_quant", "gelu_quick"):
+        assert singleton.find(f"_C::{name}").fake_impl.kernel is None
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"_C::{name}", "Meta")
+    library = torch.library.Library("_C", "FRAGMENT")
+    try:
+        torch.library.register_fake("_C::scaled_fp4_quant", lambda x, *others: (x, x), lib=library)
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+            assert _torch_op("scaled_fp4_quant")(fake, mode.from_tensor(scale), False)[1] is fake
+    finally:
+        library._destroy()
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    """And not taken for one without data, where an op that only writes would do nothing."""
+    with pytest.raises(NotImplementedError, match="pyops has no kernel for tensors on cpu"):
+        library_module._write_nothing(torch.ones(1), [torch.ones(1)])
+    library_module._write_nothing(torch.ones(1), other=torch.ones(1, device="meta"))
+
+
+ALL_REPLACED = """
+import torch
+from pyops.integrations.vllm import override, table
+from pyops.integrations.vllm.library import registered
+
+libraries = {}
+inferred = {
+    "dispose(int _0) -> ()", "meta_size() -> int _0", "register_buffer(int _0, int[] _1) -> ()",
+    "get_graph_buffer_ipc_meta(int _0) -> (int[] _0, int[] _1)", "free_shared_buffer(int _0) -> ()",
+    "register_graph_buffers(int _0, int[][] _1, int[][] _2) -> ()", "qr_max_size() -> int _0",
+    "allocate_shared_buffer_and_handle(int _0) -> (int _0, Tensor _1)", "qr_destroy(int _0) -> ()",
+    "init_custom_qr(int _0, int _1, int? _2) -> int _0", "qr_get_handle(int _0) -> Tensor _0",
+}
+named = {schema.partition("(")[0]: schema for schema in inferred}
+for entry in table("0.22").values():
+    library = libraries.setdefault(entry.namespace, torch.library.Library(entry.namespace, "FRAGMENT"))
+    library.define(named.get(entry.name, entry.schema))
+    if entry.name in named:  # as C++ functions are registered that are given without a schema
+        library.impl(entry.name, lambda *args: None, "CompositeImplicitAutograd")
+libraries["_C"].define("not_known(Tensor x) -> Tensor")
+with override(without=["rms_norm", "scaled_fp4_quant"]) as replaced:
+    print(len(table("0.22")) - len(replaced.names), sorted(replaced.left.items()))
+    print(torch.ops._C_custom_ar.meta_size() > 0, torch.ops._C_custom_ar.meta_size.default() > 0)
+    assert registered.names == ()
+with override("scaled_fp4_quant") as replaced:
+    print(replaced.names, replaced.left)
+"""
+
+
+@pytest.mark.slow
+def test_override_replaces_every_op_that_is_served() -> None:
+    """Those of libraries whose schemas torch has inferred, too; and it says which ops of vLLM's it leaves, and why."""
+    done = subprocess.run([sys.executable, "-c", ALL_REPLACED], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    left = [("_C::not_known", "is no op of vLLM"), ("_C::rms_norm", "was left out")]
+    left += [("_C::scaled_fp4_quant", "was left out"), ("_C::scaled_fp4_quant.out", "was left out")]
+    assert done.stdout.splitlines() == [
+        f"3 {left}",
+        "True True",
+        "('_C::scaled_fp4_quant', '_C::scaled_fp4_quant.out') {}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "agrees"),
+    [
+        ("init_custom_qr(int _0, int _1, int? _2) -> int _0", True),
+        ("init_custom_qr(int rank, int world_size, int? qr_max_size=None) -> int", True),
+        ("init_custom_qr(int rank, int world_size, int? qr_max_size=7) -> int", False),
+        ("init_custom_qr(int rank, int world_size) -> int", False),
+        ("init_custom_qr(int rank, int world_size, int? qr_max_size) -> ()", False),
+        ("init_custom_qr(int rank, Tensor world_size, int? qr_max_size) -> int", False),
+    ],
+)
+def test_schemas_agree(known: str, agrees: bool) -> None:
+    """Where each call by the one is a call by the other: torch leaves out arguments that equal the known defaults."""
+    assert library_module._agree(TABLE["init_custom_qr"], torch._C.parse_schema(known)) is agrees

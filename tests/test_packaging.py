@@ -138,6 +138,10 @@ def test_wheel(tmp_path: Path) -> None:
             "pyops",
             "=",
             "pyops.integrations.vllm.plugin:activate",
+            "[vllm.platform_plugins]",
+            "pyops",
+            "=",
+            "pyops.integrations.vllm.plugin:stand_in",
         ]
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", info}

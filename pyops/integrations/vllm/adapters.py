@@ -16,6 +16,7 @@ from ...ops.linear import marlin_gemm as _marlin_gemm
 from ...ops.linear import moe_wna16_gemm as _moe_wna16_gemm
 from ...ops.linear import moe_wna16_marlin_gemm as _moe_wna16_marlin_gemm
 from ...ops.mamba import selective_scan_fwd as _selective_scan_fwd
+from ...ops.memory import get_cuda_view_from_cpu_tensor as _get_cuda_view_from_cpu_tensor
 from ...ops.moe import get_cutlass_moe_mm_data as _get_cutlass_moe_mm_data
 from ...ops.moe import moe_lora_align_block_size as _moe_lora_align_block_size
 from ...ops.norm import fused_qk_norm_rope as _fused_qk_norm_rope
@@ -207,6 +208,15 @@ def persistent_topk(
         raise OpError("persistent_topk", "lengths", f"expected {len(logits)} elements, got {lengths.numel()}")
     stride0, stride1 = logits.stride()
     _top_k_per_row_decode(logits, 1, lengths.flatten(), output, len(logits), stride0, stride1, k)
+
+
+@_adapter("0.16")
+def get_cuda_view_from_cpu_tensor(cpu_tensor: Tensor) -> Tensor:
+    """get_cuda_view_from_cpu_tensor, of a pinned copy where the tensor is not pinned; a new tensor where it is empty"""
+    if not cpu_tensor.numel():
+        return cpu_tensor.to("cuda")
+    is_pinned = not cpu_tensor.is_cpu or cpu_tensor.is_pinned()
+    return _get_cuda_view_from_cpu_tensor(cpu_tensor if is_pinned else cpu_tensor.pin_memory())
 
 
 def _empty_like(tensor: Tensor, device: Any) -> Tensor:
