@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.vllm_attention import BLOCK_SIZE, attention, block_tables, common_metadata, cuda_platform
 
@@ -87,7 +88,8 @@ def assert_is_attention(
     """Each step gives each sequence so many new tokens; every one attends to those of earlier steps."""
     torch.manual_seed(0)
     layer = make_layer(heads, head_size, dtype, cache, **more)
-    layer._k_scale.fill_(scales[0]), layer._v_scale.fill_(scales[1])
+    layer._k_scale.fill_(scales[0])
+    layer._v_scale.fill_(scales[1])
     total = [sum(counts) for counts in zip(*steps, strict=True)]
     tables = block_tables(total, TABLE_WIDTH, NUM_BLOCKS)
     old = [torch.empty(2, 0, heads[1], head_size, dtype=dtype) for _ in total]
@@ -309,3 +311,19 @@ def test_the_same_calls_serve_other_lengths(vllm_config: Any) -> None:
         )
     assert plans[0] == plans[1]
     assert all(plans[0].values())
+
+
+def test_a_cache_that_vllm_frees_is_freed(vllm_config: Any) -> None:
+    """vLLM measures memory with a small cache first; and a layer that has another is on that one from then on."""
+    layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
+    layer.kv_cache = layer.kv_cache.clone()  # no view of a tensor that would live on
+    tables = block_tables([5], TABLE_WIDTH, NUM_BLOCKS)
+    q, k, v = torch.randn(5, 10, 64).bfloat16().split((6, 2, 2), 1)
+    common = common_metadata([5], [5], tables)
+    first = run(layer, vllm_config, common, q, k, v)
+    memory = StorageWeakRef(layer.kv_cache.untyped_storage())
+    layer.kv_cache = layer.kv_cache.clone().fill_(torch.nan)
+    assert memory.expired()
+    assert torch.equal(run(layer, vllm_config, common, q, k, v), first)
+    slots = layer.kv_cache[tables[0, 0], 0, :5]
+    assert torch.equal(slots, k)
