@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.vllm_attention import BLOCK_SIZE, attention, block_tables, common_metadata, cuda_platform
 
@@ -44,9 +45,8 @@ def make_layer(heads: tuple[int, int], head_size: int, dtype: torch.dtype, cache
         head_size**-0.5,
         heads[1],
         cache_config=cache_config,
-        prefix="layers.0.attn",
         attn_backend=PagedBackend,
-        **more,
+        **{"prefix": "layers.0.attn"} | more,
     )
     layer.process_weights_after_loading(dtype)
     shape = PagedBackend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, heads[1], head_size, cache)
@@ -87,7 +87,8 @@ def assert_is_attention(
     """Each step gives each sequence so many new tokens; every one attends to those of earlier steps."""
     torch.manual_seed(0)
     layer = make_layer(heads, head_size, dtype, cache, **more)
-    layer._k_scale.fill_(scales[0]), layer._v_scale.fill_(scales[1])
+    layer._k_scale.fill_(scales[0])
+    layer._v_scale.fill_(scales[1])
     total = [sum(counts) for counts in zip(*steps, strict=True)]
     tables = block_tables(total, TABLE_WIDTH, NUM_BLOCKS)
     old = [torch.empty(2, 0, heads[1], head_size, dtype=dtype) for _ in total]
@@ -157,6 +158,69 @@ def test_sinks(vllm_config: Any) -> None:
 @pytest.mark.parametrize("steps", [STEPS[:1], STEPS[2:]], ids=["prompts", "decode"])
 def test_rows_that_fill_up_a_graph(vllm_config: Any, steps: list[list[int]]) -> None:
     assert_is_attention(vllm_config, steps, rows=64)
+
+
+def test_sequences_without_new_tokens(vllm_config: Any) -> None:
+    """Others have one each, so that the row of a sequence is not that of its number."""
+    assert_is_attention(vllm_config, [[3, 20, 9], [0, 1, 1], [1, 1, 0]])
+
+
+def test_layers_that_share_a_cache(vllm_config: Any) -> None:
+    """The second one attends to the keys and values of the first, whatever its own are."""
+    heads, size = (6, 2), 64
+    writer = make_layer(heads, size, torch.bfloat16, "auto")
+    shares = {"prefix": "layers.1.attn", "kv_sharing_target_layer_name": writer.layer_name}
+    reader = make_layer(heads, size, torch.bfloat16, "auto", **shares)
+    reader.kv_cache = writer.kv_cache
+    common = common_metadata([20], [20], block_tables([20], TABLE_WIDTH, NUM_BLOCKS))
+    q, k, v = torch.randn(20, 10, size).bfloat16().split((6, 2, 2), 1)
+    outs = run(writer, vllm_config, common, q, k, v), run(reader, vllm_config, common, q, -k, 2 * v)
+    assert torch.equal(*outs)
+    torch.testing.assert_close(outs[0].double(), attention(q, k, v, size**-0.5), rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_memory_of_a_cache(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks come first, with all layers of a block together; then keys before values, and slots or heads."""
+    from pyops.integrations.vllm.parts import _paged_attention
+
+    shape = _paged_attention.PagedBackend.get_kv_cache_shape(7, 16, 2, 64)
+    assert shape == (7, 2, 16, 2, 64)
+    names = ["layer"] * layers + ["block", "part", "slot", "head", "element"]
+    for layout, inner in (("NHD", ["slot", "head"]), ("HND", ["head", "slot"])):
+        monkeypatch.setattr(_paged_attention, "get_kv_cache_layout", lambda found=layout: found)
+        order = _paged_attention.PagedBackend.get_kv_cache_stride_order(layers)
+        assert [names[dim] for dim in order] == ["block", *["layer"] * layers, "part", *inner, "element"]
+
+
+def test_a_group_of_caches_takes_its_own_table(vllm_config: Any) -> None:
+    """vLLM makes metadata once for groups that differ in their tables and slots alone."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from pyops.integrations.vllm.parts._paged_attention import PagedMetadataBuilder
+
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    builder = PagedMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
+    one, other = (common_metadata([1, 1], [40, 9], block_tables([40, 9], 8, NUM_BLOCKS)) for _ in range(2))
+    first = builder.build(0, one)
+    second = builder.update_block_table(first, other.block_table_tensor, other.slot_mapping)
+    assert torch.equal(first.block_table, one.block_table_tensor[:, :4])
+    assert torch.equal(second.block_table, other.block_table_tensor[:, :4])
+    assert second.slot_mapping is other.slot_mapping
+    assert second.seq_lens is first.seq_lens
+
+
+def test_what_only_other_backends_do_is_refused(vllm_config: Any) -> None:
+    from vllm.v1.attention.backend import AttentionType
+
+    layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
+    common = common_metadata([3], [3], block_tables([3], 8, NUM_BLOCKS))
+    q, k, v = torch.randn(3, 10, 64).bfloat16().split((6, 2, 2), 1)
+    common.causal = False
+    with pytest.raises(NotImplementedError, match="causal"):
+        run(layer, vllm_config, common, q, k, v)
+    with pytest.raises(NotImplementedError, match="expected attention of a decoder"):
+        layer.attn_backend.get_impl_cls()(6, 64, 1.0, attn_type=AttentionType.ENCODER_ONLY)
 
 
 def test_heads_before_slots(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,3 +373,19 @@ def test_the_same_calls_serve_other_lengths(vllm_config: Any) -> None:
         )
     assert plans[0] == plans[1]
     assert all(plans[0].values())
+
+
+def test_a_cache_that_vllm_frees_is_freed(vllm_config: Any) -> None:
+    """vLLM measures memory with a small cache first; and a layer that has another is on that one from then on."""
+    layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
+    layer.kv_cache = layer.kv_cache.clone()  # no view of a tensor that would live on
+    tables = block_tables([5], TABLE_WIDTH, NUM_BLOCKS)
+    q, k, v = torch.randn(5, 10, 64).bfloat16().split((6, 2, 2), 1)
+    common = common_metadata([5], [5], tables)
+    first = run(layer, vllm_config, common, q, k, v)
+    memory = StorageWeakRef(layer.kv_cache.untyped_storage())
+    layer.kv_cache = layer.kv_cache.clone().fill_(torch.nan)
+    assert memory.expired()
+    assert torch.equal(run(layer, vllm_config, common, q, k, v), first)
+    slots = layer.kv_cache[tables[0, 0], 0, :5]
+    assert torch.equal(slots, k)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -167,12 +169,18 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
         return refused_combination(dtype, kv_cache_dtype, context_parallel=False)
 
 
+def _no_cache() -> None:
+    """In the place of a reference to a cache."""
+
+
 class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
     """The attention of one layer: writes keys and values into the cache, then attends.
 
     `forward` runs in Python for each layer of each step outside of CUDA graphs, so it makes no tensor where it need
     not: views of the cache are kept, and padding rows of queries are left to the op.
     """
+
+    _bound: Callable[[], torch.Tensor | None]
 
     def __init__(
         self,
@@ -195,20 +203,34 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         self.kv_cache_dtype = kv_cache_dtype
         self._cache_dtype = kv_cache_dtype if kv_cache_dtype.startswith("fp8") else "auto"
         self._writes = kv_sharing_target_layer_name is None
-        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._sinks = sinks
+        self._alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self._options: dict[str, Any] = {
             "sliding_window": sliding_window or 0,
             "logits_soft_cap": float(logits_soft_cap or 0.0),
+            "sinks": sinks,
         }
-        self._alibi_slopes, self._loaded_sinks = slopes, sinks
-        self._options["sinks"] = sinks
-        self._bound: Any = None
-        self._key_cache: Any = None
-        self._value_cache: Any = None
+        self._release(None)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self._loaded_sinks is not None:
-            self._options["sinks"] = self._loaded_sinks.float()
+        self._release(None)
+        if self._sinks is not None:
+            self._options["sinks"] = self._sinks.float()
+
+    def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
+        """Keep the views of a cache, and the scales of its layer, whose names cost a microsecond to look up.
+
+        vLLM measures memory with a first, small cache, and frees it: the views must not keep it alive.
+        """
+        self._key_cache, self._value_cache = kv_cache.data.unbind(1)  # views of kv_cache itself would refer to it
+        self._block_size = kv_cache.shape[2]
+        self._scales = layer._k_scale, layer._v_scale
+        self._bound = weakref.ref(kv_cache, self._release)
+
+    def _release(self, _: Any) -> None:
+        """Forget the cache that was bound."""
+        self._bound = _no_cache
+        self._key_cache = self._value_cache = None
 
     def forward(
         self,
@@ -231,30 +253,18 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             raise NotImplementedError("pyops' attention backend does not quantize its output")
         if attn_metadata is None:  # a run that only measures memory
             return output.fill_(0)
-        if kv_cache is not self._bound:
-            self._bound = kv_cache
-            self._key_cache, self._value_cache = kv_cache.unbind(1)
-        k_scale, v_scale = layer._k_scale, layer._v_scale
+        if self._bound() is not kv_cache:
+            self._bind(layer, kv_cache)
         if self._writes and key is not None and value is not None:
-            reshape_and_cache_flash(
-                key,
-                value,
-                self._key_cache,
-                self._value_cache,
-                attn_metadata.slot_mapping,
-                self._cache_dtype,
-                k_scale,
-                v_scale,
-            )
+            caches = self._key_cache, self._value_cache
+            reshape_and_cache_flash(key, value, *caches, attn_metadata.slot_mapping, self._cache_dtype, *self._scales)
         if attn_metadata.is_decode:
-            self._decode(query, attn_metadata, output, k_scale, v_scale)
+            self._decode(query, attn_metadata, output)
         else:
-            self._mixed(query, attn_metadata, output, k_scale, v_scale)
+            self._mixed(query, attn_metadata, output)
         return output
 
-    def _decode(
-        self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor, k_scale: Any, v_scale: Any
-    ) -> None:
+    def _decode(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
         """One row of each sequence."""
         count = metadata.num_reqs
         if query.shape[0] != count:
@@ -268,18 +278,15 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             self.scale,
             metadata.block_table,
             metadata.seq_lens,
-            self._key_cache.shape[1],
+            self._block_size,
             metadata.max_seq_len,
             self._alibi_slopes,
             self._cache_dtype,
-            k_scale,
-            v_scale,
+            *self._scales,
             **self._options,
         )
 
-    def _mixed(
-        self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor, k_scale: Any, v_scale: Any
-    ) -> None:
+    def _mixed(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
         """Any number of rows of each sequence: prompts, parts of them, drafts, and single tokens among them."""
         paged_attention_varlen(
             output,
@@ -291,10 +298,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
-            self._key_cache.shape[1],
+            self._block_size,
             self._cache_dtype,
-            k_scale,
-            v_scale,
+            *self._scales,
             alibi_slopes=self._alibi_slopes,
             **self._options,
         )
