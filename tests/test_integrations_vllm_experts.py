@@ -62,7 +62,7 @@ def test_unquantized(
     w1, w2, *biases = moved(device, w1, w2, *biases)
     config = layer(installed, activation, device, in_dtype=dtype, has_bias=with_bias)
     backend, experts = installed.unquantized.select_unquantized_moe_backend(config)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     prepared = installed.unquantized.convert_to_unquantized_kernel_format(backend, None, w1, w2)
     assert [one.data_ptr() for one in prepared] == [w1.data_ptr(), w2.data_ptr()]
     quant_config = installed.config.biased_moe_quant_config(*biases if with_bias else (None, None))
@@ -100,7 +100,7 @@ def test_fp8(
     oracle, config = installed.fp8, layer(installed, device=device, swiglu_limit=limit)
     asked = [getattr(installed.quant_utils, name) for name in (weight_key, activation_key)]
     backend, experts = oracle.select_fp8_moe_backend(config, *asked)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     prepared = oracle.convert_to_fp8_moe_kernel_format(backend, SimpleNamespace(), c1, c2, s1, s2, static, static)
     assert all(one is other for one, other in zip(prepared, (c1, c2, s1, s2), strict=True))
     quant_config = oracle.make_fp8_moe_quant_config(
@@ -165,7 +165,7 @@ def test_int8(installed: Vllm, device: str) -> None:
     c1, c2, s1, s2 = moved(device, c1, c2, s1, s2)
     oracle, config = installed.int8, layer(installed, device=device)
     _, experts = oracle.select_int8_moe_backend(config)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     kernel = oracle.make_int8_moe_kernel(oracle.make_int8_moe_quant_config(s1, s2), config, experts)
     assert error(apply(installed, kernel, x, c1, c2, weights, ids), exact) <= 2.0**-7
 
@@ -183,7 +183,7 @@ def test_mxfp4_of_gpt_oss(installed: Vllm, device: str) -> None:
     c1, c2, s1, s2, *biases = moved(device, c1, c2, s1, s2, *biases)
     oracle, config = installed.mxfp4, layer(installed, "swigluoai", device, has_bias=True)
     backend, experts = oracle.select_mxfp4_moe_backend(config)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     assert oracle.mxfp4_round_up_hidden_size_and_intermediate_size(backend, 2880, 2880) == (2880, 2880)
     given = c1, c2, s1, s2, *biases
     prepared = oracle.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(backend, None, *given)
@@ -231,7 +231,7 @@ def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: p
 
 def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
     unquantized, fp8, theirs = installed.unquantized, installed.fp8, installed.triton_moe.TritonExperts
-    supported = installed.modular_experts.PyopsExperts.is_supported_config
+    supported = installed._modular_experts.PyopsExperts.is_supported_config
     standard = installed.modular_kernel.FusedMoEActivationFormat.Standard
     for config, said in (
         (layer(installed, "gelu_tanh"), "activation"),
@@ -240,7 +240,7 @@ def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
         (layer(installed, is_lora_enabled=True), "LoRA"),
     ):
         assert unquantized.select_unquantized_moe_backend(config)[1] is theirs
-        taken, reason = supported(installed.modular_experts.PyopsExperts, config, None, None, standard)
+        taken, reason = supported(installed._modular_experts.PyopsExperts, config, None, None, standard)
         assert not taken
         assert said in str(reason)
     blocks = installed.quant_utils.kFp8Static128BlockSym, installed.quant_utils.kFp8Dynamic128Sym
@@ -252,7 +252,7 @@ def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
 
 
 def test_the_choice_says_which_experts_are_kept(installed: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed.modular_experts, "keeps", lambda case: case != "bf16")
+    monkeypatch.setattr(installed._modular_experts, "keeps", lambda case: case != "bf16")
     theirs = installed.triton_moe.TritonExperts
     assert installed.unquantized.select_unquantized_moe_backend(layer(installed))[1] is theirs
 

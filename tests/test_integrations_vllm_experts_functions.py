@@ -106,7 +106,7 @@ def test_functions_of_experts(installed: Vllm) -> None:
 
 
 def functions_of(installed: Vllm) -> Any:
-    return importlib.import_module("pyops.integrations.vllm.parts.expert_functions")
+    return importlib.import_module("pyops.integrations.vllm.parts._expert_functions")
 
 
 def test_marlin_with_the_callers_functions(installed: Vllm) -> None:

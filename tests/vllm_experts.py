@@ -34,7 +34,7 @@ MODULES = (
     "vllm.platforms.interface",
     "vllm.v1.worker.workspace",
     "pyops.integrations.vllm.parts.experts",
-    "pyops.integrations.vllm.parts.modular_experts",
+    "pyops.integrations.vllm.parts._modular_experts",
 )
 
 
