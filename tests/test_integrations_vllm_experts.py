@@ -14,6 +14,7 @@ from tests.test_linear_grouped import needs_compiler
 from tests.test_linear_products import draw
 from tests.test_moe_experts import coded, experts_in_float64, quantised
 from tests.vllm_experts import (
+    ANY_DEVICE,
     BF16,
     CHANNELS,
     EXPERTS,
@@ -24,6 +25,7 @@ from tests.vllm_experts import (
     error,
     installed,
     layer,
+    moved,
     routed,
     vllm,
 )
@@ -41,29 +43,31 @@ UNQUANTIZED = [
 ]
 
 
+@ANY_DEVICE
 @pytest.mark.parametrize(("activation", "with_map", "on_input", "with_bias", "dtype"), UNQUANTIZED)
 def test_unquantized(
-    installed: Vllm, activation: str, with_map: bool, on_input: bool, with_bias: bool, dtype: torch.dtype
+    installed: Vllm, activation: str, with_map: bool, on_input: bool, with_bias: bool, dtype: torch.dtype, device: str
 ) -> None:
     rows = CHANNELS * (1 if activation.endswith("_no_mul") else 2)
     x, weights, ids = routed(top_k=1 if on_input else TOP_K, experts=6 if with_map else EXPERTS)
     x = x.to(dtype)
     w1 = (draw(EXPERTS, rows, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5).to(dtype)
     w2 = (draw(EXPERTS, HIDDEN, CHANNELS, dtype=dtype, seed=2) * CHANNELS**-0.5).to(dtype)
-    biases = draw(EXPERTS, rows, dtype=dtype, seed=5), draw(EXPERTS, HIDDEN, dtype=dtype, seed=6)
+    biases = [draw(EXPERTS, n, dtype=dtype, seed=n) for n in (rows, HIDDEN)]
     expert_map = torch.tensor([3, -1, 0, 2, 1, -1], dtype=torch.int32) if with_map else None
-    config = layer(installed, activation, in_dtype=dtype, has_bias=with_bias)
+    scaled, exact_weights = (x * weights.to(dtype), torch.ones_like(weights)) if on_input else (x, weights)
+    exact = experts_in_float64(
+        scaled, w1, w2, exact_weights, ids, activation, expert_map, biases=tuple(biases) if with_bias else None
+    )
+    w1, w2, *biases = moved(device, w1, w2, *biases)
+    config = layer(installed, activation, device, in_dtype=dtype, has_bias=with_bias)
     backend, experts = installed.unquantized.select_unquantized_moe_backend(config)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     prepared = installed.unquantized.convert_to_unquantized_kernel_format(backend, None, w1, w2)
     assert [one.data_ptr() for one in prepared] == [w1.data_ptr(), w2.data_ptr()]
     quant_config = installed.config.biased_moe_quant_config(*biases if with_bias else (None, None))
     kernel = installed.unquantized.make_unquantized_moe_kernel(quant_config, config, backend, experts)
-    scaled, exact_weights = (x * weights.to(dtype), torch.ones_like(weights)) if on_input else (x, weights)
-    exact = experts_in_float64(
-        scaled, w1, w2, exact_weights, ids, activation, expert_map, biases=biases if with_bias else None
-    )
-    out = apply(kernel, x, w1, w2, weights, ids, expert_map, on_input)
+    out = apply(installed, kernel, x, w1, w2, weights, ids, expert_map, apply_router_weight_on_input=on_input)
     assert error(out, exact) <= 2.0**-7
     assert not out[2].any()
 
@@ -78,20 +82,25 @@ FP8_KINDS = [
 ]
 
 
+@ANY_DEVICE
 @pytest.mark.parametrize(("kind", "weight_key", "activation_key"), FP8_KINDS)
 @pytest.mark.parametrize("limit", [None, 0.5])
-def test_fp8(installed: Vllm, kind: str, weight_key: str, activation_key: str, limit: float | None) -> None:
+def test_fp8(
+    installed: Vllm, kind: str, weight_key: str, activation_key: str, limit: float | None, device: str
+) -> None:
     """Activations are rounded to the codes that vLLM's scheme says, also where gates and ups are clamped."""
     x, weights, ids = routed()
     (c1, s1, w1), (c2, s2, w2) = (
         quantised(torch.randn(EXPERTS, *size, generator=torch.Generator().manual_seed(2)) * size[1] ** -0.5, kind)
         for size in ((2 * CHANNELS, HIDDEN), (HIDDEN, CHANNELS))
     )
-    oracle, config = installed.fp8, layer(installed, swiglu_limit=limit)
+    static = torch.tensor(4.0 / 448) if activation_key == "kFp8StaticTensorSym" else None
+    exact = experts_of_codes(x, w1, w2, weights, ids, limit, (activation_key, static))
+    c1, c2, s1, s2, static = moved(device, c1, c2, s1, s2, static)
+    oracle, config = installed.fp8, layer(installed, device=device, swiglu_limit=limit)
     asked = [getattr(installed.quant_utils, name) for name in (weight_key, activation_key)]
     backend, experts = oracle.select_fp8_moe_backend(config, *asked)
-    assert experts is installed.modular_experts.PyopsExperts
-    static = torch.tensor(4.0 / 448) if activation_key == "kFp8StaticTensorSym" else None
+    assert experts is installed._modular_experts.PyopsExperts
     prepared = oracle.convert_to_fp8_moe_kernel_format(backend, SimpleNamespace(), c1, c2, s1, s2, static, static)
     assert all(one is other for one, other in zip(prepared, (c1, c2, s1, s2), strict=True))
     quant_config = oracle.make_fp8_moe_quant_config(
@@ -106,9 +115,7 @@ def test_fp8(installed: Vllm, kind: str, weight_key: str, activation_key: str, l
         swiglu_limit=limit,
     )
     kernel = oracle.make_fp8_moe_kernel(quant_config, config, experts, backend)
-    scheme = activation_key, static
-    exact = experts_of_codes(x, w1, w2, weights, ids, limit, scheme)
-    out = apply(kernel, x, c1, c2, weights, ids)
+    out = apply(installed, kernel, x, c1, c2, weights, ids)
     # A code of an activation is another where its bfloat16 differs: 1/16 of it, of few.
     assert (out.double() - exact).abs().mean() <= 2.0**-8 * exact.abs().mean()
     assert not out[2].any()
@@ -146,32 +153,37 @@ def experts_of_codes(
     return out
 
 
-def test_int8(installed: Vllm) -> None:
+@ANY_DEVICE
+def test_int8(installed: Vllm, device: str) -> None:
     """What vLLM makes of weights that it has quantised itself: activations stay as they are."""
     x, weights, ids = routed()
     (c1, s1, _, w1), (c2, s2, _, w2) = (
         coded("int8", sizes, seed)
         for seed, sizes in enumerate([(EXPERTS, 2 * CHANNELS, HIDDEN), (EXPERTS, HIDDEN, CHANNELS)])
     )
-    oracle, config = installed.int8, layer(installed)
+    exact = experts_in_float64(x, w1, w2, weights, ids)
+    c1, c2, s1, s2 = moved(device, c1, c2, s1, s2)
+    oracle, config = installed.int8, layer(installed, device=device)
     _, experts = oracle.select_int8_moe_backend(config)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     kernel = oracle.make_int8_moe_kernel(oracle.make_int8_moe_quant_config(s1, s2), config, experts)
-    out = apply(kernel, x, c1, c2, weights, ids)
-    assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
+    assert error(apply(installed, kernel, x, c1, c2, weights, ids), exact) <= 2.0**-7
 
 
-def test_mxfp4_of_gpt_oss(installed: Vllm) -> None:
+@ANY_DEVICE
+def test_mxfp4_of_gpt_oss(installed: Vllm, device: str) -> None:
     """Codes, biases and clamped swiglu as gpt-oss has them; no weight is repacked."""
     x, weights, ids = routed()
     (c1, s1, _, w1), (c2, s2, _, w2) = (
         coded("mxfp4", sizes, seed)
         for seed, sizes in enumerate([(EXPERTS, 2 * CHANNELS, HIDDEN), (EXPERTS, HIDDEN, CHANNELS)])
     )
-    biases = draw(EXPERTS, 2 * CHANNELS, dtype=BF16, seed=5), draw(EXPERTS, HIDDEN, dtype=BF16, seed=6)
-    oracle, config = installed.mxfp4, layer(installed, "swigluoai", has_bias=True)
+    biases = [draw(EXPERTS, n, dtype=BF16, seed=n) for n in (2 * CHANNELS, HIDDEN)]
+    exact = experts_in_float64(x, w1, w2, weights, ids, "swigluoai", biases=tuple(biases))
+    c1, c2, s1, s2, *biases = moved(device, c1, c2, s1, s2, *biases)
+    oracle, config = installed.mxfp4, layer(installed, "swigluoai", device, has_bias=True)
     backend, experts = oracle.select_mxfp4_moe_backend(config)
-    assert experts is installed.modular_experts.PyopsExperts
+    assert experts is installed._modular_experts.PyopsExperts
     assert oracle.mxfp4_round_up_hidden_size_and_intermediate_size(backend, 2880, 2880) == (2880, 2880)
     given = c1, c2, s1, s2, *biases
     prepared = oracle.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(backend, None, *given)
@@ -187,8 +199,7 @@ def test_mxfp4_of_gpt_oss(installed: Vllm) -> None:
         w2_bias=biases[1],
     )
     kernel = oracle.make_mxfp4_moe_kernel(quant_config, config, experts, backend)
-    exact = experts_in_float64(x, w1, w2, weights, ids, "swigluoai", biases=biases)
-    out = apply(kernel, x, c1, c2, weights, ids)
+    out = apply(installed, kernel, x, c1, c2, weights, ids)
     assert error(out, exact) <= 2.0**-7
     assert not out[2].any()
 
@@ -213,14 +224,14 @@ def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: p
     kernel = installed.unquantized.make_unquantized_moe_kernel(quant_config, config, backend, experts)
     monkeypatch.setattr(HostFunction, "launch", noted)
     with cpu("kernels"):
-        out = apply(kernel, x, w1, w2, weights, ids)
+        out = apply(installed, kernel, x, w1, w2, weights, ids)
     assert names == [*sorts, "grouped_gemm.cu", "grouped_gemm.cu", "moe_sum.cu"]
     assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
 
 
 def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
     unquantized, fp8, theirs = installed.unquantized, installed.fp8, installed.triton_moe.TritonExperts
-    supported = installed.modular_experts.PyopsExperts.is_supported_config
+    supported = installed._modular_experts.PyopsExperts.is_supported_config
     standard = installed.modular_kernel.FusedMoEActivationFormat.Standard
     for config, said in (
         (layer(installed, "gelu_tanh"), "activation"),
@@ -229,7 +240,7 @@ def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
         (layer(installed, is_lora_enabled=True), "LoRA"),
     ):
         assert unquantized.select_unquantized_moe_backend(config)[1] is theirs
-        taken, reason = supported(installed.modular_experts.PyopsExperts, config, None, None, standard)
+        taken, reason = supported(installed._modular_experts.PyopsExperts, config, None, None, standard)
         assert not taken
         assert said in str(reason)
     blocks = installed.quant_utils.kFp8Static128BlockSym, installed.quant_utils.kFp8Dynamic128Sym
@@ -241,7 +252,7 @@ def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
 
 
 def test_the_choice_says_which_experts_are_kept(installed: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed.modular_experts, "keeps", lambda case: case != "bf16")
+    monkeypatch.setattr(installed._modular_experts, "keeps", lambda case: case != "bf16")
     theirs = installed.triton_moe.TritonExperts
     assert installed.unquantized.select_unquantized_moe_backend(layer(installed))[1] is theirs
 

@@ -15,6 +15,7 @@ from tests.test_linear_products import positive
 from tests.test_moe_experts import coded, experts_in_float64
 from tests.test_moe_marlin import weight
 from tests.vllm_experts import (
+    ANY_DEVICE,
     BF16,
     CHANNELS,
     EXPERTS,
@@ -25,6 +26,7 @@ from tests.vllm_experts import (
     error,
     installed,
     layer,
+    moved,
     routed,
     vllm,
 )
@@ -32,21 +34,24 @@ from tests.vllm_experts import (
 __all__ = ["installed", "vllm"]  # fixtures
 
 
+@ANY_DEVICE
 @pytest.mark.parametrize("kind", ["gptq", "gptq with order", "awq"])
 @pytest.mark.parametrize("with_map", [False, True])
-def test_4_bits(installed: Vllm, kind: str, with_map: bool) -> None:
+def test_4_bits(installed: Vllm, kind: str, with_map: bool, device: str) -> None:
     """Weights that vLLM repacks for Marlin, by its own preparation of GPTQ and AWQ."""
     x, weights, ids = routed(experts=6 if with_map else EXPERTS)
     expert_map = torch.tensor([3, -1, 0, 2, 1, -1], dtype=torch.int32) if with_map else None
     group, common = 64, {"lm_head_quantized": False, "full_config": {}}
     of_w1, of_w2 = (packed_weights(kind, k, n, group) for k, n in ((HIDDEN, 2 * CHANNELS), (CHANNELS, HIDDEN)))
+    exact = experts_in_float64(x, of_w1["w"], of_w2["w"], weights, ids, expert_map=expert_map)
+    of_w1, of_w2 = (dict(zip(of, moved(device, *of.values()), strict=True)) for of in (of_w1, of_w2))
     if kind == "awq":
         scheme = installed.awq_marlin.AWQMarlinConfig(4, group, True, modules_to_not_convert=None, **common)
         zeros = {"w13_qzeros": of_w1["zeros"], "w2_qzeros": of_w2["zeros"]}
     else:
         scheme = installed.auto_gptq.AutoGPTQConfig(4, group, kind != "gptq", True, dynamic={}, **common)
         zeros = {"w13_g_idx": of_w1["groups"], "w2_g_idx": of_w2["groups"]}
-    oracle, config = installed.int_wna16, layer(installed)
+    oracle, config = installed.int_wna16, layer(installed, device=device)
     backend, experts = oracle.select_wna16_moe_backend(config, installed.quant_utils.kInt4Static, 4)
     groups = {"num_groups_w13": HIDDEN // group, "num_groups_w2": CHANNELS // group}
     a_layer = SimpleNamespace(intermediate_size_per_partition=CHANNELS, **groups)
@@ -58,9 +63,8 @@ def test_4_bits(installed: Vllm, kind: str, with_map: bool) -> None:
     calls: list[str] = []
     theirs = pytest.MonkeyPatch()
     theirs.setattr(installed.marlin_moe, "_fused_marlin_moe", lambda *_, **__: calls.append("vLLM's"))
-    out = apply(kernel, x, w13, w2, weights, ids, expert_map)
+    out = apply(installed, kernel, x, w13, w2, weights, ids, expert_map)
     theirs.undo()
-    exact = experts_in_float64(x, of_w1["w"], of_w2["w"], weights, ids, expert_map=expert_map)
     assert not calls
     assert error(out, exact) <= 2.0**-6
     assert not out[2].any()
@@ -102,7 +106,7 @@ def test_functions_of_experts(installed: Vllm) -> None:
 
 
 def functions_of(installed: Vllm) -> Any:
-    return importlib.import_module("pyops.integrations.vllm.parts.expert_functions")
+    return importlib.import_module("pyops.integrations.vllm.parts._expert_functions")
 
 
 def test_marlin_with_the_callers_functions(installed: Vllm) -> None:

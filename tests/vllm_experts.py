@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from pyops.integrations.vllm import register
+from tests.calls import CUDA
 from tests.test_linear_products import draw, positive
 
 BF16 = torch.bfloat16
 EXPERTS, HIDDEN, CHANNELS, TOP_K = 4, 256, 128, 2
 Vllm = SimpleNamespace  # modules of vLLM and of the part, by the last word of their names
+ANY_DEVICE = pytest.mark.parametrize("device", ["cpu", CUDA])
 LAYERS = "vllm.model_executor.layers"
 MODULES = (
     f"{LAYERS}.fused_moe.config",
@@ -32,7 +34,7 @@ MODULES = (
     "vllm.platforms.interface",
     "vllm.v1.worker.workspace",
     "pyops.integrations.vllm.parts.experts",
-    "pyops.integrations.vllm.parts.modular_experts",
+    "pyops.integrations.vllm.parts._modular_experts",
 )
 
 
@@ -57,12 +59,12 @@ def vllm() -> Iterator[Vllm]:
         def supports_fp8(cls) -> bool:
             return True
 
-    found.workspace.init_workspace_manager(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if name.startswith(("vllm.", "pyops.integrations.")) and "current_platform" in vars(module):
                 patch.setattr(module, "current_platform", Hopper())
-        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # which vLLM calls before it grows its workspace
+        if not torch.cuda.is_available():  # vLLM calls this before it grows its workspace
+            patch.setattr(torch.accelerator, "empty_cache", lambda: None)
         # This asks the engine's configuration.
         patch.setattr(found.mxfp4, "_user_moe_activation_override", lambda: None)
         yield found
@@ -76,7 +78,7 @@ def installed(vllm: Vllm) -> Iterator[Vllm]:
     vllm.experts.uninstall()
 
 
-def layer(vllm: Vllm, activation: str = "silu", **others: Any) -> Any:
+def layer(vllm: Vllm, activation: str = "silu", device: str = "cpu", **others: Any) -> Any:
     """vLLM's configuration of a layer."""
     given = {
         "num_experts": EXPERTS,
@@ -86,7 +88,7 @@ def layer(vllm: Vllm, activation: str = "silu", **others: Any) -> Any:
         "num_local_experts": EXPERTS,
         "num_logical_experts": EXPERTS,
         "activation": vllm.activation.MoEActivation(activation),
-        "device": "cpu",
+        "device": device,
         "routing_method": vllm.config.RoutingMethodType.Renormalize,
         "moe_parallel_config": vllm.config.FusedMoEParallelConfig.make_no_parallel(),
         "in_dtype": BF16,
@@ -102,21 +104,29 @@ def routed(tokens: int = 20, top_k: int = TOP_K, experts: int = EXPERTS) -> tupl
     return draw(tokens, HIDDEN, dtype=BF16), positive(tokens, top_k, seed=3), ids.int()
 
 
+def moved(device: str, *tensors: Any) -> list[Any]:
+    return [one.to(device) if isinstance(one, torch.Tensor) else one for one in tensors]
+
+
 def apply(
-    kernel: Any, x: Any, w1: Any, w2: Any, weights: Any, ids: Any, expert_map: Any = None, on_input: bool = False
-) -> Any:
-    """What vLLM's layers call."""
-    return kernel.apply(
-        hidden_states=x,
-        w1=w1,
-        w2=w2,
-        topk_weights=weights,
-        topk_ids=ids,
-        activation=kernel.moe_config.activation,
-        global_num_experts=-1 if expert_map is None else len(expert_map),
-        expert_map=expert_map,
-        apply_router_weight_on_input=on_input,
-    )
+    vllm: Vllm, kernel: Any, x: Any, w1: Any, w2: Any, weights: Any, ids: Any, expert_map: Any = None, **given: Any
+) -> torch.Tensor:
+    """What vLLM's layers call, on the device of w1; on a GPU once more as a CUDA graph. Returns the result."""
+    device = w1.device
+    x, weights, ids, expert_map = moved(device, x, weights, ids, expert_map)
+    vllm.workspace.init_workspace_manager(device)
+    call = {"hidden_states": x, "w1": w1, "w2": w2, "topk_weights": weights, "topk_ids": ids, "expert_map": expert_map}
+    call |= {"activation": kernel.moe_config.activation, "apply_router_weight_on_input": False}
+    call["global_num_experts"] = -1 if expert_map is None else len(expert_map)
+    out = kernel.apply(**call | given)
+    if device.type == "cuda":
+        expected, graph = out.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = kernel.apply(**call | given)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+    return out.cpu()
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:

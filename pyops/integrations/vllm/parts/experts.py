@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from .replaced import Replaced
+from ._replaced import Replaced
 
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _ORACLE = f"{_FUSED_MOE}.oracle"
@@ -51,7 +51,7 @@ def install() -> str:
         ("mxfp4", "make_mxfp4_moe_quant_config", "mxfp4_backend", mxfp4.MARLIN),
     ):
         _replaced.function(f"{_ORACLE}.{oracle}", name, _as_for(argument, backend))
-    functions = importlib.import_module("pyops.integrations.vllm.parts.expert_functions")
+    functions = importlib.import_module("pyops.integrations.vllm.parts._expert_functions")
     _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", functions.marlin)
     _replaced.function(f"{_FUSED_MOE}.fused_moe", "fused_experts", functions.fused)
     return (
@@ -73,7 +73,7 @@ def _in_front(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _knows_experts(in_list: bool) -> Callable[[Any], Callable[[Any], Any]]:
     """Has an oracle's function of the experts of a backend, one class or a list of them, know the class here."""
-    experts = importlib.import_module("pyops.integrations.vllm.parts.modular_experts").PyopsExperts
+    experts = importlib.import_module("pyops.integrations.vllm.parts._modular_experts").PyopsExperts
 
     def around(classes: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def with_pyops(backend: Any) -> Any:

@@ -70,7 +70,11 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_current_device() -> bool:
-        return bool(current_platform.is_cuda() and current_platform.has_device_capability((8, 0)))
+        # From sm_100 on the products are those of sm_80: vLLM has kernels for its tensor cores.
+        supported = current_platform.has_device_capability((8, 0)) and not current_platform.has_device_capability(
+            (10, 0)
+        )
+        return bool(current_platform.is_cuda() and supported)
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
