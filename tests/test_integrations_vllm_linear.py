@@ -27,7 +27,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with on_hopper(monkeypatch), torch._dynamo.config.patch(disable=True):
         from pyops.integrations.vllm.parts import linear
 
-        assert linear.install() == f"linear: {', '.join(CASES)}"
+        assert linear.install() == ", ".join(CASES)
         yield linear
         linear.uninstall()
 
@@ -145,7 +145,7 @@ def test_groups_of_another_rank(part: Any) -> None:
     from vllm.model_executor.parameter import ChannelQuantScaleParameter, PackedvLLMParameter, RowvLLMParameter
     from vllm.scalar_type import scalar_types
 
-    from pyops.integrations.vllm.parts.packed_linear import PyopsMarlinLinearKernel
+    from pyops.integrations.vllm.parts._packed_linear import PyopsMarlinLinearKernel
 
     whole = Weight(4, 64, False, in_order=False, k=256, n=64)
     config = MPLinearLayerConfig((256, 64), (128, 64), scalar_types.uint4b8, torch.float16, 64, False, True)
@@ -360,7 +360,7 @@ def chosen(**changed: Any) -> str:
 )
 def test_packed_weights_that_are_refused(part: Any, changed: dict[str, Any], reason: str) -> None:
     """And those beside them are not."""
-    from pyops.integrations.vllm.parts.packed_linear import PyopsMarlinLinearKernel
+    from pyops.integrations.vllm.parts._packed_linear import PyopsMarlinLinearKernel
 
     can, why = PyopsMarlinLinearKernel.can_implement(packed_config(**changed))
     assert not can
@@ -408,7 +408,7 @@ def test_uninstall_and_the_table(part: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert not any("Pyops" in name for names in before for name in names)
     assert chosen() == "MacheteLinearKernel"
     keep(monkeypatch, "linear", "w8a16")
-    assert part.install() == "linear: w8a16"
+    assert part.install() == "w8a16"
     assert chosen() == "MacheteLinearKernel"
     assert chosen(weight_type=scalar_types.uint8b128) == "PyopsMarlinLinearKernel"
     part.uninstall()
@@ -418,3 +418,22 @@ def test_uninstall_and_the_table(part: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: False)
     assert part.install() == ""
     assert lists() == before
+
+
+def test_compiled_code_is_kept_apart(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's key of compiled code on disk names what is served: other kernels have weights in other layouts."""
+    from vllm.compilation.caching import aot_compile_hash_factors
+    from vllm.config import get_current_vllm_config
+
+    def key() -> str:
+        return str(aot_compile_hash_factors(get_current_vllm_config()))
+
+    found = {key()}
+    part.uninstall()
+    found.add(key())
+    keep(monkeypatch, "linear", "w4a16")
+    part.install()
+    found.add(key())
+    assert len(found) == 3
+    part.uninstall()
+    assert key() in found

@@ -51,7 +51,7 @@ def install() -> str:
     for name, method in methods.items():
         _originals[name] = vars(Sampler)[name]
         setattr(Sampler, name, method)
-    return f"sampler: {', '.join(methods)}" if methods else ""
+    return ", ".join(methods)
 
 
 def uninstall() -> None:

@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear as torch_linear
-from vllm.model_executor.layers import utils
 
 import pyops
-
-from . import hopper
 
 # Tokens of a product that is as fast as cuBLAS's or faster for every weight that was measured on an H200
 # (docs/performance/products.md). For one token cuBLAS is up to 11 % faster where 1024 does not divide K.
@@ -25,25 +22,10 @@ _ONE_TOKEN_MULTIPLE = 1024
 
 _library = torch.library.Library("pyops_vllm", "DEF")
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_originals: dict[str, Any] = {}  # {function of vLLM's module: vLLM's}
 
 
-def install() -> None:
-    """Have vLLM's layers of unquantized weights call the op, on GPUs where it is faster."""
-    if hopper.refusal() is None:
-        _originals["default_unquantized_gemm"] = utils.default_unquantized_gemm
-        utils.default_unquantized_gemm = _unquantized_gemm
-
-
-def uninstall() -> None:
-    """Have vLLM's layers call torch again."""
-    for name, function in _originals.items():
-        setattr(utils, name, function)
-    _originals.clear()
-
-
-def _unquantized_gemm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, with vLLM's arguments."""
+def unquantized_gemm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, in the place of vLLM's `default_unquantized_gemm`."""
     if weight.dtype not in (torch.float16, torch.bfloat16) or x.dtype != weight.dtype:
         return torch_linear(x, weight, bias)
     result: Tensor = torch.ops.pyops_vllm.linear(x, weight, bias)

@@ -20,7 +20,7 @@ from vllm.scalar_type import scalar_types
 import pyops
 
 from ....ops._shared.packed_layouts import ColumnOrder, column_place
-from . import hopper
+from . import _hopper
 
 _TYPES = {False: (scalar_types.uint4b8, scalar_types.uint8b128), True: (scalar_types.uint4, scalar_types.uint8)}
 _GROUP_SIZES = 32, 64, 128
@@ -30,7 +30,7 @@ _TILE = 16, 64  # rows and columns of Marlin's tiles
 class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
     """Integer weights in Marlin's layout, with zero points, and with groups in any order of rows (``desc_act``)."""
 
-    served_bits: ClassVar[tuple[int, ...]] = (4, 8)
+    served_bits: ClassVar[tuple[int, ...]] = ()  # of codes for which it is offered
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -38,7 +38,7 @@ class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        reason = hopper.refusal() or _refusal(c)
+        reason = _hopper.refusal() or _refusal(c)
         if reason is None and c.weight_type.size_bits not in cls.served_bits:
             reason = f"is slower than vLLM's kernels for {c.weight_type}"
         return reason is None, reason

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 import pyops
 
-from . import hopper
+from . import _hopper
 
 _BLOCK = 128  # elements of K, and rows of the weight, under one scale
 
@@ -30,7 +30,7 @@ class PyopsFP8ScaledMMLinearKernel(FP8ScaledMMLinearKernel):  # type: ignore[mis
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return _answer(hopper.refusal(compute_capability))
+        return _answer(_hopper.refusal(compute_capability))
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
@@ -63,7 +63,7 @@ class PyopsFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: 
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return _answer(hopper.refusal(compute_capability))
+        return _answer(_hopper.refusal(compute_capability))
 
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
@@ -86,7 +86,7 @@ class PyopsInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: i
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return _answer(hopper.refusal(compute_capability))
+        return _answer(_hopper.refusal(compute_capability))
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, weight_scale, input_scale, zero_point, azp_adj = self._get_layer_params(layer)
