@@ -200,3 +200,18 @@ def test_scales_of_experts_and_of_w4a8_have_any_shape(device: str) -> None:
         op.wrapper(*args)
         results.append(args[0])
     assert all(torch.equal(one, results[0]) for one in results)
+
+
+@ANY_DEVICE
+def test_a_scale_of_rows_that_is_repeated_for_each_expert(device: str) -> None:
+    """As vLLM hands over experts' rows in the format of batches: one scale for all rows, the first."""
+    op = pyops.registry["cutlass_moe_mm"]
+    names = [parameter.name for parameter in op.declaration.parameters]
+    results = []
+    for scales in ([0.5], [0.5, 7.0, 9.0]):
+        args = example(op, device, per_row=False)
+        args[names.index("a_scales")] = torch.tensor(scales, device=device).view(-1, 1)
+        op.wrapper(*args)
+        results.append(args[0])
+    assert torch.equal(*results)
+    assert results[0].any()
