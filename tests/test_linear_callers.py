@@ -19,6 +19,7 @@ from tests.test_linear_ggml import check as ggml_check
 from tests.test_linear_ggml import draw as ggml_draw
 from tests.test_linear_packed import FP8, each
 from tests.test_linear_products import columns, draw, forced, needs_compiler, positive
+from tests.test_moe_experts import experts_in_float64
 
 ANY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 M, N, K = 3, 64, 128
@@ -77,28 +78,44 @@ def test_a_bias_has_any_shape(of: str, device: str) -> None:
         call(bias[1:])
 
 
+def _nvfp4(k: int, n: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(w [experts, n, k] in float64, its codes, scales of blocks, and those of experts for activations of `dtype`)."""
+    experts = len(scale)
+    codes = packed.draw(0, 16, experts, k, n, seed=k)
+    scales = packed.draw(0x20, 0x30, experts, k // 16, n, seed=1).to(torch.uint8).view(FP8)
+    halves = packed.blocks(packed.blocks(scales.half(), packed.PERM_64), [0, 2, 1, 3]) * 2.0**7
+    stored = (halves.view(torch.int16) << 1 >> 8).to(torch.uint8).view(FP8)
+    each_w = [packed.E2M1.double()[codes[e]] * each(scales[e].double(), k) * scale[e].double() for e in range(experts)]
+    given = scale * 2.0 ** (7 if dtype == torch.float16 else 119)
+    return torch.stack(each_w).mT, torch.stack([packed.marlin(one, 4) for one in codes]), stored, given
+
+
 @ANY_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_scale_wide", [False, True])
 def test_marlin_experts_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device: str) -> None:
     """Each expert has a scale of its own, in the dtype of activations, as of vLLM 0.16, or in float32, as of 0.22."""
-    experts, top_k, block = 3, 2, 16
-    codes = packed.draw(0, 16, experts, K, N)
-    scales = packed.draw(0x28, 0x48, experts, K // 16, N, seed=1).to(torch.uint8).view(FP8)
-    halves = packed.blocks(packed.blocks(scales.half(), packed.PERM_64), [0, 2, 1, 3]) * 2.0**7
-    stored = (halves.view(torch.int16) << 1 >> 8).to(torch.uint8).view(FP8)
     scale = torch.tensor([0.3, 0.7, 0.11], dtype=torch.float32 if is_scale_wide else dtype)
-    given = scale * 2.0 ** (7 if dtype == torch.float16 else 119)
-    a = draw(M, K, dtype=dtype)
+    w1, codes1, scales1, given1 = _nvfp4(K, 2 * N, scale, dtype)
+    w2, codes2, scales2, given2 = _nvfp4(N, K, scale.flip(0) / 4, dtype)
+    a, weights, kind = draw(M, K, dtype=dtype), positive(M, 2), SCALAR_TYPES["float4_e2m1f"].id
     ids = torch.tensor([[0, 1], [2, 0], [1, 2]], dtype=torch.int32)
-    w = [packed.E2M1.double()[codes[e]] * each(scales[e].double(), K) * scale[e].double() for e in range(experts)]
-    exact = torch.stack([a[row // top_k].double() @ w[int(ids.view(-1)[row])] for row in range(M * top_k)])
-    c = torch.empty(M * top_k, N, dtype=dtype, device=device)
-    weight = torch.stack([packed.marlin(codes[e], 4) for e in range(experts)]), None, stored, None, given
-    lists = *pyops.moe_align(ids, block, experts), None, block, top_k, False
-    moved = [one.to(device) if isinstance(one, Tensor) else one for one in (*weight, None, None, None, None, *lists)]
-    pyops.moe_wna16_marlin_gemm(a.to(device), c, *moved, SCALAR_TYPES["float4_e2m1f"].id, M, N, K)
+    exact = torch.stack([w1[int(expert)] @ a[row // 2].double() for row, expert in enumerate(ids.view(-1))])
+
+    def moved(*given: Tensor | None) -> list[Tensor | None]:
+        return [None if one is None else one.to(device) for one in given]
+
+    c = torch.empty(2 * M, 2 * N, dtype=dtype, device=device)
+    given = a, codes1, None, scales1, None, given1, None, None, None, None, *pyops.moe_align(ids, 16, 3), None
+    x, *rest = moved(*given)
+    pyops.moe_wna16_marlin_gemm(x, c, *rest, 16, 2, False, kind, M, 2 * N, K)
     assert (c.cpu().double() - exact).abs().max() <= 1.5 * torch.finfo(dtype).eps * exact.abs().max()
+
+    exact = experts_in_float64(a, w1, w2, weights, ids)
+    scales = dict(zip(("global_scale1", "global_scale2"), moved(given1, given2), strict=True))
+    out = pyops.fused_marlin_moe(*moved(a, codes1, codes2, None, None, scales1, scales2, weights, ids), kind, **scales)
+    # Two products, an activation and a sum, each rounded.
+    assert (out.cpu().double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 LONGER = [
@@ -200,3 +217,18 @@ def test_scales_of_experts_and_of_w4a8_have_any_shape(device: str) -> None:
         op.wrapper(*args)
         results.append(args[0])
     assert all(torch.equal(one, results[0]) for one in results)
+
+
+@ANY_DEVICE
+def test_a_scale_of_rows_that_is_repeated_for_each_expert(device: str) -> None:
+    """As vLLM hands over experts' rows in the format of batches: one scale for all rows, the first."""
+    op = pyops.registry["cutlass_moe_mm"]
+    names = [parameter.name for parameter in op.declaration.parameters]
+    results = []
+    for scales in ([0.5], [0.5, 7.0, 9.0]):
+        args = example(op, device, per_row=False)
+        args[names.index("a_scales")] = torch.tensor(scales, device=device).view(-1, 1)
+        op.wrapper(*args)
+        results.append(args[0])
+    assert torch.equal(*results)
+    assert results[0].any()
