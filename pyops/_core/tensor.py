@@ -123,7 +123,8 @@ def held_number(value: Any, like: Any) -> Any:
         value = float(value)
     except OverflowError:
         return value  # `arguments.convert` will refuse the value by the name of its argument
-    key = (value, kind, None if kind == "numpy" else like.device)
+    where = None if kind == "numpy" else like.device.id if kind == "cupy" else like.device  # CuPy's have no hash
+    key = (value, kind, where)
     if (found := _numbers.get(key)) is None:
         if MAX_FLOAT <= abs(value) < inf:
             return value  # likewise
