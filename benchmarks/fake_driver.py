@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops._core import device, driver, prepare, torch_library, workspace
+from pyops._core import device, driver, torch_library, workspace
 from pyops._core.compiler import Compiled
 from pyops._core.kernel import Kernel, Specialisation
 from pyops._core.wrapper import NAMESPACE
@@ -58,11 +58,7 @@ def _device_count() -> int:
     return 1
 
 
-def _is_capturing(*_: Any) -> bool:
-    return False
-
-
-def _allocate(_: int, nbytes: int) -> tuple[Any, int]:
+def _allocate(_op: str, _index: int, _stream: int, nbytes: int) -> tuple[Any, int]:
     memory = torch.empty(nbytes, dtype=torch.uint8)
     return memory, memory.data_ptr()
 
@@ -117,9 +113,9 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(Specialisation, "load", load)
     yield mock.patch.object(driver, "get", get_driver)
     yield mock.patch.object(driver, "allow_shared", _nothing)
-    # There is no stream, no graph is captured, and workspaces lie in host memory.
+    yield mock.patch.object(driver, "relaxed_capture", nullcontext)
+    # There is no stream, and workspaces lie in host memory.
     yield mock.patch.dict(NAMESPACE, torch_stream=operator.index)
-    yield mock.patch.object(prepare, "capturing", _is_capturing)
     yield mock.patch.object(workspace, "allocate_torch", _allocate)
     yield mock.patch.object(workspace, "zeros", _zeros)
     # Every op lists the kernels that it has loaded.

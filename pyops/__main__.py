@@ -85,7 +85,12 @@ def _demo(options: argparse.Namespace) -> bool:
 def _coverage(options: argparse.Namespace) -> bool:
     from .cli import coverage
 
-    print(coverage.text(options.vllm))
+    if options.refusals:
+        from .cli import refusals
+
+        print(refusals.text())
+    else:
+        print(coverage.text(options.vllm))
     return True
 
 
@@ -144,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
     command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
     covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")
     covering.add_argument("--vllm", choices=("0.16", "0.22"), default="0.16", help="version (default 0.16)")
+    covering.add_argument("--refusals", action="store_true", help="what ops refuse that vLLM 0.22 takes")
     return main
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fused_marlin_moe"]
 
-_ACTIVATIONS: dict[str, Callable[..., Any]] = {
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "silu": silu_and_mul,
     "gelu": gelu_and_mul,
     "swigluoai": swigluoai_and_mul,
@@ -103,7 +103,10 @@ def fused_marlin_moe(
             `moe_wna16_marlin_gemm` takes them for activations of 8 bits; or None, for inputs as they are.
         input_global_scale1, input_global_scale2: one float32 each, by which scales of the rows of int8 are multiplied;
             or None.
-        workspace, intermediate_cache13, intermediate_cache2: vLLM's; they have no effect.
+        workspace: vLLM's; it has no effect.
+        intermediate_cache13, intermediate_cache2: memory of the dtype of hidden_states, overwritten: for
+            num_tokens * topk rows as wide as the wider of both products' results, and for as many of
+            intermediate_size; or None. `output` may lie in the second.
         is_k_full: as in `moe_wna16_marlin_gemm`.
         output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
 
@@ -120,8 +123,8 @@ def fused_marlin_moe(
             raise OpError("fused_marlin_moe", name, f"expected None with an input_dtype of {input_dtype}")
     if apply_router_weight_on_input and topk != 1:
         raise OpError("fused_marlin_moe", "apply_router_weight_on_input", f"expected a topk of 1, got {topk}")
-    if activation_func is None and activation not in _ACTIVATIONS:
-        expected = " or ".join(_ACTIVATIONS)
+    if activation_func is None and activation not in ACTIVATIONS:
+        expected = " or ".join(ACTIVATIONS)
         raise OpError("fused_marlin_moe", "activation", f"expected {expected}, got {activation}")
     if expert_map is not None:
         global_num_experts = expert_map.shape[0]
@@ -142,7 +145,7 @@ def fused_marlin_moe(
     ) -> Tensor:
         sizes = a.shape[0], n, a.shape[1]
         routing = *lists, topk_weights if weighted else None, block_size, top_k, weighted
-        c = new(a, (num_rows, n))
+        c = _room(intermediate_cache13, "intermediate_cache13", hidden_states, (num_rows, n))
         if expert_map is not None and moe_sum is not None:
             c[...] = 0  # who adds them up does not know which rows there are
         bias, scales, factor, *others = of_weight
@@ -159,9 +162,9 @@ def fused_marlin_moe(
     of_w2 = bias2, w2_scale, input_global_scale2, global_scale2, w2_zeros, g_idx2, sort_indices2
     columns = intermediate_size * (1 if activation.endswith("_no_mul") else 2)
     between = multiply(1, hidden_states, w1, of_w1, topk, apply_router_weight_on_input, columns)
-    activated = new(hidden_states, (num_rows, intermediate_size))
+    activated = _room(intermediate_cache2, "intermediate_cache2", hidden_states, (num_rows, intermediate_size))
     if activation_func is None:
-        _ACTIVATIONS[activation](activated, between)
+        ACTIVATIONS[activation](activated, between)
     else:
         activation_func(activation, activated, between)
     of_choices = multiply(2, activated, w2, of_w2, 1, not apply_router_weight_on_input, hidden_size)
@@ -171,6 +174,17 @@ def fused_marlin_moe(
     else:
         moe_sum(choices, output)
     return output
+
+
+def _room(cache: Tensor | None, name: str, like: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The first elements of the memory that the caller gives, or new memory."""
+    if cache is None:
+        return new(like, shape)
+    flat, count = cache.reshape(-1), shape[0] * shape[1]
+    if cache.dtype != like.dtype or flat.shape[0] < count:
+        expected = f"expected {count} elements of {like.dtype}"
+        raise OpError("fused_marlin_moe", name, f"{expected}, got shape {tuple(cache.shape)} of {cache.dtype}")
+    return flat[:count].reshape(shape)
 
 
 def _quantised(x: Tensor, dtype: str, factor: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -364,6 +364,27 @@ def test_silu_and_mul_by_groups(bound: float | None, group_size: int, where: str
 
 
 @pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+def test_silu_and_mul_by_groups_transposed(num_tokens: int, where: str) -> None:
+    """Transposed scales are [tokens, groups] of any strides, or [groups, tokens], also where both counts are equal."""
+    x = make(num_tokens, 256, dtype=torch.bfloat16, where=where)
+    codes = torch.empty(num_tokens, 128, dtype=torch.int8, device=where)
+    scales = torch.empty(num_tokens, 2, device=where)
+    by_columns, by_groups = (torch.zeros(2, num_tokens, device=where) for _ in range(2))
+    with nullcontext() if where == "cuda" else cpu("kernels" if isinstance(where, Host) else "reference"):
+        pyops.silu_and_mul_per_block_quant(codes, x, scales, 64)
+        for given in (by_columns.t(), by_groups):
+            pyops.silu_and_mul_per_block_quant(codes, x, given, 64, None, True)
+        assert torch.equal(by_columns.t(), scales)
+        assert torch.equal(by_groups.t(), scales)
+        if num_tokens == 5:
+            with pytest.raises(pyops.OpError, match="scales: expected shape"):
+                pyops.silu_and_mul_per_block_quant(codes, x, by_groups, 64, None, False)
+            with pytest.raises(pyops.OpError, match="scales: expected shape"):
+                pyops.silu_and_mul_per_block_quant(codes, x, torch.empty(2, 7, device=where)[:, :5], 64, None, True)
+
+
+@pytest.mark.parametrize("where", DEVICES)
 def test_sparse_rows_of_one_value(where: str) -> None:
     """A variance of 0, or just below it when rounded, cuts everything."""
     for width in (96, 1000):

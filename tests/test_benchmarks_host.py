@@ -13,7 +13,7 @@ import torch
 import pyops
 from benchmarks import host, shapes
 from benchmarks.fake_driver import fake_driver
-from pyops._core import device, driver, prepare, workspace
+from pyops._core import device, driver, workspace
 from pyops._core.wrapper import NAMESPACE
 
 RMS_NORM = pyops.registry["rms_norm"]
@@ -84,7 +84,7 @@ def test_a_hit_takes_the_path_of_a_gpu(name: str) -> None:
 
 
 def replaced_by_the_fake() -> list[Any]:
-    functions = [device.get, device.host, device.count, driver.get, driver.allow_shared, prepare.capturing]
+    functions = [device.get, device.host, device.count, driver.get, driver.allow_shared, driver.relaxed_capture]
     return [*functions, workspace.allocate_torch, workspace.zeros, {**NAMESPACE}]
 
 

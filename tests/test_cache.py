@@ -56,6 +56,27 @@ def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torc
 
 
 @pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("is_neox", [False, True])
+def test_rope_fused_of_padded_tokens_by_a_float32_table(is_neox: bool, where: str) -> None:
+    """Tokens behind the last slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
+    args = [
+        torch.arange(7, device=where),
+        *(make(*shape, dtype=torch.bfloat16, where=where) for shape in ((7, 2, 16), (7, 16), (7, 24))),
+        make(9, 16, dtype=torch.float32, where=where),
+    ]
+    slots, results = ints([3, -1, 5, 0], where=where), []
+    for count, dtype in ((4, torch.bfloat16), (7, torch.float32)):
+        positions, q_pe, k_pe, kv_c, table = (x.clone() for x in args)
+        cache = torch.zeros(2, 4, 40, dtype=torch.bfloat16, device=where)
+        given = positions, q_pe[:count], k_pe[:count], kv_c[:count], table.to(dtype), is_neox, slots, cache
+        pyops.concat_and_cache_mla_rope_fused(*given, "auto", 1.0)
+        assert not torch.equal(q_pe[:4], args[1][:4])
+        assert torch.equal(q_pe[4:], args[1][4:])
+        results.append((q_pe, k_pe, cache))
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("where", DEVICES)
 def test_unknown_kinds_are_refused(where: str) -> None:
     for name in FAMILY:
         op = pyops.registry[name]

@@ -150,6 +150,20 @@ def test_convert_fp8_layouts(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", DEVICES)
+def test_convert_fp8_of_another_packing(where: str) -> None:
+    """Contiguous caches of equally many elements pair them up in the order of memory; zero elements are no error."""
+    x = make(5, 3, 4, 16, 8, where=where)
+    codes = torch.zeros(5, 3, 2, 16, 16, dtype=torch.uint8, device=where)
+    pyops.convert_fp8(codes, x, 0.1)
+    right = quantised(x, 0.1, torch.float8_e4m3fn)
+    assert torch.equal(codes.flatten(), right.flatten())
+    back = torch.zeros(x.shape, dtype=torch.float16, device=where)
+    pyops.convert_fp8(back, codes, 0.1)
+    assert torch.equal(back, (right.view(torch.float8_e4m3fn).float() * 0.1).half())
+    pyops.convert_fp8(codes[:0], x[:0].view(0, 7))
+
+
+@pytest.mark.parametrize("where", DEVICES)
 def test_convert_fp8_of_more_rows_than_a_grid_has(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("pyops.ops.cache.convert_fp8"), "_MAX_ROWS", 2)
     pyops.registry["convert_fp8"].forget()
@@ -168,5 +182,8 @@ def test_convert_fp8_refuses(where: str) -> None:
     assert refusal(op, [x.clone(), x, 1.0, "fp8"]).argument == "output"
     assert refusal(op, [codes.clone(), codes, 1.0, "fp8"]).argument == "output"
     assert refusal(op, [codes.t().contiguous().t(), x, 1.0, "fp8"]).argument == "output"
+    assert refusal(op, [codes.view(2, 3, 4)[:, :2], x, 1.0, "fp8"]).argument == "output"
+    assert refusal(op, [codes.view(3, 8).t(), x, 1.0, "fp8"]).argument == "output"
+    assert refusal(op, [codes.view(3, 8), x.view(6, 4).t(), 1.0, "fp8"]).argument == "input"
     apart = torch.zeros(2, 3, 4, dtype=torch.uint8, device=where)[:, ::2, ::2]
     assert refusal(op, [apart, make(2, 2, 2, where=where), 1.0, "fp8"]).argument == "output"

@@ -244,13 +244,16 @@ def test_load_raises_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
-def test_warmup_makes_a_first_call_fit_for_capture() -> None:
+def test_warmup_loads_all_that_a_first_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured one, in a process that may compile nothing any more."""
     sizes = {"num_tokens": 16, "hidden_size": 1232}
     held = pyops.warmup("rms_norm", dtype="bfloat16", **sizes)
     assert [one.kernel for one in held] == ["norm/rms_norm.cu"]
     assert held[0] in pyops.rms_norm.compiled()
     x, weight = torch.randn(16, 1232, device="cuda").bfloat16(), torch.ones(1232, device="cuda").bfloat16()
     out = torch.empty_like(x)
+    monkeypatch.setenv("PYOPS_JIT", "error")
+    pyops.registry["rms_norm"].forget()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         pyops.rms_norm(out, x, weight, 1e-6)

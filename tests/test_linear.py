@@ -99,7 +99,7 @@ def test_refuses() -> None:
         ((out, x, torch.ones(3, 9)), "weight: expected shape (output_size=3, hidden_size=8), got (3, 9)"),
         ((torch.empty(3, 3), x, weight), "out: expected the leading dimensions of input, (2,), got shape (3, 3)"),
         ((out, x, weight.half()), "weight: expected dtype float32, got float16"),
-        ((out, x, weight, torch.ones(2)), "bias: expected shape (output_size=3,), got (2,)"),
+        ((out, x, weight, torch.ones(2)), "bias: expected 3 elements, got shape (2,)"),
         ((out, x[:, :0], torch.ones(3, 0)), "input: expected rows of at least one element, got shape (2, 0)"),
         ((out, x, torch.ones(8, 3).T), "weight: expected a last dimension of stride 1, got strides (1, 3)"),
     ):

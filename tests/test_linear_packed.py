@@ -310,18 +310,19 @@ def test_marlin_gemm_of_fp8(dtype: torch.dtype, groups: int, device: str) -> Non
 
 @ANY_DEVICE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_marlin_gemm_of_nvfp4(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("is_scale_wide", [False, True])
+def test_marlin_gemm_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device: str) -> None:
     """Scales of every magnitude that callers keep, those of blocks and of the tensor as callers prepare them."""
     k, n = 64, 64
     codes = packed.draw(0, 16, k, n)
     scales = packed.draw(0, 0x7F, k // 16, n, seed=1).to(torch.uint8).view(FP8)
     halves = packed.blocks(packed.blocks(scales.half(), packed.PERM_64), [0, 2, 1, 3]) * 2.0**7
     stored = (halves.view(torch.int16) << 1 >> 8).to(torch.uint8).view(FP8)
-    scale = torch.tensor([0.375], dtype=dtype)
+    scale = torch.tensor([0.3], dtype=torch.float32 if is_scale_wide else dtype)
     given = scale * 2.0 ** (7 if dtype == torch.float16 else 119)
     a = activations(4, k, dtype, device)
     out = marlin_gemm(a, packed.marlin(codes, 4), "float4_e2m1f", stored, n, device, global_scale=given)
-    check_product(out, a, packed.E2M1.double()[codes] * each(scales.double(), k), 0.375)
+    check_product(out, a, packed.E2M1.double()[codes] * each(scales.double(), k), scale.item())
 
 
 @ANY_DEVICE

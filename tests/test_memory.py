@@ -131,7 +131,11 @@ def test_a_weak_reference_in_a_graph() -> None:
     x = torch.ones(100, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        weak = pyops.weak_ref_tensor(x * 3)
+        strong = x * 3
+        made = torch.cuda.memory_stats()["allocation.all.allocated"]
+        weak = pyops.weak_ref_tensor(strong)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == made
+        del strong
     graph.replay()
     torch.cuda.synchronize()
     assert bool((weak == 3).all())

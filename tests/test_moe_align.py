@@ -41,7 +41,7 @@ def map_of(num_experts: int, seed: int) -> torch.Tensor:
 
 def local(expert: int, num_experts: int, expert_map: torch.Tensor | None) -> int:
     """The number of an expert, or -1."""
-    if not 0 <= expert < num_experts:
+    if not 0 <= expert < (num_experts if expert_map is None else min(num_experts, len(expert_map))):
         return -1
     number = expert if expert_map is None else int(expert_map[expert])
     return number if 0 <= number < num_experts else -1
@@ -79,7 +79,7 @@ def check_align(ids: torch.Tensor, num_experts: int, block_size: int, expert_map
     right, right_blocks = aligned(by_expert(experts, num_experts), block_size, ids.numel())
     assert total == [len(right)]
     assert places == filled(right, len(places), ids.numel())
-    assert blocks == filled(right_blocks, len(blocks), 0)
+    assert blocks == filled(right_blocks, len(blocks), -1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -152,7 +152,7 @@ def test_align_of_outputs_at_any_address(device: str) -> None:
         total = torch.zeros(1, dtype=torch.int32, device=device)
         pyops.moe_align_block_size(ids, 5, 4, places, blocks, total)
         assert places.tolist() == filled(right, 37, ids.numel())
-        assert blocks.tolist() == filled(right_blocks, 10, 0)
+        assert blocks.tolist() == filled(right_blocks, 10, -1)
         assert [(x == -9).sum().item() for x in memory] == [begin + 8, 8]
 
 
@@ -200,7 +200,7 @@ def test_moe_align(
     used_map = expert_map if ignores else None
     experts = [local(expert, num_experts, used_map) for expert in ids.reshape(-1).tolist()]
     right, right_blocks = aligned(by_expert(experts, num_experts), block_size, ids.numel())
-    right_blocks = filled(right_blocks, len(blocks), 0)
+    right_blocks = filled(right_blocks, len(blocks), -1)
     if expert_map is not None and not ignores:
         right_blocks = [int(expert_map[expert]) for expert in right_blocks]
     assert (places.tolist(), blocks.tolist()) == (filled(right, size, ids.numel()), right_blocks)
@@ -213,7 +213,7 @@ def test_align_without_tokens() -> None:
     assert (places.numel(), blocks.numel(), total.tolist()) == (0, 0, [0])
     places, blocks = torch.full((64,), 7, dtype=torch.int32), torch.full((1,), 7, dtype=torch.int32)
     pyops.moe_align_block_size(ids, 128, 64, places, blocks, total)
-    assert (places.tolist(), blocks.tolist()) == ([0] * 64, [0])
+    assert (places.tolist(), blocks.tolist()) == ([0] * 64, [-1])
 
 
 def test_align_refuses_too_little_room() -> None:

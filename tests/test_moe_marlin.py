@@ -283,6 +283,22 @@ def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expect
     assert tuning.last["moe_wna16_marlin_gemm"] == expected
 
 
+def test_memory_that_is_given() -> None:
+    """Results of both products and of the activation lie in it; the output may, where the last was."""
+    x, ids = draw(3, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3], [1, 3]], dtype=torch.int32)
+    (_, of_w1), (_, of_w2) = weight(HIDDEN, 2 * CHANNELS, 1, False, False), weight(CHANNELS, HIDDEN, 50, False, False)
+    call = x, of_w1["codes"], of_w2["codes"], None, None, of_w1["scales"], of_w2["scales"], positive(3, 2), ids
+    expected = pyops.fused_marlin_moe(*call, SCALAR_TYPES["uint4b8"].id)
+    products, activated = (torch.full((size,), torch.nan, dtype=x.dtype) for size in (6 * HIDDEN + 5, 6 * HIDDEN))
+    output = activated[: 3 * HIDDEN].view(3, HIDDEN)
+    given = {"intermediate_cache13": products, "intermediate_cache2": activated, "output": output}
+    assert pyops.fused_marlin_moe(*call, SCALAR_TYPES["uint4b8"].id, **given) is output
+    assert torch.equal(output, expected)
+    choices = products[: 6 * HIDDEN].view(3, 2, HIDDEN)
+    assert torch.equal(choices.float().sum(1).to(x.dtype), expected)
+    assert products[6 * HIDDEN :].isnan().all()
+
+
 def test_refusals() -> None:
     x, ids = torch.zeros(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32)
     _, of_w1 = weight(HIDDEN, 2 * CHANNELS, 1, False, False)
@@ -294,6 +310,8 @@ def test_refusals() -> None:
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input"),
         ({"input_dtype": torch.int16}, "input_dtype"),
         ({"input_global_scale1": torch.ones(1)}, "input_global_scale1"),
+        ({"intermediate_cache13": torch.empty(4 * HIDDEN - 1, dtype=torch.bfloat16)}, "intermediate_cache13"),
+        ({"intermediate_cache2": torch.empty(4 * HIDDEN)}, "intermediate_cache2"),
     ):
         with pytest.raises(OpError) as caught:
             pyops.fused_marlin_moe(*call, kind, **given)

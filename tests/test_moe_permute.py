@@ -33,7 +33,7 @@ def bits(x: torch.Tensor) -> list[list[int]]:
 def check_permute(
     hidden: torch.Tensor, ids: torch.Tensor, num_experts: int, num_local: int, expert_map: torch.Tensor | None
 ) -> None:
-    """The op against a loop; rows of other devices come last, and nothing is copied for them."""
+    """The op against a loop; rows of other devices come last, by their experts, and nothing is copied for them."""
     num_tokens, topk = ids.shape
     num_rows = num_tokens * topk
     permuted = torch.full((num_rows, hidden.shape[1] * hidden.element_size()), 0x5A, dtype=torch.uint8).to(ids.device)
@@ -47,7 +47,12 @@ def check_permute(
     experts = [local(expert, num_experts, expert_map) for expert in ids.reshape(-1).tolist()]
     rows = by_expert([expert if expert < num_local else -1 for expert in experts], num_local)
     here = [row for own in rows for row in own]
-    right = here + [row for row in range(num_rows) if row not in set(here)]
+    known = num_experts if expert_map is None else min(num_experts, len(expert_map))
+    numbers = [number if 0 <= number < known else known for number in ids.reshape(-1).tolist()]
+    others = set(range(num_rows)) - {*here}
+    right = here + [
+        row for number in range(known + 1) for row in range(num_rows) if row in others and numbers[row] == number
+    ]
     assert offsets.tolist() == [sum(map(len, rows[:expert])) for expert in range(num_local + 1)]
     assert [right[place] for place in inverse.reshape(-1).tolist()] == list(range(num_rows))
     assert order.tolist() == here + [num_rows] * (num_rows - len(here))
@@ -86,6 +91,17 @@ def test_permute(
 def test_permute_by_several_blocks(device: str) -> None:
     ids = ids_of(700, 8, 128, 2).to(device)
     check_permute(rows_of(700, 2, "bfloat16").to(device), ids, 128, 128, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_local", "map_size"), [(5, 20), (20, 12), (3, None), (30, None)])
+def test_permute_on_one_of_several_devices(num_local: int, map_size: int | None, device: str) -> None:
+    """Few experts here or many, a map of fewer experts than there are, and no map of experts elsewhere."""
+    expert_map = None
+    if map_size is not None:
+        expert_map = torch.tensor([n if n < num_local else -1 for n in range(-2, map_size - 2)], dtype=torch.int32)
+        expert_map = expert_map.clamp(min=-1).to(device)
+    check_permute(rows_of(31, 8, "bfloat16").to(device), ids_of(31, 4, 20, 5).to(device), 20, num_local, expert_map)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -178,6 +194,17 @@ def test_shuffle(num_sources: int, num_rows: int, hidden_size: int, dtype: str, 
     rows = bits(source.cpu())
     width = hidden_size * source.element_size()
     assert result == [rows[row] if 0 <= row < num_sources else [0] * width for row in wanted.tolist()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shuffle_reads_as_much_of_the_map_as_there_are_rows(device: str) -> None:
+    source, wanted = (
+        torch.arange(40, dtype=torch.int32, device=device).view(5, 8),
+        torch.tensor([4, 0, 3, 1], dtype=torch.int32),
+    )
+    out = torch.empty(3, 8, dtype=torch.int32, device=device)
+    pyops.shuffle_rows(source, wanted.to(device), out)
+    assert torch.equal(out, source[[4, 0, 3]])
 
 
 @pytest.mark.parametrize("device", DEVICES)

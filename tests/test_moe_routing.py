@@ -255,6 +255,15 @@ def test_grouped_topk(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_bias_of_grouped_topk_has_any_shape(device: str) -> None:
+    scores, bias = (logits_of("few values", *shape, seed=9).to(device) for shape in ((5, 24), (24,)))
+    right = pyops.grouped_topk(scores, 4, 2, 3, True, 1.0, bias, 1)
+    for shape in ((1, 24), (24, 1), (4, 6)):
+        found = pyops.grouped_topk(scores, 4, 2, 3, True, 1.0, bias.view(shape), 1)
+        assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_types_of_grouped_topk(device: str) -> None:
     """Scores and biases of any float type; weights are those of float32."""
     for dtype, kind in (

@@ -500,14 +500,27 @@ def test_per_block_quant_scales_of_any_stride(is_scale_transposed: bool, groups:
     assert (memory[:, shape[1] :] == -1).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_per_block_quant_scales_by_groups(rows: int, device: str) -> None:
+    """Transposed scales may be [groups, tokens], contiguous, also where both counts are equal."""
+    x = draw(rows, 256, dtype=torch.bfloat16, device=device)
+    weight = draw(256, dtype=torch.bfloat16, device=device)
+    codes = torch.empty(rows, 256, dtype=torch.int8, device=device)
+    scale, transposed = torch.empty(rows, 2, device=device), torch.zeros(2, rows, device=device)
+    pyops.rms_norm_per_block_quant(codes, x, weight, scale, EPSILON, None, None, 128, False)
+    pyops.rms_norm_per_block_quant(codes, x, weight, transposed, EPSILON, None, None, 128, True)
+    assert torch.equal(transposed.t(), scale)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"group_size": 32}, "group_size: expected 64 or 128, got 32"),
         ({"width": 96}, "input: expected a last dimension that is a multiple of group_size=64, got 96"),
         (
-            {"transposed": True},
-            "scale: expected tokens of stride 1 with is_scale_transposed=True, got strides (2, 1)",
+            {"transposed": True, "scale": torch.empty(2, 4)[:, :2]},
+            "scale: expected tokens of stride 1 with is_scale_transposed=True, got strides (4, 1)",
         ),
         (
             {"scale": torch.empty(2, 2).t()},

@@ -120,4 +120,24 @@ def test_packed(kind: torch.dtype, padded: bool, rows: int, groups: int, device:
     exponents[:rows, :groups] = numpy.log2(scale) + 127
     right_words = sum(exponents[:, byte::4] << 8 * byte for byte in range(4))
     assert packed[:given_rows].cpu().numpy().astype("uint32").tolist() == right_words.tolist()
-    assert torch.equal(packed[given_rows:], before[given_rows:])
+    assert not packed[given_rows:, :-1].any()  # between the columns
+    assert torch.equal(packed[given_rows:, -1], before[given_rows:, -1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rows", "code_rows", "zeros"), [(1, 4, 3), (5, 7, 2), (5, 11, 3), (8, 9, 0), (0, 2, 0)])
+def test_packed_with_more_rows_of_codes(rows: int, code_rows: int, zeros: int, device: str) -> None:
+    """Rows of codes behind the tokens become 0 up to a multiple of 4; scales have no such rows here."""
+    x = draw(rows, 320, device=device)
+    memory = torch.full((code_rows, 400), 7, dtype=torch.uint8, device=device)
+    right = torch.full((code_rows, 320), 7, dtype=torch.uint8, device=device)
+    scales, expected = (torch.full((rows + 5, 2), -1, dtype=torch.int32, device=device) for _ in range(2))
+    limits = 1e-10, *LIMITS[FP8]
+    pyops.per_token_group_fp8_quant_packed(x, right[:rows], expected[:rows], 64, *limits)
+    right[rows : rows + zeros] = 0
+    pyops.per_token_group_fp8_quant_packed(x, memory[:, :320], scales[:rows], 64, *limits)
+    assert torch.equal(memory[:, :320], right)
+    assert (memory[:, 320:] == 7).all()
+    assert torch.equal(scales, expected)
+    with pytest.raises(pyops.OpError, match=r"output_q: expected at least 3 rows of 320 elements, got \(2, 320\)"):
+        pyops.per_token_group_fp8_quant_packed(draw(3, 320, device=device), right[:2], scales[:3], 64, *limits)

@@ -45,14 +45,16 @@ def truth(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_units(size: int, dtype: torch.dtype, device: str) -> None:
-    """Of unit vectors, with numbers of one bit, of all, and some: rows of the matrix, one step of rounding away."""
+    """Of unit vectors, with numbers of one bit, of all, and some: rows of the matrix, whose transforms they are."""
     numbers = numpy.unique(numpy.array([0, size - 1, size // 3, *(1 << bit for bit in range(15))]) % size)
     x = torch.zeros(len(numbers), size, dtype=dtype, device=device)
     x[torch.arange(len(numbers)), torch.from_numpy(numbers)] = 1.0
     y = pyops.hadacore_transform(x, False)
     right = torch.from_numpy(signs(numbers, size)).to(dtype) * torch.tensor(size**-0.5, dtype=dtype)
     assert torch.equal(y.cpu(), right)
-    assert_close(x, pyops.hadacore_transform(y, False), 1)
+    twice = pyops.hadacore_transform(y, False)
+    assert torch.equal(twice == 0, x == 0)
+    assert torch.equal(twice, x) if dtype != torch.float32 else assert_close(x, twice, 1) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,6 +66,20 @@ def test_sums_of_integers_are_exact(size: int, dtype: torch.dtype, device: str) 
     for rows in (1, 5, 300 if size < 256 else 9):
         x = torch.randint(-8, 9, (rows, size), generator=generator).to(dtype).to(device)
         assert torch.equal(pyops.hadacore_transform(x, False).cpu(), truth(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 8, 128, 2048])
+def test_sums_of_zero_are_zero(size: int, dtype: torch.dtype, device: str) -> None:
+    """sqrt(size) is no power of two here; sums are exact all the same, and are scaled by the rest of it last."""
+    x = torch.randint(-8, 9, (9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
+    x[:, : size // 2] += x[:, size // 2 :].flip(0)  # more elements whose sums are 0
+    right = truth(x)
+    y = pyops.hadacore_transform(x.to(device), False).cpu()
+    assert (right == 0).any()
+    assert torch.equal(y == 0, right == 0)
+    assert_close(right, y, 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -148,6 +148,23 @@ def test_decode(next_n: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [500, 5000])
+def test_decode_with_a_length_for_each_row(columns: int, device: str) -> None:
+    """Lengths of two dimensions are those of the rows themselves, whatever next_n is."""
+    lens = [[0, 7], [400, -3], [499, 40], [2, 1]]
+    logits = values("normal", 7, columns).to(device)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    indices = torch.full((7, 30), 77, dtype=torch.int32, device=device)
+    pyops.top_k_per_row_decode(logits, 2, seq_lens, indices, 7, *logits.stride(), 30)
+    ends = [max(0, end) for row in lens for end in row][:7]
+    assert indices.tolist() == [best(row, 0, end, 30) for row, end in zip(logits.cpu().numpy(), ends, strict=True)]
+    with pytest.raises(pyops.OpError, match="seq_lens: expected a contiguous tensor"):
+        pyops.top_k_per_row_decode(logits, 2, seq_lens.t(), indices, 7, *logits.stride(), 30)
+    with pytest.raises(pyops.OpError, match="seq_lens: expected at least 7 elements"):
+        pyops.top_k_per_row_decode(logits, 2, seq_lens[:3], indices, 7, *logits.stride(), 30)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_and_fewer_rows(device: str) -> None:
     logits = values("normal", 4, 50).to(device)
     prefill(logits, [], [], 3)

@@ -6,7 +6,8 @@
 //     output_lse = max(p, s) + log(1 + w)
 //
 // A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the
-// result is the prefix, with an lse of -inf. Tokens from num_prefix_tokens on have no prefix: the result is the suffix.
+// result is the prefix, with an lse of -inf. Tokens from num_prefix_tokens on have no prefix: the suffix and its lse are
+// copied as they are.
 //
 // With an output_scale, output = fp8(result * (1 / output_scale)), of the result in float32.
 //
@@ -48,7 +49,8 @@ merge_attn_states(output_t* output,               // [num_tokens, NUM_HEADS, HEA
     const int64_t token = uint64_t(row) / NUM_HEADS;
     const int head = row - token * NUM_HEADS;
     const float p = without_infinity(prefix_lse[token * prefix_lse_stride + head * prefix_lse_head_stride]);
-    const float s = without_infinity(suffix_lse[token * suffix_lse_stride + head * suffix_lse_head_stride]);
+    const float given_s = suffix_lse[token * suffix_lse_stride + head * suffix_lse_head_stride];
+    const float s = without_infinity(given_s);
     prefix_output += token * prefix_stride + head * prefix_head_stride;
     suffix_output += token * suffix_stride + head * suffix_head_stride;
     output += token * output_stride + head * output_head_stride;
@@ -92,6 +94,6 @@ merge_attn_states(output_t* output,               // [num_tokens, NUM_HEADS, HEA
     if (HAS_LSE && threadIdx.x % LANES == 0) {
         const float merged = fmaxf(p, s) + logf(1.0f + smaller);
         output_lse += token * output_lse_stride + head * output_lse_head_stride;
-        *output_lse = only_prefix ? p : only_suffix ? s : merged;
+        *output_lse = no_prefix ? given_s : only_prefix ? p : only_suffix ? s : merged;
     }
 }

@@ -15,7 +15,8 @@
 // vector.
 //
 // Constants
-//     scalar_t      T: element type of q_pe, k_pe, kv_c and cos_sin_cache
+//     scalar_t      T: element type of q_pe, k_pe and kv_c
+//     angle_t       element type of cos_sin_cache: T, or float, which is rounded to T
 //     cache_t       element type of kv_cache: scalar_t or an fp8 type
 //     slot_t        element type of slot_mapping
 //     position_t    element type of positions
@@ -70,15 +71,28 @@ struct PairVectors {
     }
 };
 
+// A template, so that only one of the two ways is compiled.
+template <typename U>
+DEVICE vec_t angles_at(const U* address) {
+    const auto angles = Vec<U, VEC_SIZE>::load(address);
+    if constexpr (is_same<U, scalar_t>) {
+        return angles;
+    } else {
+        float x[VEC_SIZE];
+        angles.to_floats(x);
+        return vec_t::from_floats(x);
+    }
+}
+
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1024 / NUM_THREADS)
-concat_and_cache_mla_rope_fused(const position_t* positions,    // [num_tokens]
-                                scalar_t* q_pe,                 // [num_tokens, NUM_HEADS, ROPE_SIZE]
-                                scalar_t* k_pe,                 // [num_tokens, ROPE_SIZE]
-                                const scalar_t* kv_c,           // [num_tokens, LATENT_SIZE]
-                                const scalar_t* cos_sin_cache,  // [max_position, ROPE_SIZE]
-                                const slot_t* slot_mapping,     // [num_tokens]
-                                cache_t* kv_cache,              // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
-                                const float* kv_cache_scale,    // one element
+concat_and_cache_mla_rope_fused(const position_t* positions,   // [num_tokens]
+                                scalar_t* q_pe,                // [num_tokens, NUM_HEADS, ROPE_SIZE]
+                                scalar_t* k_pe,                // [num_tokens, ROPE_SIZE]
+                                const scalar_t* kv_c,          // [num_tokens, LATENT_SIZE]
+                                const angle_t* cos_sin_cache,  // [max_position, ROPE_SIZE]
+                                const slot_t* slot_mapping,    // [num_tokens]
+                                cache_t* kv_cache,             // [num_blocks, BLOCK_SIZE, LATENT_SIZE + ROPE_SIZE]
+                                const float* kv_cache_scale,   // one element
                                 int64_t num_blocks, int64_t max_position, int64_t positions_stride,
                                 int64_t slot_mapping_stride, int64_t q_stride, int64_t q_head_stride, int64_t k_stride,
                                 int64_t kv_c_stride, int64_t block_stride, int64_t slot_stride) {
@@ -88,7 +102,7 @@ concat_and_cache_mla_rope_fused(const position_t* positions,    // [num_tokens]
     if (position < 0 || position >= max_position) return;
     const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, slot_stride};
     const int64_t entry = pages.at_slot(slot_mapping[token * slot_mapping_stride]);
-    const scalar_t* angles = cos_sin_cache + position * ROPE_SIZE;
+    const angle_t* angles = cos_sin_cache + position * ROPE_SIZE;
     const Quotient over_scale(is_same<cache_t, scalar_t> ? 1.0f : *kv_cache_scale);
     const auto keep = [&](const vec_t& x, int element) {
         encode<cache_t>(x, over_scale).store(kv_cache + entry + element);
@@ -105,7 +119,7 @@ concat_and_cache_mla_rope_fused(const position_t* positions,    // [num_tokens]
                 is_query ? q_pe + token * q_stride + item / HEAD_ITEMS * q_head_stride : k_pe + token * k_stride;
             PairVectors pairs{vec_t::load(head + PairVectors::first(part)),
                               vec_t::load(head + PairVectors::second(part))};
-            pairs.rotate(vec_t::load(angles + part * VEC_SIZE), vec_t::load(angles + HALF + part * VEC_SIZE));
+            pairs.rotate(angles_at(angles + part * VEC_SIZE), angles_at(angles + HALF + part * VEC_SIZE));
             pairs.a.store(head + PairVectors::first(part));
             pairs.b.store(head + PairVectors::second(part));
             if (!is_query) {

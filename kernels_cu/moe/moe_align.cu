@@ -2,7 +2,7 @@
 //
 //     sorted_token_ids    of each expert in turn: its rows, in order, then num_rows up to a multiple of block_size;
 //                         num_rows behind the last expert
-//     experts_ids         of each block of block_size places: its expert; UNUSED behind the last
+//     experts_ids         of each block of block_size places: its expert; -1 behind the last
 //     num_tokens_post_pad places that experts take
 //
 // Row t of num_tokens * topk is a choice of token t / topk. A row is skipped whose expert does not exist or is not on
@@ -18,7 +18,6 @@
 //     KEPT          rows of a lane at most, or 0 (expert_sort.cuh)
 //     HAS_MAP       expert_map gives the numbers of experts on this device
 //     LORA          one alignment for each adapter
-//     UNUSED        what experts_ids says of blocks that no expert has
 
 #include "expert_sort.cuh"
 
@@ -74,7 +73,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
     // Every place and block is filled while the ids are loaded; places with rows are written again below.
     sort.count(expert_of, [&] {
         fill(sorted_token_ids, num_places, int32_t(num_rows));
-        fill(experts_ids, num_blocks, UNUSED);
+        fill(experts_ids, num_blocks, -1);
     });
     const uint32_t size = uint32_t(block_size);
     const uint32_t places = sort.locate([&](uint32_t rows) { return (rows + size - 1) / size * size; });

@@ -5,7 +5,8 @@
 //     output_s[token, group] = s; if PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
 //
 // NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, the row of row.cuh. With
-// PACKED, groups are padded to whole words and tokens to num_rows: threads of padding write a byte of 0.
+// PACKED, groups are padded to whole words and tokens to num_rows. Threads of padding write zeros: codes up to row
+// num_code_rows, scales up to row num_scale_rows in the last column and up to row num_gap_rows in those before it.
 //
 // Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
@@ -25,22 +26,26 @@ using row_t = Row<scalar_t, GROUP_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]
-            code_t* output_q,          // [num_tokens, GROUPS * GROUP_SIZE]
+            code_t* output_q,          // [num_code_rows, GROUPS * GROUP_SIZE]
             float* output_s,           // [num_tokens, GROUPS]
-            int32_t* output_s_packed,  // [num_rows, SCALES / 4]
-            int64_t num_tokens, int64_t num_rows, int64_t input_stride, int64_t output_stride, int64_t scale_stride,
-            int64_t scale_column_stride, float eps, float code_min, float code_max) {
+            int32_t* output_s_packed,  // [num_scale_rows, SCALES / 4]
+            int64_t num_tokens, int64_t num_rows, int64_t num_code_rows, int64_t num_scale_rows, int64_t num_gap_rows,
+            int64_t input_stride, int64_t output_stride, int64_t scale_stride, int64_t scale_column_stride, float eps,
+            float code_min, float code_max) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * SCALES);
     int64_t token = uint64_t(at.row) / SCALES;
     int group = uint64_t(at.row) % SCALES;
     const bool exists = !PACKED || (token < num_tokens && group < GROUPS);
+    const bool has_codes = exists || (token < num_code_rows && group < GROUPS);
+    output_q += token * output_stride + group * GROUP_SIZE;
     uint8_t* packed_scale = nullptr;
     if constexpr (PACKED) {
-        packed_scale =
-            reinterpret_cast<uint8_t*>(output_s_packed + token * scale_stride + group / 4 * scale_column_stride) +
-            group % 4;
+        if (token < (group < SCALES - 4 ? num_gap_rows : num_scale_rows)) {
+            int32_t* word = output_s_packed + token * scale_stride + group / 4 * scale_column_stride;
+            packed_scale = reinterpret_cast<uint8_t*>(word) + group % 4;
+        }
         token = min(token, num_tokens - 1);
         group = min(group, GROUPS - 1);
     }
@@ -52,15 +57,14 @@ group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]
     if (POWER_OF_TWO) scale = power_of_two_above(fmaxf(scale, 1e-10f));
     if (at.first_thread()) {
         if constexpr (PACKED) {
-            *packed_scale = exists ? exponent_of(scale) : 0;
+            if (packed_scale) *packed_scale = exists ? exponent_of(scale) : 0;
         } else {
             output_s[token * scale_stride + group * scale_column_stride] = scale;
         }
     }
-    if (!at.active || !exists) return;
+    if (!at.active || !has_codes) return;
 
     const Quotient over_scale(scale);
-    output_q += token * output_stride + group * GROUP_SIZE;
     x.for_each([&](int i, int column) {
         float v[VEC_SIZE];
         x.get(i, column).to_floats(v);
@@ -68,7 +72,7 @@ group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]
         int32_t toward_zero[VEC_SIZE];
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) {
-            v[j] = fminf(fmaxf(v[j], code_min), code_max);
+            v[j] = exists ? fminf(fmaxf(v[j], code_min), code_max) : 0.0f;
             toward_zero[j] = int32_t(v[j]);
         }
         using codes_t = Vec<code_t, VEC_SIZE>;

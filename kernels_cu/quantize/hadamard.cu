@@ -29,10 +29,11 @@ constexpr int GROUPS = ceil_div(ROW_THREADS, GROUP);
 constexpr int PART = ELEMENTS / ROUNDS;  // elements of a thread that go through shared memory at a time
 constexpr int SHARE = PART / GROUPS;     // elements of each group that a thread has in the end
 
-constexpr float reciprocal_root(int size) {
-    return size == 1 ? 1.0f : size == 2 ? 0.707106781186547524f : 0.5f * reciprocal_root(size / 4);
-}
-constexpr float ROOT = reciprocal_root(SIZE);  // a constant: clang would call the function for every element
+// 1 / sqrt(SIZE) = BEFORE * AFTER. BEFORE is a power of two, so that scaled elements are exact, and with them every sum
+// that float32 holds; AFTER is 1 or sqrt(2), and rounds once. Constants: clang would call the function for every element.
+constexpr float halved(int size) { return size == 1 ? 1.0f : 0.5f * halved(size < 4 ? 1 : size / 4); }
+constexpr float BEFORE = halved(SIZE);
+constexpr float AFTER = BEFORE * BEFORE * SIZE == 1.0f ? 1.0f : 1.414213562373095049f;
 
 // The butterfly steps between elements v[i] and v[i + distance], for distance = FIRST, 2 * FIRST, ... below COUNT.
 template <int FIRST, int COUNT>
@@ -107,7 +108,7 @@ DEVICE void exchange(scalar_t* out, const float* v, float* shared) {
     for (int i = 0; i < PART; i += PIECE) {
         float vec[PIECE];
 #pragma unroll
-        for (int j = 0; j < PIECE; ++j) vec[j] = shares[i + j];
+        for (int j = 0; j < PIECE; ++j) vec[j] = AFTER * shares[i + j];
         const int number = column + offset_of(i % SHARE) + i / SHARE * GROUP * VEC_SIZE;
         Vec<scalar_t, PIECE>::from_floats(vec).template store<(ACCESS < PIECE ? ACCESS : PIECE)>(out + number);
     }
@@ -127,7 +128,7 @@ hadamard(scalar_t* out,      // [num_rows, SIZE]
         row.get(i, column).to_floats(vec);
         // Elements are scaled before the steps: no sum overflows if the scaled magnitudes of the row add up to a float.
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = vec[j] * ROOT;
+        for (int j = 0; j < VEC_SIZE; ++j) v[i * VEC_SIZE + j] = BEFORE * vec[j];
     });
     butterflies<1>(v);
     out += at.row * out_stride;
@@ -142,7 +143,7 @@ hadamard(scalar_t* out,      // [num_rows, SIZE]
         row.for_each([&](int i, int column) {
             float vec[VEC_SIZE];
 #pragma unroll
-            for (int j = 0; j < VEC_SIZE; ++j) vec[j] = v[i * VEC_SIZE + j];
+            for (int j = 0; j < VEC_SIZE; ++j) vec[j] = AFTER * v[i * VEC_SIZE + j];
             row_t::store(out, i, column, Vec<scalar_t, VEC_SIZE>::from_floats(vec));
         });
     } else {

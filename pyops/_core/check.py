@@ -96,6 +96,15 @@ def per_row(arg: TensorArg | None, dtype_: DType, num_rows: int) -> None:
         contiguous(arg)
 
 
+def elements(arg: TensorArg | None, dtype_: DType, count: int) -> None:
+    """`arg` holds so many elements of this type, one after another, in any shape."""
+    if arg is not None:
+        if arg.numel != count:
+            raise arg.error(f"expected {count} element{'s' * (count != 1)}, got shape {arg.shape}")
+        dtype(arg, dtype_)
+        contiguous(arg)
+
+
 def row_size(arg: TensorArg) -> int:
     """Size of the last dimension, whose elements must lie one after another."""
     if not arg.shape:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import device, folders, hiprtc, locks, log
+from . import device, driver, folders, hiprtc, locks, log
 from .errors import CompileError
 from .lazy import cache_folder, cupy
 
@@ -77,6 +77,8 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
         try:
             module, origin = load_module(index, text, kernel, constants, options)
         except (OSError, cupy.cuda.driver.CUDADriverError) as error:
+            if driver.is_refusal(error):
+                raise
             # The cache folder cannot be written, is full, or holds something that is no kernel for this device.
             _warn_once(error)
             module, origin = _compile_in_memory(index, text, kernel, constants, options), "compiled"

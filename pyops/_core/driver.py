@@ -1,13 +1,15 @@
-"""The driver's launch calls: CuPy's, and the one that takes attributes, such as a start before the kernel's turn."""
+"""What CuPy does not ask of the driver: launches with attributes, batches of copies, first calls during a capture."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
+
+from .errors import CaptureError
+from .lazy import CUDA_LIBRARY, HIP_LIBRARIES, cupy
 
 
 class _Attribute(ctypes.Structure):
@@ -80,25 +82,100 @@ def get() -> Driver:
 
     launch_with_attributes = encode_map = replace_address = None
     if not runtime.is_hip:
-        library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         with suppress(OSError, AttributeError):
-            launch_with_attributes = ctypes.CDLL(library).cuLaunchKernelEx
-            encode_map, replace_address = _map_calls(library)
+            launch_with_attributes = ctypes.CDLL(CUDA_LIBRARY).cuLaunchKernelEx
+            encode_map, replace_address = _map_calls()
     error, get_device = driver.CUDADriverError, runtime.getDevice
     return Driver(driver.launchKernel, launch_with_attributes, error, get_device, encode_map, replace_address)
 
 
-def _map_calls(library: str) -> tuple[Any, Any]:
+def _map_calls() -> tuple[Any, Any]:
     """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress.
 
     They do no more than write 128 bytes. To let other threads run meanwhile, as calls through CDLL do, takes longer.
     """
-    calls = ctypes.PyDLL(library)
+    calls = ctypes.PyDLL(CUDA_LIBRARY)
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     encode, replace = calls.cuTensorMapEncodeTiled, calls.cuTensorMapReplaceAddress
     encode.argtypes = (pointer, integer, ctypes.c_uint32, *(pointer,) * 5, *(integer,) * 4)
     replace.argtypes = (pointer, pointer)
     return encode, replace
+
+
+# What a first call does while a graph is captured: by its own thread, or by another one, because a capture in the mode
+# "global" forbids loading and allocating to every thread.
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
+# From cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread. The driver and HIP have the same numbers.
+_CAPTURE_STATUS = range(900, 909)
+
+
+@cache
+def _capture_call(name: str) -> Any:
+    """The driver's function cu`name`, or hip`name`; None in a driver without it. CuPy has none of them for HIP."""
+    is_hip = cupy.cuda.runtime.is_hip
+    for library in HIP_LIBRARIES if is_hip else (CUDA_LIBRARY,):
+        with suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(library), ("hip" if is_hip else "cu") + name)
+    return None
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether the stream is captured into a graph, or was until an error ended that."""
+    call, status = _capture_call("StreamIsCapturing"), ctypes.c_int()
+    return call is not None and not call(ctypes.c_void_p(stream), ctypes.byref(status)) and status.value != 0
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """While the context lasts, this thread may load kernels and allocate memory although a graph is being captured.
+
+    The driver forbids both during a capture by default, although neither becomes part of the graph. The mode belongs to
+    the thread: neither the capture nor another thread notices.
+    """
+    exchange, mode = _capture_call("ThreadExchangeStreamCaptureMode"), ctypes.c_int(_RELAXED)
+    if exchange is not None and exchange(ctypes.byref(mode)):
+        # A thread that has not called the driver before has no context yet.
+        cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+        if exchange(ctypes.byref(mode)):
+            exchange = None
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+
+
+@contextmanager
+def outside_capture(op: str, action: str) -> Iterator[None]:
+    """`relaxed_capture` for an action of a first call of `op`. Raises CaptureError if the driver still refuses it."""
+    try:
+        with relaxed_capture():
+            yield
+    except Exception as error:
+        if is_refusal(error):
+            raise CaptureError(op, action) from error
+        raise
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether this is an error by which the driver refuses a call because of a capture."""
+    return getattr(error, "status", 0) in _CAPTURE_STATUS
+
+
+def clear(address: int, nbytes: int) -> None:
+    """Zero memory of the current device, and wait until it is zero. Call it within `relaxed_capture`.
+
+    It uses a stream of its own. On a captured stream the memset would become a node of the graph, and would not run
+    now; and the default stream must not be used while a stream that waits for it is captured.
+    """
+    runtime = cupy.cuda.runtime
+    stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+    try:
+        runtime.memsetAsync(address, 0, nbytes, stream)
+        runtime.streamSynchronize(stream)
+    finally:
+        runtime.streamDestroy(stream)
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -119,7 +196,7 @@ def _batch_call() -> Any:
     if runtime.is_hip:
         return None
     try:
-        call = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuMemcpyBatchAsync
+        call = ctypes.CDLL(CUDA_LIBRARY).cuMemcpyBatchAsync
     except (OSError, AttributeError):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

@@ -67,16 +67,21 @@ class CompileError(RuntimeError):
 
 
 class CaptureError(RuntimeError):
-    """A kernel that is not loaded yet was called while its stream is captured into a graph."""
+    """The driver refuses what a first call needs, because a graph is being captured. `__cause__` is its error.
 
-    def __init__(self, op: str, kernel: str) -> None:
-        super().__init__(op, kernel)
-        self.op, self.kernel = op, kernel
+    Attributes:
+        op: the op, or the function, that was called.
+        refused: what the driver did not do, such as ``"load norm/rms_norm.cu"``.
+    """
+
+    def __init__(self, op: str, refused: str) -> None:
+        super().__init__(op, refused)
+        self.op, self.refused = op, refused
 
     def __str__(self) -> str:
         return (
-            f"{self.op}: kernel {self.kernel} is not loaded, and loading is not possible while a graph is captured: "
-            f"call {self.op} once with the same dtypes and sizes before the capture, or run pyops.warmup({self.op!r})"
+            f"{self.op}: the driver refuses to {self.refused} while a graph is captured: call {self.op} once with the "
+            "same dtypes and sizes before the capture, on the stream that is captured"
         )
 
 

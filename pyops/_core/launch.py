@@ -61,7 +61,7 @@ def bind(
     tensors: tuple[str, ...],
     runtime: Runtime,
     scalars: dict[str, Any],
-    allocate: Callable[[int, int], tuple[Any, int]] | None = None,
+    allocate: Callable[[str, int, int, int], tuple[Any, int]] | None = None,
 ) -> Bound:
     """The launches of a plan, run in order on the device `index`.
 
@@ -120,7 +120,7 @@ def _bind_all(
     pack: Callable[..., None],
     word_bytes: int,
     workspaces: Workspaces,
-    allocate: Callable[[int, int], tuple[Any, int]] | None,
+    allocate: Callable[[str, int, int, int], tuple[Any, int]] | None,
 ) -> Bound:
     """Several launches, launches with workspaces, a process of several devices, or a device to be waited for."""
     if not bound:
@@ -137,7 +137,7 @@ def _bind_all(
             _keep, address = None, 0
             if workspaces.nbytes:
                 assert allocate is not None
-                _keep, address = allocate(index, workspaces.nbytes)
+                _keep, address = allocate(op, index, stream, workspaces.nbytes)
             zeros = workspace.zeros(op, index, stream, workspaces.zero_bytes) if workspaces.zero_bytes else 0
             workspaces.place(address, zeros)
         status = first.fire[stream]()
@@ -162,9 +162,11 @@ def _bind_all(
 
 
 def _wait(op: str, index: int, stream: int) -> None:
+    """Wait for the stream, unless it is captured: then nothing runs, and the driver refuses to wait."""
     try:
-        with cupy.cuda.Device(index):
-            cupy.cuda.runtime.streamSynchronize(stream)
+        with cupy.cuda.Device(index), driver.relaxed_capture():
+            if not driver.is_capturing(stream):
+                cupy.cuda.runtime.streamSynchronize(stream)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceFault(f"{op}: the device reported {error}") from error
 

@@ -50,12 +50,16 @@ def gpu_extra() -> str:
     return "cuda12" if kind == "CUDA" and version < 13000 else "cuda13"
 
 
+CUDA_LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+# Only packages for developers have the name without a number.
+HIP_LIBRARIES = "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"
+
+
 def driver_version() -> tuple[str, int]:
     """(``"CUDA"`` or ``"HIP"``, the driver's number for its version); ("", 0) without a driver."""
     for kind, library, function in (
-        ("CUDA", "libcuda.so.1", "cuDriverGetVersion"),
-        # Only packages for developers have the name without a number.
-        *(("HIP", f"libamdhip64.so{suffix}", "hipDriverGetVersion") for suffix in (".7", ".6", "")),
+        ("CUDA", CUDA_LIBRARY, "cuDriverGetVersion"),
+        *(("HIP", library, "hipDriverGetVersion") for library in HIP_LIBRARIES),
     ):
         version = ctypes.c_int()
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from . import driver
 from .compiler import Compiled
 from .declaration import Declaration, Parameter
 from .dtypes import DType
@@ -94,10 +95,16 @@ class Planner:
             if p.is_tensor and arg is not None
         )
 
-    def load(self, index: int, specialisation: Specialisation) -> Compiled:
-        """Load a specialisation on the device `index` and list it in `compiled`."""
+    def load(self, index: int, specialisation: Specialisation, shared: int = 0) -> Compiled:
+        """Load a specialisation on the device `index`, and list it in `compiled`.
+
+        `shared`: bytes of dynamic shared memory that launches ask for. A graph may be captured meanwhile.
+        """
         self.specialisations[index, specialisation.kernel, specialisation.key] = specialisation
-        return specialisation.load(index)
+        with driver.outside_capture(self.declaration.name, f"load {specialisation.kernel.file}"):
+            compiled = specialisation.load(index)
+            driver.allow_shared(compiled.function, shared)
+        return compiled
 
     def compiled(self) -> list[Compiled]:
         """Every specialisation that this op has used in this process, on every device."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 from struct import error as StructError
 from typing import Any
 
-from . import arguments, config, device, driver, index_check, launch, tensor, torch_library, workspace
+from . import arguments, config, device, index_check, launch, tensor, torch_library, workspace
 from .declaration import Declaration
-from .errors import CaptureError, NotLoadedError, OpError
+from .errors import NotLoadedError, OpError
 from .host import run as host
-from .index_check import as_torch, capturing, torch_stream
+from .index_check import as_torch, torch_stream
 from .kernel import Launch
 from .lazy import torch
 from .plan import Plan, addresses_of, check_separate, device_plan
@@ -108,11 +108,8 @@ def _bound(
     functions = []
     for one in launches:
         if one.specialisation.loaded(index) is None:
-            if capturing(library, index):
-                raise CaptureError(declaration.name, one.specialisation.kernel.file)
             _may_compile(declaration, one)
-        functions.append(planner.load(index, one.specialisation).function)
-        driver.allow_shared(functions[-1], one.shared)
+        functions.append(planner.load(index, one.specialisation, one.shared).function)
     scalars = {p.name: value for p, value in zip(declaration.parameters, args, strict=True) if p.keyed}
     allocate = workspace.allocate_torch if library == "torch" else workspace.allocate_cupy
     names = declaration.tensor_names, declaration.runtime

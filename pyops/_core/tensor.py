@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from . import device as devices
-from . import dtypes
+from . import driver, dtypes
 from .device import Device
 from .dtypes import DType
 from .errors import OpError
@@ -109,6 +109,7 @@ def on_host(value: Any) -> bool:
 MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, float32 has infinity alone
 _MAX_NUMBERS = 4096
 _numbers: dict[Any, Any] = {}
+_in_graphs: dict[Any, Any] = {}  # numbers that calls of CuPy's captures read, which graphs do not keep alive
 
 
 def held_number(value: Any, like: Any) -> Any:
@@ -128,13 +129,26 @@ def held_number(value: Any, like: Any) -> Any:
             return value  # likewise
         if kind == "torch":
             found = torch.tensor(value, dtype=torch.float32, device=like.device)
+        elif kind == "cupy":
+            found = _cupy_number(value, like)
         else:
             found = number(value, like)
-            if kind == "cupy":
-                cupy.cuda.get_current_stream().synchronize()
         if len(_numbers) >= _MAX_NUMBERS:
             _numbers.clear()
         _numbers[key] = found
+    if kind == "cupy" and driver.is_capturing(cupy.cuda.get_current_stream().ptr):
+        return _in_graphs.setdefault(key, found)
+    return found
+
+
+def _cupy_number(value: float, like: Any) -> Any:
+    """A CuPy array of one float32 on the device of `like`, ready for any stream, also while a stream is captured."""
+    with like.device, driver.relaxed_capture():
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            found = cupy.full((), value, "float32")
+        stream.synchronize()
+        del stream  # which destroys it, in relaxed mode, too
     return found
 
 

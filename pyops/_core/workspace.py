@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy
 
-from .errors import CaptureError, KernelFault
+from . import driver
+from .errors import KernelFault
 from .host.run import Range
 from .kernel import Scratch
 from .layout import Buffer
@@ -20,14 +21,23 @@ _ALIGNMENT = 256
 _pack_address = Struct("<Q").pack_into
 
 
-def allocate_torch(index: int, nbytes: int) -> tuple[Any, int]:
-    """(owner, address) of memory of torch's on the device `index`, for work on torch's current stream."""
+def allocate_torch(op: str, index: int, stream: int, nbytes: int) -> tuple[Any, int]:
+    """(owner, address) of memory of torch's on the device `index`, for work on `stream`, torch's current one.
+
+    Under torch.cuda.graph it comes from the pool of the graph.
+    """
     memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
     return memory, memory.data_ptr()
 
 
-def allocate_cupy(index: int, nbytes: int) -> tuple[Any, int]:
-    """(owner, address) of memory of CuPy's, on its current device and stream."""
+def allocate_cupy(op: str, index: int, stream: int, nbytes: int) -> tuple[Any, int]:
+    """(owner, address) of memory of CuPy's, on its current device and `stream`, CuPy's current one.
+
+    While the stream is captured it is memory that is kept. CuPy has no pool for graphs: its own memory would soon
+    belong to another array, and the graph would still write there.
+    """
+    if driver.is_capturing(stream):
+        return None, _kept(op, index, stream, nbytes, zeroed=False)
     memory = cupy.cuda.alloc(nbytes)
     return memory, memory.ptr
 
@@ -87,47 +97,33 @@ class _Map:
     told: int | None = None
 
 
-# Zeros by (device, stream). Graphs hold their addresses, so a piece that has become too small is kept, too.
-_zeros: dict[tuple[int, int], list[_Zeros]] = {}
-# By device, zeros for streams that are captured before they have had an eager call: torch.cuda.graph captures on a
-# stream of its own. Pieces are made with those of `_zeros`, and as large, or larger if larger spare ones are left.
-_spare: dict[int, list[_Zeros]] = {}
-_SPARE_PIECES = 2  # streams that may be captured so, at least, until an eager call needs more memory than there is
+# By device, stream, and whether the memory holds zeros between calls. Graphs hold the addresses, so a piece that has
+# become too small is kept, too.
+_pieces: dict[tuple[int, int, bool], list[_Piece]] = {}
 _MIN_BYTES = 1 << 16
 
 
 def zeros(op: str, index: int, stream: int, nbytes: int) -> int:
-    """The address of at least `nbytes` zeros, for launches on the stream, each of which leaves them zero.
-
-    Raises CaptureError if more memory is needed while the stream is captured into a graph, and no spare piece is left.
-    """
-    kept = _zeros.setdefault((index, stream), [])
-    if not kept or kept[-1].nbytes < nbytes:
-        with cupy.cuda.Device(index):
-            on = cupy.cuda.ExternalStream(stream, index)
-            spare = _spare.setdefault(index, [])
-            if on.is_capturing():
-                if not spare or spare[-1].nbytes < nbytes:
-                    raise CaptureError(op, f"workspace of {nbytes} bytes")
-                kept.append(spare.pop())
-            else:
-                size = max([nbytes, _MIN_BYTES, *(piece.nbytes for piece in spare)])
-                spare[:] = [piece for piece in spare if piece.nbytes == size]
-                with on:
-                    made = [_Zeros(size, stream) for _ in range(1 + _SPARE_PIECES - len(spare))]
-                on.synchronize()  # a graph may be launched on any stream
-                kept.append(made.pop())
-                spare += made
-    return kept[-1].address
+    """The address of at least `nbytes` zeros, for launches on the stream, each of which leaves them zero."""
+    return _kept(op, index, stream, nbytes, zeroed=True)
 
 
-class _Zeros:
-    """Zeros outside of any pool: no other allocation may have this memory, and none waits for it."""
+def _kept(op: str, index: int, stream: int, nbytes: int, *, zeroed: bool) -> int:
+    """The address of at least `nbytes` that stay with the stream, be it captured or not."""
+    pieces = _pieces.setdefault((index, stream, zeroed), [])
+    if not pieces or pieces[-1].nbytes < nbytes:
+        with driver.outside_capture(op, f"allocate a workspace of {nbytes} bytes"), cupy.cuda.Device(index):
+            pieces.append(_Piece(max(nbytes, _MIN_BYTES)))
+    return pieces[-1].address
 
-    def __init__(self, nbytes: int, stream: int) -> None:
+
+class _Piece:
+    """Memory outside of any pool, zero at first: no other allocation may have it, and none waits for it."""
+
+    def __init__(self, nbytes: int) -> None:
         self.memory, self.nbytes = cupy.cuda.Memory(nbytes), nbytes
         self.address = int(self.memory.ptr)
-        cupy.cuda.runtime.memsetAsync(self.address, 0, nbytes, stream)
+        driver.clear(self.address, nbytes)
 
 
 def on_host(workspaces: Workspaces) -> tuple[Any, list[Range], Callable[[str], None]]:

@@ -182,7 +182,7 @@ class Runner:
         return logits
 
     def _load_kernels(self, size: int) -> None:
-        """Run a step over rows of padding, because nothing may be loaded during a capture.
+        """Run a step over rows of padding, for what torch's own products make at their first use.
 
         Over the rows of the step itself, states would move by a token here and by the same token in the replay.
         """

@@ -133,8 +133,8 @@ def test_zeroed_workspaces_are_zero_at_every_call_on_every_stream(kernel: MakeKe
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(100):
                 count(out)
-    captured = [torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(3)]
-    for out, warms_up in zip(captured, (True, False, False), strict=True):
+    captured = [torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(4)]
+    for out, warms_up in zip(captured, (True, False, False, False), strict=True):
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
         if warms_up:
@@ -148,7 +148,7 @@ def test_zeroed_workspaces_are_zero_at_every_call_on_every_stream(kernel: MakeKe
             graph.replay()
     torch.cuda.synchronize()
     assert [out.tolist() for out in outs] == [[25700, 0]] * 3
-    assert [out.tolist() for out in captured] == [[4 * 257, 0]] * 3
+    assert [out.tolist() for out in captured] == [[4 * 257, 0]] * 4
 
 
 CLUSTERS = """
@@ -363,23 +363,6 @@ def test_compile_error_at_a_call(kernel: MakeKernel) -> None:
         assert message.startswith("test/miscompiled.cu did not compile for SIZE=3\n")
         assert 'kernels_cu/test/miscompiled.cu(2): error: identifier "undeclared" is undefined' in message
     assert out.item() == 1
-
-
-def test_cupy_capture_of_an_unloaded_kernel() -> None:
-    import cupy
-
-    unload()
-    x = cupy.zeros((3, 64), cupy.float32)
-    out = cupy.empty_like(x)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        try:
-            with pytest.raises(pyops.CaptureError, match=r"^rms_norm: kernel norm/rms_norm\.cu is not loaded"):
-                pyops.rms_norm(out, x, None, 1e-6)
-        finally:
-            stream.end_capture()
-    norm()
 
 
 FAULT = """

@@ -161,7 +161,7 @@ def test_launches_of_a_plan_have_maps_of_their_own(kernel: MakeKernel, driver: D
     workspace = pytest.MonkeyPatch()
     with workspace.context() as patch:
         patch.setattr("pyops._core.workspace.zeros", lambda *_: 2**21)
-        bound = driver.bind(launches, ("out", "x"), (), {}, lambda index, nbytes: (None, lies[0]))
+        bound = driver.bind(launches, ("out", "x"), (), {}, lambda *_: (None, lies[0]))
         for lies[0], page in ((2**20, 1), (2**20, 1), (2**22, 1), (2**22, 2)):
             call(bound, 0, PAGE, page * PAGE)
     seen = [values for *_, values in driver.launches]

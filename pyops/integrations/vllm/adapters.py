@@ -75,7 +75,10 @@ def merge_attn_states_of_contexts(
 @_adapter("0.16")
 def convert_vertical_slash_indexes(*args: Any) -> None:
     """convert_vertical_slash_indexes_mergehead, without the two counts of heads; outputs come first"""
-    convert_vertical_slash_indexes_mergehead(*args[:8], None, None, *args[8:])
+    try:
+        convert_vertical_slash_indexes_mergehead(*args[:8], None, None, *args[8:])
+    except OpError as error:
+        raise error.within("convert_vertical_slash_indexes", {}) from None
 
 
 @_adapter("0.16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check, dtypes
@@ -113,6 +114,16 @@ def static_codes(x: Tensor, scale: Tensor, dtype: Any) -> Tensor:
 def absmax(x: Tensor) -> Tensor:
     """The largest magnitude of each row, NaN ignored; the last dimension is kept."""
     return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(-1, keepdim=True)
+
+
+def has_group_rows(shape: Sequence[int], strides: Sequence[int], num_tokens: int, groups: int) -> bool:
+    """Whether transposed scales are [groups, num_tokens] and contiguous, not [num_tokens, groups] with other strides.
+
+    vLLM's kernels write transposed scales in this order of memory without looking at their shape.
+    """
+    if tuple(shape) != (groups, num_tokens):
+        return False
+    return (groups == 1 or strides[0] == num_tokens) and (num_tokens == 1 or strides[1] == 1)
 
 
 def dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -93,7 +94,7 @@ def silu_and_mul_per_block_quant(
         scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
         group_size: 64 or 128.
         scale_ub: one float32 that bounds every scale; only with fp8.
-        is_scale_transposed: vLLM's; it has no effect, as the strides of `scales` say where a scale lies.
+        is_scale_transposed: `scales` may then also be [hidden_size / group_size, num_tokens], contiguous.
     """
     gate, up = input.chunk(2, dim=-1)
     y = (torch.nn.functional.silu(gate) * up).float().unflatten(-1, (-1, group_size))
@@ -106,12 +107,19 @@ def silu_and_mul_per_block_quant(
     else:
         codes, scale = fp8.dynamic_codes(y, absmax, None, out.dtype)
     out.copy_(codes.flatten(-2))
-    scales.copy_(scale.reshape(scales.shape))
+    scale = scale.reshape(-1, y.shape[-2])
+    has_group_rows = is_scale_transposed and fp8.has_group_rows(scales.shape, scales.stride(), *scale.shape)
+    (scales.t() if has_group_rows else scales).copy_(scale)
 
 
 @silu_and_mul_per_block_quant.plan
 def plan_silu_and_mul_per_block_quant(
-    out: TensorArg, input: TensorArg, scales: TensorArg, group_size: int, scale_ub: TensorArg | None
+    out: TensorArg,
+    input: TensorArg,
+    scales: TensorArg,
+    group_size: int,
+    scale_ub: TensorArg | None,
+    is_scale_transposed: bool,
 ) -> Launch:
     check.dtype(input, float16, bfloat16)
     check_halves(out, input)
@@ -122,7 +130,10 @@ def plan_silu_and_mul_per_block_quant(
     if hidden_size % group_size:
         raise out.error(f"expected a last dimension that is a multiple of group_size={group_size}, got {hidden_size}")
     check.dtype(scales, float32)
-    check.sizes(scales, num_tokens=num_rows, groups=hidden_size // group_size)
+    groups = hidden_size // group_size
+    if is_scale_transposed and fp8.has_group_rows(scales.shape, scales.strides, num_rows, groups):
+        scales = replace(scales, shape=(num_rows, groups), strides=(scales.strides[1], scales.strides[0]))
+    check.sizes(scales, num_tokens=num_rows, groups=groups)
     check.scalar(scale_ub)
     if scale_ub is not None and out.dtype is int8:
         raise scale_ub.error("is only taken with an output of fp8, got int8")

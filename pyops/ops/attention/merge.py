@@ -47,8 +47,8 @@ def merge_attn_states(
             but the last.
         prefix_lse, suffix_lse: [num_heads, num_tokens] float32, natural log-sum-exp of the logits; any strides.
         output_lse: [num_heads, num_tokens] float32, written; any strides. Or None.
-        prefill_tokens_with_context: tokens from this one on have no prefix: output and output_lse are the suffix's.
-            None: all tokens have one.
+        prefill_tokens_with_context: tokens from this one on have no prefix: output and output_lse are copies of the
+            suffix's, an lse of +inf as well. None: all tokens have one.
         output_scale: one float32, or None.
     """
     infinite = float("inf")
@@ -62,7 +62,7 @@ def merge_attn_states(
     if prefill_tokens_with_context is not None:
         no_prefix = torch.arange(len(output), device=output.device)[:, None, None] >= prefill_tokens_with_context
         only_prefix, only_suffix = only_prefix & ~no_prefix, only_suffix | no_prefix
-        lse = torch.where(no_prefix, s, lse)
+        lse = torch.where(no_prefix, suffix_lse.T[..., None], lse)
     if output_scale is not None:
         prefix_output, suffix_output = prefix_output.float(), suffix_output.float()
     merged = merged.to(prefix_output.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -13,6 +14,7 @@ from .._shared import fp8
 from ._common import (
     bad_slots,
     check_rows,
+    check_tokens,
     encoded,
     entry_layout,
     example_cache,
@@ -61,22 +63,22 @@ def concat_and_cache_mla_rope_fused(
 
     Args:
         positions: [at least num_tokens] int64 or int32, any stride.
-        q_pe: [num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides of tokens
-            and heads.
-        k_pe: [num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
-        kv_c: [num_tokens, latent_size] of the same dtype; any stride of tokens.
-        cos_sin_cache: [max_position, rope_size] of the same dtype, contiguous: cosines in the first half of a row,
-            sines in the second.
+        q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides
+            of tokens and heads.
+        k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
+        kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
+        cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
+            cosines in the first half of a row, sines in the second.
         is_neox: whether pairs are of the two halves of a row, or of neighbours.
-        slot_mapping: [num_tokens] int64 or int32, any stride.
+        slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens behind the last slot.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
             of the same dtype, or uint8 or float8 codes.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         kv_cache_scale: one float32, or a number; not read for "auto".
     """
-    positions = positions[: len(q_pe)]
+    positions = positions[: len(slot_mapping)]
     known = ((positions >= 0) & (positions < cos_sin_cache.shape[0])).nonzero().squeeze(1)
-    cos, sin = cos_sin_cache[positions[known].long()].chunk(2, -1)
+    cos, sin = cos_sin_cache[positions[known].long()].to(q_pe.dtype).chunk(2, -1)
     q_pe[known] = _rotated(q_pe[known], cos[:, None], sin[:, None], is_neox)
     tokens, block, offset = existing_slots(slot_mapping[known], *kv_cache.shape[:2])
     cos, sin, tokens = cos[tokens], sin[tokens], known[tokens]
@@ -100,20 +102,21 @@ def plan_concat_and_cache_mla_rope_fused(
 ) -> Launch:
     check.floating(q_pe)
     check.sizes(q_pe, num_tokens=None, num_heads=None, rope_size=None)
-    num_tokens, num_heads, rope_size = q_pe.shape
+    _, num_heads, rope_size = q_pe.shape
     if rope_size % 2 or not rope_size:
         raise q_pe.error(f"expected an even rope_size, got shape {q_pe.shape}")
-    for arg in (k_pe, kv_c, cos_sin_cache):
+    for arg in (k_pe, kv_c):
         check.dtype(arg, q_pe.dtype)
-    check.sizes(k_pe, num_tokens=num_tokens, rope_size=rope_size)
-    check.sizes(kv_c, num_tokens=num_tokens, latent_size=None)
+    check.dtype(cos_sin_cache, q_pe.dtype, float32)
+    check.sizes(k_pe, num_tokens=None, rope_size=rope_size)
+    check.sizes(kv_c, num_tokens=None, latent_size=None)
     check.sizes(cos_sin_cache, max_position=None, rope_size=rope_size)
     check.contiguous(cos_sin_cache)
     for arg in (q_pe, k_pe, kv_c):
         check.row_size(arg)
     check.index(positions, num_tokens=None)
+    num_tokens = check_tokens(slot_mapping, q_pe, k_pe, kv_c)
     check_rows(positions, num_tokens, "num_tokens")
-    check.index(slot_mapping, num_tokens=num_tokens)
     latent_size = kv_c.shape[1]
     kind = fp8.cache_dtype(kv_cache, kv_cache_dtype, q_pe.dtype)
     check.sizes(kv_cache, num_blocks=None, block_size=None, **{"latent_size + rope_size": latent_size + rope_size})
@@ -125,6 +128,7 @@ def plan_concat_and_cache_mla_rope_fused(
     num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
     return _concat_and_cache_mla_rope_fused(
         scalar_t=q_pe.dtype,
+        angle_t=cos_sin_cache.dtype,
         cache_t=kind,
         slot_t=slot_mapping.dtype,
         position_t=positions.dtype,

@@ -30,12 +30,15 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
 
     Args:
-        output, input: two tensors of one shape and one order of dimensions in memory; one of them float32, float16 or
-            bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. `output` is written.
+        output, input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
+            have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
+            which then pair up in the order of memory: caches of different packing. `output` is written.
         scale: the scale of the codes.
         kv_dtype: "fp8" or "fp8_e4m3".
     """
     divisor = torch.full((), scale, dtype=torch.float32, device=input.device)
+    if output.shape != input.shape:
+        output, input = output.view(-1), input.view(-1)
     if output.element_size() == 1:
         indexable(output).copy_(fp8_codes(input, divisor, fp8.cache_codes(output, kv_dtype)))
     else:
@@ -50,6 +53,11 @@ def plan_convert_fp8(output: TensorArg, input: TensorArg, kv_dtype: str) -> Laun
     check.dtype(input, *FLOATS, uint8, *E4M3)
     check.dtype(output, *((uint8, *E4M3) if to_codes else FLOATS))
     kind = fp8.cache_dtype(output if to_codes else input, kv_dtype, input.dtype)
+    if output.shape != input.shape and output.numel == input.numel:
+        # Packed differently: both are one row.
+        for arg in (output, input):
+            check.contiguous(arg)
+        output, input = (replace(arg, shape=(arg.numel,), strides=(1,)) for arg in (output, input))
     check.same_shape(output, input)
     # Dimensions in the order of memory: both tensors are then rows of one size.
     order = sorted(range(len(input.shape)), key=lambda dim: (-input.strides[dim], -input.shape[dim]))

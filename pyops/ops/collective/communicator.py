@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..._core import ranks
-from ..._core.errors import CaptureError, OpError, RankError
+from ..._core import driver, ranks
+from ..._core.errors import OpError, RankError
 from ..._core.host.run import Range
 from ..._core.kernel import Kernel, Specialisation
 from ..._core.launch import Bound, bind
@@ -211,10 +211,9 @@ def launch_as_rank(
         return
     key = specialisation.kernel.file, specialisation.key, grid, num_threads, names, tuple(fixed.items()), device.index
     if key not in bound:
-        if specialisation.loaded(device.index) is None and torch.cuda.is_current_stream_capturing():
-            raise CaptureError(op, specialisation.kernel.file)
         launch = specialisation.launch(grid=grid, block=num_threads, **fixed)
-        functions = [specialisation.load(device.index).function]
+        with driver.outside_capture(op, f"load {specialisation.kernel.file}"):
+            functions = [specialisation.load(device.index).function]
         bound[key] = bind(op, device.index, [launch], functions, names, (), {})
     with naming_lost_ranks(op, lost):
         if status := bound[key].launch(torch.cuda.current_stream(device).cuda_stream, *words):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import dtypes
+from ..._core import driver, dtypes
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.launch import Bound
@@ -109,5 +109,7 @@ def _launch(
     fixed = {"num_rows": input.shape[0], "input_stride": input.stride(0), "rank": rank, "epsilon": float(eps)}
     tensors = dict(zip(("q_weight", "k_weight", "q_out", "k_out"), (*weights, *outs), strict=True)) | {"input": input}
     tables = {"signals": workspace.data_ptr() + 8 * 2 * nranks}
-    lost = _lost.setdefault((input.device, rank), lost_record(input.device))
-    launch_as_rank(op, specialisation, MAX_BLOCKS, num_threads, fixed, tables, tensors, lost, _bound)
+    if (key := (input.device, rank)) not in _lost:
+        with driver.outside_capture(op, "allocate memory of the host"):
+            _lost[key] = lost_record(input.device)
+    launch_as_rank(op, specialisation, MAX_BLOCKS, num_threads, fixed, tables, tensors, _lost[key], _bound)

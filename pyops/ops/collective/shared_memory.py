@@ -6,7 +6,7 @@ import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..._core import ranks
+from ..._core import driver, ranks
 from ..._core.errors import OpError
 from ..._core.lazy import cupy, torch
 
@@ -42,17 +42,10 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
         address = here.world.allocate(here.rank, size, lasting=False).address
         handle = address.to_bytes(8, "little").ljust(HANDLE_BYTES, b"\0")
     else:
-        runtime = cupy.cuda.runtime
-        mode = runtime.streamCaptureModeRelaxed if hasattr(runtime, "threadExchangeStreamCaptureMode") else None
-        before = None if mode is None else runtime.threadExchangeStreamCaptureMode(mode)
-        try:
-            address = runtime.malloc(size)
-            runtime.memset(address, 0, size)
-            handle = runtime.ipcGetMemHandle(address)
-        finally:
-            if before is not None:
-                runtime.threadExchangeStreamCaptureMode(before)
-        runtime.deviceSynchronize()
+        with driver.outside_capture("allocate_shared_buffer_and_handle", f"allocate {size} bytes"):
+            address = cupy.cuda.runtime.malloc(size)
+            driver.clear(address, size)
+            handle = cupy.cuda.runtime.ipcGetMemHandle(address)
     return address, torch.tensor([*handle], dtype=torch.uint8, device="cpu")
 
 

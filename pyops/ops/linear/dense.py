@@ -36,7 +36,7 @@ def linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = Non
     """
     x = input.double() @ weight.double().T
     if bias is not None:
-        x = x + bias.double()
+        x = x + bias.reshape(-1).double()
     if activation == "gelu":
         x = torch.nn.functional.gelu(x)
     elif activation == "silu_and_mul":

@@ -272,6 +272,12 @@ class Problem:
         }
 
 
+def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg | None:
+    """A bias for each of so many columns, given in any shape of as many elements: as [columns]."""
+    check.elements(bias, dtype, columns)
+    return None if bias is None else replace(bias, shape=(columns,), strides=(1,))
+
+
 def check_linear(
     out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
 ) -> Problem:
@@ -279,14 +285,13 @@ def check_linear(
     check.floating(input)
     if activation not in ACTIVATIONS:
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")
-    epilogue = Epilogue(out, bias=bias, activation=activation)
     hidden_size, columns = check.row_size(input), check.row_size(out)
-    output_size = columns * 2 if epilogue.is_gated else columns
+    output_size = columns * 2 if activation == "silu_and_mul" else columns
     check.dtype(out, input.dtype)
     if out.shape[:-1] != input.shape[:-1]:
         raise out.error(f"expected the leading dimensions of input, {input.shape[:-1]}, got shape {out.shape}")
     check.sizes(weight, output_size=output_size, hidden_size=hidden_size)
     check.dtype(weight, input.dtype)
-    check.shape(bias, input.dtype, output_size=output_size)
     check.row_stride(out)
+    epilogue = Epilogue(out, bias=column_bias(bias, input.dtype, output_size), activation=activation)
     return Problem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue)

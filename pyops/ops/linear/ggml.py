@@ -11,7 +11,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml_plan import MAX_FUSED_ROWS, plan
-from .ggml_problem import Problem
+from .ggml_problem import Problem, format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ __all__ = ["ggml_mul_mat_a8", "ggml_mul_mat_vec_a8"]
 
 def _product(W: Tensor, X: Tensor, quant_type: int, row: int) -> Tensor:
     """float64 ``X @ W.T``."""
-    weight = ggml_formats.decode(quant_type, W).view(row, X.shape[1])
+    weight = ggml_formats.decode(quant_type, W).view(row, -1)[:, : X.shape[1]] if row else W.new_empty(0, X.shape[1])
     if X.shape[0] > MAX_FUSED_ROWS:
         weight = weight.to(X.dtype)
     return X.double() @ weight.double().T
@@ -37,7 +37,7 @@ def _result(W: TensorArg, X: TensorArg, row: int) -> Result:
 def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg) -> list[Launch]:
     check.floating(X)
     result = _result(W, X, row)
-    format = ggml_formats.of_rows(W, quant_type, row, X.shape[1])
+    format = format_of(W, quant_type, row, X.shape[1])
     if X.shape[1] % format.length:
         raise X.error(f"expected rows of whole blocks of {format.length} elements of {format.name}, got {X.shape}")
     check.row_size(X)
@@ -73,7 +73,8 @@ def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out:
     Scales multiply sums of a few elements: an infinity in X may make NaN of what would be infinite.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or any other shape.
+        W: uint8, contiguous: the blocks of the rows, one after another, in any shape; or [row, bytes of a row], where a
+            row may hold more blocks than X has columns for: those are not multiplied.
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
@@ -111,7 +112,8 @@ def ggml_mul_mat_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Ten
     The same as `ggml_mul_mat_vec_a8`.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, one after another, [row, bytes of a row] or any other shape.
+        W: uint8, contiguous: the blocks of the rows, one after another, in any shape; or [row, bytes of a row], where a
+            row may hold more blocks than X has columns for: those are not multiplied.
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.dtypes import int32, int64
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
@@ -13,7 +14,7 @@ from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml import random_weight
 from .ggml_plan import BLOCK_ROWS, plan
-from .ggml_problem import Choices, Problem
+from .ggml_problem import Choices, Problem, format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ def _multiply(out: Tensor, X: Tensor, W: Tensor, quant_type: int, top_k: int, ro
     out[rows] = 0
     for expert in range(W.shape[0]):
         own = rows[experts == expert]
-        weight = ggml_formats.decode(quant_type, W[expert]).view(out.shape[1], X.shape[1])
+        weight = ggml_formats.decode(quant_type, W[expert]).view(out.shape[1], -1)[:, : X.shape[1]]
         out[own] = (X[own // top_k].double() @ weight.double().T).to(out.dtype)
 
 
@@ -47,7 +48,7 @@ def _plan(out: TensorArg, X: TensorArg, W: TensorArg, quant_type: int, tokens: i
     check.floating(X)
     result = _result(X, W, W.shape[1] if len(W.shape) == 3 else 0, choices.top_k, tokens)
     k = check.row_size(X)
-    format = ggml_formats.of_rows(W, quant_type, W.shape[0] * W.shape[1], k)
+    format = format_of(W, quant_type, W.shape[0] * W.shape[1], k)
     if k % format.length:
         raise X.error(f"expected rows of whole blocks of {format.length} elements of {format.name}, got {X.shape}")
     check.dtype(out, X.dtype)
@@ -79,7 +80,7 @@ def ggml_moe_a8(
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
-        W: [experts, row, bytes of a row] uint8, contiguous.
+        W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
         sorted_token_ids: [places] int32 or int64, contiguous, at least one place for each choice: choices; a number
             that is none stands for nothing, and so do places behind the last four of an expert.
         expert_ids: [places / 4, or more] of the same dtype, contiguous.
@@ -154,14 +155,14 @@ def example_ggml_moe_a8(
 def ggml_moe_a8_vec(
     X: Tensor, W: Tensor, topk_ids: Tensor, top_k: int, quant_type: int, row: int, tokens: int, *, out: Tensor
 ) -> None:
-    """Products of few tokens and their experts: ``out[t * top_k + j] = X[t] @ W[topk_ids[t, j]].T``.
+    """Products of few tokens and their experts: ``out[t * top_k + j] = X[t] @ W[topk_ids[t * top_k + j]].T``.
 
     As `ggml_moe_a8`, without an order. A choice whose expert is no expert of W gets zeros.
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
-        W: [experts, row, bytes of a row] uint8, contiguous.
-        topk_ids: [tokens, top_k] int32 or int64, contiguous: the experts of each token.
+        W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
+        topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token in turn.
         top_k: choices of a token.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight of an expert.
@@ -189,8 +190,8 @@ def plan_ggml_moe_a8_vec(
     out: TensorArg,
 ) -> list[Launch]:
     _result(X, W, row, top_k, tokens)
-    check.index(topk_ids, tokens=tokens, top_k=top_k)
-    check.contiguous(topk_ids)
+    check.dtype(topk_ids, int32, int64)
+    check.per_row(topk_ids, topk_ids.dtype, tokens * top_k)
     return _plan(out, X, W, quant_type, tokens, Choices(topk_ids, None, W.shape[0], top_k))
 
 

@@ -290,9 +290,11 @@ def plan(problem: Problem) -> list[Launch]:
     out, device = problem.out, problem.out.device
     if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:
         return [tuning.config(out.op, problem, device, choose).launch(problem)]
-    dtype, numel = problem.X.dtype, problem.n * problem.k
+    dtype, format = problem.X.dtype, problem.format
+    size = problem.row_bytes // format.nbytes * format.length
+    numel = problem.n * size
     weight = Scratch(numel * dtype.itemsize)
-    rows = Operand.of_scratch(weight, dtype, problem.n, problem.k)
+    rows = Operand.of_scratch(weight, dtype, problem.n, size)
     product = gemm_plan.plan(DenseProblem(Operand.of_rows(problem.X), rows, problem.k, Epilogue(out)))
-    expansion = ggml_formats.dequantised(problem.W, problem.format, weight, dtype, numel, access=16 // dtype.itemsize)
+    expansion = ggml_formats.dequantised(problem.W, format, weight, dtype, numel, access=16 // dtype.itemsize)
     return [] if product.empty else [expansion, product]

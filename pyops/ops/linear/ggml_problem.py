@@ -33,6 +33,14 @@ class Choices:
     top_k: int
 
 
+def format_of(W: TensorArg, quant_type: int, num_rows: int, k: int) -> Format:
+    """The format of a weight of so many rows, checked to hold k elements of each, or more if rows are a dimension."""
+    format, elements = ggml_formats.FORMATS.get(quant_type), k
+    if format is not None and len(W.shape) > 1 and W.numel == num_rows * W.shape[-1]:
+        elements = max(k, W.shape[-1] // format.nbytes * format.length)
+    return ggml_formats.of_rows(W, quant_type, num_rows, elements)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
     """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`.
@@ -59,8 +67,14 @@ class Problem:
         return self.out.shape[1]
 
     @property
+    def num_rows(self) -> int:
+        """Of W, those of all experts."""
+        return self.n * (1 if self.choices is None else self.choices.num_experts)
+
+    @property
     def row_bytes(self) -> int:
-        return self.k // self.format.length * self.format.nbytes
+        """From one row of W to the next; what a row holds behind its first k elements is not multiplied."""
+        return self.W.numel // max(1, self.num_rows)
 
     @property
     def access(self) -> int:

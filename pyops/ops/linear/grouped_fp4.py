@@ -59,7 +59,7 @@ def _multiply(
         x = torch.zeros(len(place), weight.shape[1], dtype=torch.float64, device=a.device)
         x[inside] = format.values(codes, a_scales)[place[inside]]
         sums = (x @ weight.T).float()
-        out[rows] = (sums if alphas is None else alphas[e] * sums).to(out.dtype)
+        out[rows] = (sums if alphas is None else alphas.reshape(-1)[e] * sums).to(out.dtype)
 
 
 def _plan(
@@ -84,7 +84,7 @@ def _plan(
     b_scales = swapped(b_scales, num_experts, rows, columns)
     format.check_scales(a_scales, rows=None, columns=columns)
     format.check_scales(b_scales, num_experts=num_experts, rows=rows, columns=columns)
-    check.shape(alphas, float32, num_experts=num_experts)
+    check.elements(alphas, float32, num_experts)
     if format is MXFP4:
         lists_by = problem_sizes, expert_offsets, scale_offsets
         if (by_codes := few_rows(out, a, b, a_scales, b_scales, *lists_by)) is not None:
@@ -165,7 +165,7 @@ def cutlass_fp4_group_mm(
         a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
             scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
         b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each expert.
-        alphas: [num_experts] float32, contiguous.
+        alphas: float32, contiguous, num_experts elements.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
         expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
         sf_offsets: [num_experts] int32, contiguous: the row of a_blockscale where those of an expert begin, a multiple

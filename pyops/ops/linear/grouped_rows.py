@@ -115,10 +115,7 @@ def check_strides(num_experts: int, *strides: TensorArg | None) -> None:
 def check_scale_counts(*counts: tuple[TensorArg, int]) -> None:
     """Check float32 scales, of which each tensor has so many."""
     for scales, count in counts:
-        check.dtype(scales, float32)
-        check.contiguous(scales)
-        if scales.numel != count:
-            raise scales.error(f"expected {count} elements, got shape {scales.shape}")
+        check.elements(scales, float32, count)
 
 
 def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
@@ -62,7 +63,7 @@ def cutlass_moe_mm(
         out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
         a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
         b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-        a_scales: float32, contiguous, one element, or one for each row if `per_act_token`.
+        a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
         b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
         expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
@@ -72,7 +73,7 @@ def cutlass_moe_mm(
     b_tensors = by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ b_tensors[e].double().T).float()
-        scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(1)
+        scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(-1)[:1]
         out_tensors[rows] = (scales * (b_scales[e].reshape(-1) * sums)).to(out_tensors.dtype)
 
 
@@ -97,6 +98,9 @@ def plan_cutlass_moe_mm(
     weights = weights_of(b_tensors, num_experts, n, k)
     check_strides(num_experts, a_strides, b_strides, c_strides)
     b_count = num_experts * (n if per_out_ch else 1)
+    if not per_act_token:  # callers in the format of batches repeat the scale for each expert
+        check.at_least(a_scales, float32, 1)
+        a_scales = replace(a_scales, shape=(1,), strides=(1,))
     check_scale_counts((a_scales, num_rows if per_act_token else 1), (b_scales, b_count))
     operands = Operand.of_rows(a_tensors), Operand.of_rows(weights), num_experts, k
     return [launch, plan(GroupedProblem(out_tensors, *operands, lists, a_scales=a_scales, b_scales=b_scales))]

@@ -73,7 +73,7 @@ def cutlass_w4a8_moe_mm(
         a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
         b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
         a_scales: [num_rows, 1] float32, contiguous; b_scales: [num_experts, N, 1], likewise.
-        b_group_scales: [8 * num_experts * K / b_group_size * N] float8_e4m3fn, contiguous, as
+        b_group_scales: [num_experts, K / b_group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as
             `cutlass_pack_scale_fp8` returns them.
         b_group_size: elements of K under one scale; divides K.
         expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
@@ -122,7 +122,7 @@ def plan_cutlass_w4a8_moe_mm(
     check_scale_counts((a_scales, num_rows), (b_scales, num_experts * n))
     if b_group_size < 1 or k % b_group_size:
         raise check.refuse(a_tensors, "b_group_size", f"expected a number that divides K, {k}, got {b_group_size}")
-    check.shape(b_group_scales, float8_e4m3fn, products=PRODUCTS * num_experts * (k // b_group_size) * n)
+    check.elements(b_group_scales, float8_e4m3fn, PRODUCTS * num_experts * (k // b_group_size) * n)
     dense = Scratch(max(1, num_experts * n * k))
     written = dequantize_packed.written(
         dense, float8_e4m3fn, weight_of(b_tensors, n, k, b_group_scales, b_group_size), num_experts

@@ -12,7 +12,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES
 from .fp8_sums import absolute_error
-from .gemm_problem import Epilogue, Operand
+from .gemm_problem import Epilogue, Operand, column_bias
 from .marlin_weight import (
     check_order,
     check_out,
@@ -95,11 +95,12 @@ def marlin_gemm(
                  uint8b128
     16 bits      uint4, uint8   dtype of a                                  [num_groups, N bits / 32] int32, or
                                                                             floats as scales with is_zp_float
-    16 bits      e4m3           dtype of a, times 2^8 (float16), 2^120      none
+    16 bits      e4m3           dtype of a, times 2^8 (float16), 2^120;     none
+                                or e8m0
     16 bits      e2m1           e4m3: the upper bits of float16 of 2^7      none
                                 scale, under a global_scale of the dtype of
-                                a, times 2^7 (float16), 2^119 (bfloat16);
-                                or e8m0
+                                a or float32, times 2^7 (float16), 2^119
+                                (bfloat16); or e8m0
     int8         uint4b8,       float16 or bfloat16; of several groups      none; [num_groups, N / 8] int32
                  uint8b128,     integers in their bits
                  uint4
@@ -114,7 +115,7 @@ def marlin_gemm(
         a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
         b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
             multiple of 64.
-        b_bias: [N] of the dtype of c, contiguous, permuted; or None.
+        b_bias: of the dtype of c, contiguous, N elements, permuted; or None.
         b_scales: see above, contiguous; num_groups divides K.
         a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
         global_scale: one element, where scales are e4m3; else None.
@@ -171,7 +172,7 @@ def plan_marlin_gemm(
     check_zeros(a, b_scales, b_zeros, kind, size_n, is_zp_float)
     check_order(g_idx, perm, size_k)
     check_out(c, a, b_scales, size_m, size_n)
-    check.shape(b_bias, c.dtype, N=size_n)
+    b_bias = column_bias(b_bias, c.dtype, size_n)
     weight, scales = marlin_weight(
         a, b_q_weight, b_scales, global_scale, b_zeros, g_idx, perm, b_type_id, size_n, size_k, is_k_full, is_zp_float
     )

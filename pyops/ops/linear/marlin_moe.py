@@ -116,7 +116,7 @@ def moe_wna16_marlin_gemm(
         b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.
         b_scales: [num_experts, num_groups, N], contiguous.
         a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
-        global_scale: [num_experts] of the dtype of a, where scales are e4m3; else None.
+        global_scale: [num_experts] of the dtype of a or float32, where scales are e4m3; else None.
         b_zeros: [num_experts, num_groups, ...], contiguous; or None.
         g_idx, perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
         workspace, use_atomic_add, use_fp32_reduce, thread_k, thread_n, blocks_per_sm: vLLM's; they have no effect.

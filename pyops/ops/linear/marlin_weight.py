@@ -46,12 +46,15 @@ def marlin_weight(
 ) -> tuple[PackedWeight, dict[str, Any]]:
     """The weight, of tensors or their descriptors, and what the epilogue has of its scales."""
     kind, dtype, groups = ScalarType.of(b_type_id), dtypes.of(a.dtype), b_scales.shape[0]
-    is_a_8bit, grouped = dtype is not None and dtype.itemsize == 1, groups > 1 or is_zp_float or kind == float4_e2m1f
-    order = scale_order(kind, groups, is_a_8bit)
+    is_a_8bit, is_mxfp8 = dtype is not None and dtype.itemsize == 1, kind == fp8 and dtypes.of(b_scales.dtype) in E8M0
+    grouped = groups > 1 or is_zp_float or kind == float4_e2m1f
+    order: ColumnOrder = "marlin_fp4" if is_mxfp8 else scale_order(kind, groups, is_a_8bit)
     form: ScaleKind = "float"
     exponent = 0
     scales: dict[str, Any] = {}
-    if kind == fp8:
+    if is_mxfp8:  # Marlin multiplies the codes itself there, which scales so small could not make up for
+        form = "e8m0"
+    elif kind == fp8:
         exponent = -_FP8_EXPONENTS[dtype]
     elif kind == float4_e2m1f:
         form, exponent = "e8m0", -_MXFP4_AS_FP8_EXPONENT if is_a_8bit else 0
@@ -143,15 +146,18 @@ def check_scales(
 ) -> None:
     """Check scales of groups, of the whole weight, and of activations."""
     is_a_8bit, is_fp4 = a.dtype.itemsize == 1, kind == float4_e2m1f
+    is_mx = is_fp4 or (kind == fp8 and b_scales.dtype in E8M0)
     allowed: tuple[DType, ...] = (float16, bfloat16) if is_a_8bit else (a.dtype,)
     if is_fp4:
         allowed = E8M0 if is_a_8bit or global_scale is None else (float8_e4m3fn,)
+    elif kind == fp8:
+        allowed = (a.dtype, *E8M0)
     check.dtype(b_scales, *allowed)
     check.sizes(b_scales, num_groups=None, N=n)
     check.contiguous(b_scales)
     groups = b_scales.shape[0]
-    if groups == 0 or k % groups or (is_fp4 and groups == 1):
-        expected = "several groups that divide" if is_fp4 else "groups that divide"
+    if groups == 0 or k % groups or (is_mx and groups == 1):
+        expected = "several groups that divide" if is_mx else "groups that divide"
         raise b_scales.error(f"expected {expected} K, {k}, got {groups}")
     for scale, wanted in ((a_scales, is_a_8bit), (global_scale, is_fp4 and b_scales.dtype is float8_e4m3fn)):
         if scale is not None and not wanted:
@@ -163,7 +169,9 @@ def check_scales(
         if a_scales.numel not in (1, a.shape[0]):
             raise a_scales.error(f"expected 1 or {a.shape[0]} elements, got shape {a_scales.shape}")
         check.contiguous(a_scales)
-    check.scalar(global_scale, a.dtype)
+    if global_scale is not None:
+        check.dtype(global_scale, a.dtype, float32)
+        check.scalar(global_scale, global_scale.dtype)
 
 
 def check_zeros(

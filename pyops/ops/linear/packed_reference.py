@@ -90,7 +90,7 @@ def multiply(
     elif a_scales is not None:
         a_scales = (a_scales.double() * factor).float()
     x = scaled(sums, one if a_scales is None else a_scales.float(), one if b_scales is None else b_scales, None)
-    out.copy_(x if bias is None else x + bias[place].float())
+    out.copy_(x if bias is None else x + bias.reshape(-1)[place].float())
 
 
 def _activations(a: Tensor, weight: Any) -> Tensor:

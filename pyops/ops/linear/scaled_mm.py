@@ -12,7 +12,7 @@ from ..._core.op import op, registry
 from ..._core.tensor import TensorArg
 from .fp8_sums import absolute_error
 from .gemm_plan import MIN_CAPABILITY, plan
-from .gemm_problem import SCALE_BLOCK, Epilogue, Operand, Problem
+from .gemm_problem import SCALE_BLOCK, Epilogue, Operand, Problem, column_bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ def cutlass_scaled_mm(
         b: [K, N] of the same dtype, of any strides; column-major is fast.
         a_scales: float32, contiguous, M or 1 elements; or [M, ceil(K / 128)] of any strides.
         b_scales: float32, contiguous, N or 1 elements; or [ceil(K / 128), ceil(N / 128)] of any strides.
-        bias: [N] of the dtype of out, contiguous; or None, as it must be with scales of blocks.
+        bias: of the dtype of out, contiguous, N elements; or None, as it must be with scales of blocks.
     """
     if a_scales.numel() in (1, a.shape[0]) and b_scales.numel() in (1, b.shape[1]):
         out.copy_(scaled(a.double() @ b.double(), a_scales, b_scales, bias))
@@ -67,7 +67,7 @@ def cutlass_scaled_mm(
 def scaled(sums: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None) -> Tensor:
     """float32 ``a_scales * (b_scales * sums) + bias``, of scales for rows and columns or of one."""
     x = a_scales.reshape(-1, 1) * (b_scales.reshape(1, -1) * sums.float())
-    return x if bias is None else x + bias.float()
+    return x if bias is None else x + bias.reshape(-1).float()
 
 
 def check_product(out: TensorArg, a: TensorArg, b: TensorArg, *dtypes: Any) -> tuple[Operand, Operand]:
@@ -109,8 +109,7 @@ def plan_cutlass_scaled_mm(
     else:
         check_scales(m, a_scales)
         check_scales(n, b_scales)
-        check.shape(bias, out.dtype, N=n)
-    epilogue = Epilogue(out, a_scales, b_scales, bias=bias, block_scaled=blocked)
+    epilogue = Epilogue(out, a_scales, b_scales, bias=column_bias(bias, out.dtype, n), block_scaled=blocked)
     return plan(Problem(rows, columns, k, epilogue))
 
 
@@ -167,7 +166,7 @@ def cutlass_scaled_mm_azp(
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
         azp_adj: int32, contiguous, N elements: the sums of the columns of b, times the zero point if azp is None.
         azp: int32, contiguous, M elements: a zero point for each row; or None.
-        bias: [N] of the dtype of out, contiguous; or None.
+        bias: of the dtype of out, contiguous, N elements; or None.
     """
     sums = (a.double() @ b.double()).long()
     z = azp_adj.reshape(1, -1).long()
@@ -192,14 +191,10 @@ def plan_cutlass_scaled_mm_azp(
     (m, k), n = a.shape, b.shape[1]
     check_scales(m, a_scales)
     check_scales(n, b_scales)
-    for points, count in ((azp_adj, n), (azp, m)):
-        if points is not None:
-            check.dtype(points, int32)
-            if points.numel != count:
-                raise points.error(f"expected {count} elements, got shape {points.shape}")
-            check.contiguous(points)
-    check.shape(bias, out.dtype, N=n)
-    return plan(Problem(rows, columns, k, Epilogue(out, a_scales, b_scales, azp_adj, azp, bias)))
+    check.elements(azp_adj, int32, n)
+    check.elements(azp, int32, m)
+    epilogue = Epilogue(out, a_scales, b_scales, azp_adj, azp, column_bias(bias, out.dtype, n))
+    return plan(Problem(rows, columns, k, epilogue))
 
 
 @cutlass_scaled_mm_azp.example

@@ -126,10 +126,10 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
         out: [..., output_size], written; rows of one stride.
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         weight: [output_size, hidden_size] of the same dtype; rows of one stride.
-        bias: [output_size] of the same dtype, contiguous; or None.
+        bias: of the same dtype, contiguous, output_size elements; or None.
     """
     product = input.float() @ weight.float().T
-    out.copy_(product if bias is None else product + bias.float())
+    out.copy_(product if bias is None else product + bias.reshape(-1).float())
 
 
 @skinny_linear.plan

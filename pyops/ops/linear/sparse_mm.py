@@ -13,7 +13,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .fp8_sums import absolute_error
 from .gemm_plan import plan
-from .gemm_problem import Epilogue, Operand, Problem
+from .gemm_problem import Epilogue, Operand, Problem, column_bias
 from .scaled_mm import check_scales, codes, scaled
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def cutlass_scaled_sparse_mm(
         bt_nzs: [N, K / 2] of the same dtype, and bt_meta: [N, K / 8] uint8, as `cutlass_sparse_compress` makes them of
             B [N, K]; rows of one stride.
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
-        bias: [N] of the dtype of out, contiguous; or None.
+        bias: of the dtype of out, contiguous, N elements; or None.
     """
     out.copy_(scaled(a.double() @ _expanded(bt_nzs, bt_meta).T, a_scales, b_scales, bias))
 
@@ -168,7 +168,6 @@ def plan_cutlass_scaled_sparse_mm(
     check.row_size(out)
     check_scales(m, a_scales)
     check_scales(n, b_scales)
-    check.shape(bias, out.dtype, N=n)
     dense = Scratch(n * k * a.dtype.itemsize)
     kernel = _sparse_expand.renamed(nzs=bt_nzs.name, meta=bt_meta.name)
     access = check.vector_width(4, bt_nzs)
@@ -182,7 +181,8 @@ def plan_cutlass_scaled_sparse_mm(
         meta_stride=bt_meta.strides[0],
     )
     operand = Operand.of_scratch(dense, a.dtype, n, k)
-    product = plan(Problem(Operand.of_matrix(a), operand, k, Epilogue(out, a_scales, b_scales, bias=bias)))
+    epilogue = Epilogue(out, a_scales, b_scales, bias=column_bias(bias, out.dtype, n))
+    product = plan(Problem(Operand.of_matrix(a), operand, k, epilogue))
     return [] if product.empty else [expand, product]
 
 

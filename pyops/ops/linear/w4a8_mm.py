@@ -196,7 +196,8 @@ def cutlass_w4a8_mm(
     Args:
         A: [M, K] float8_e4m3fn; rows of one stride.
         B: [K / 8, N] int32, contiguous, as `cutlass_encode_and_reorder_int4b` returns it.
-        group_scales: [8 * K / group_size * N] float8_e4m3fn, contiguous, as `cutlass_pack_scale_fp8` returns them.
+        group_scales: [K / group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as `cutlass_pack_scale_fp8`
+            returns them.
         group_size: rows under one scale; divides K.
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
         out_type: of a new out: bfloat16 or float16, whose sums take longer (`fp8_sums.py`); None for bfloat16.
@@ -245,7 +246,7 @@ def plan_cutlass_w4a8_mm(
         raise check.refuse(A, "group_size", f"expected a number that divides K, {k}, got {group_size}")
     if maybe_schedule not in (None, *_SCHEDULES):
         raise check.refuse(A, "maybe_schedule", f"expected None or one of {_SCHEDULES}, got {maybe_schedule!r}")
-    check.shape(group_scales, float8_e4m3fn, products=PRODUCTS * (k // group_size) * n)
+    check.elements(group_scales, float8_e4m3fn, PRODUCTS * (k // group_size) * n)
     check_scales(n, channel_scales)
     check_scales(m, token_scales)
     check.dtype(out, *((result.dtype,) if out_type is not None else (bfloat16, float16)))

@@ -31,6 +31,7 @@ def align(
     sorted_token_ids.fill_(len(experts))
     sorted_token_ids[places] = rows.int()
     numbers = torch.arange(num_experts, device=experts.device).repeat_interleave(blocks)
+    experts_ids.fill_(-1)
     experts_ids[: len(numbers)] = numbers.int()
     total.copy_(blocks.sum() * block_size)
 
@@ -59,14 +60,13 @@ def moe_align_block_size(
         sorted_token_ids: one dimension, int32, contiguous, written; room for the rows of any distribution:
             ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
             multiple of block_size, are enough.
-        experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` places, 0
+        experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` places, -1
             behind the last; an element for every such block of those places.
         num_tokens_post_pad: one int32, written: places that experts take, a multiple of block_size.
         expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
             sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
     """
     experts = local_experts(topk_ids, num_experts, num_experts, expert_map)
-    experts_ids.fill_(0)
     align(sorted_token_ids, experts_ids, num_tokens_post_pad, experts, num_experts, block_size)
 
 
@@ -109,7 +109,6 @@ def plan_moe_align_block_size(
         sorted_token_ids.numel,
         HAS_MAP=expert_map is not None,
         LORA=False,
-        UNUSED=0,
         fixed={
             "num_ids": check_map(expert_map, num_experts),
             "num_places": sorted_token_ids.numel,
@@ -208,7 +207,6 @@ def batched_moe_align_block_size(
     counts = expert_num_tokens.long().clamp(0, max_tokens_per_batch)
     offsets = torch.arange(max_tokens_per_batch, device=counts.device)
     batch = torch.arange(len(counts), device=counts.device)[:, None].expand(-1, max_tokens_per_batch)
-    expert_ids.fill_(-1)
     align(
         sorted_ids,
         expert_ids,

@@ -59,7 +59,6 @@ def moe_lora_align_block_size(
     parts = sorted_token_ids.view(max_loras, -1), experts_ids.view(max_loras, -1), num_tokens_post_pad.view(-1)
     for lora in range(max_loras):
         if (lora_ids == lora).any() and adapter_enabled[lora]:
-            parts[1][lora].fill_(-1)
             own = experts.where((token_lora_mapping == lora)[:, None], -1).reshape(-1)
             align(parts[0][lora], parts[1][lora], parts[2][lora], own, num_experts, block_size)
 
@@ -100,7 +99,6 @@ def plan_moe_lora_align_block_size(
         groups=max_loras,
         HAS_MAP=expert_map is not None,
         LORA=True,
-        UNUSED=-1,
         fixed={
             "num_ids": check_map(expert_map, num_experts),
             "num_places": max_num_tokens_padded,

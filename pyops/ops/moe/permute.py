@@ -48,10 +48,10 @@ def moe_permute(
 ) -> None:
     """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
 
-    Choice j of token t is row ``t * topk + j``. The rows of this device come first, expert by expert, each expert's in
-    ascending order; then, in ascending order, the rows of other devices, whose expert does not exist or has no number
-    from 0 to n_local_expert - 1. Nothing is copied for rows of other devices: `permuted_input` keeps its bits there.
-    After vLLM's op of this name.
+    Choice j of token t is row ``t * topk + j``. The rows of this device come first, in the order of the numbers that
+    experts have here, from 0 to n_local_expert - 1; then the rows of other devices, in the order of `topk_ids`; at last
+    rows whose expert does not exist. Rows of one expert stay in ascending order. Nothing is copied for rows that are
+    not of this device: `permuted_input` keeps its bits there. After vLLM's op of this name.
 
     Args:
         input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
@@ -66,18 +66,27 @@ def moe_permute(
             last the number of rows of this device.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the place of each row.
         permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each place, or
-            ``num_tokens * topk`` for a row of another device.
+            ``num_tokens * topk`` for a row that is not of this device.
     """
     num_rows = topk_ids.numel()
+    num_ids = n_expert if expert_map is None else min(n_expert, len(expert_map))
+    num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
     experts = local_experts(topk_ids, n_expert, n_local_expert, expert_map)
-    rows, counts = sorted_rows(experts.where(experts >= 0, n_local_expert), n_local_expert + 1)
+    ids = topk_ids.reshape(-1).long()
+    elsewhere = torch.where((ids >= 0) & (ids < num_ids), ids + (num_bins - 1 - num_ids), num_bins - 1)
+    rows, counts = sorted_rows(experts.where(experts >= 0, elsewhere), num_bins)
     places = torch.empty_like(rows)
     places[rows] = torch.arange(num_rows, device=rows.device)
     inv_permuted_idx.view(-1).copy_(places)
     permuted_idx.view(-1).copy_(rows.where(experts[rows] >= 0, num_rows))
-    expert_first_token_offset.copy_(counts.cumsum(0) - counts)
-    num_local = num_rows - int(counts[-1])
+    expert_first_token_offset.copy_((counts.cumsum(0) - counts)[: n_local_expert + 1])
+    num_local = int(counts[:n_local_expert].sum())
     _bits(permuted_input)[:num_local] = _bits(input)[rows[:num_local] // topk]
+
+
+def _bins(num_ids: int, num_local: int, has_map: bool) -> int:
+    """Bins of the sort: experts of this device, the others by their own number, and one for what does not exist."""
+    return (num_local + num_ids if has_map else max(num_local, num_ids)) + 1
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -111,6 +120,8 @@ def plan_moe_permute(
     check.shape(expert_first_token_offset, int64, num_offsets=n_local_expert + 1)
     for arg in (inv_permuted_idx, permuted_idx):
         check.per_row(arg, int32, num_rows)
+    num_ids = check_map(expert_map, n_expert)
+    num_bins = _bins(num_ids, n_local_expert, expert_map is not None)
     tokens = as_bytes(input)
     # A thread has one vector of a token, and stores it for each choice: the geometry is that of the tokens.
     first_places = replace(as_bytes(permuted_input), shape=tokens.shape)
@@ -118,11 +129,11 @@ def plan_moe_permute(
         sort_launch(
             _moe_sort_rows,
             topk_ids,
-            n_local_expert + 1,
+            num_bins,
             num_rows,
             tuned=False,  # the op tunes the rows
             HAS_MAP=expert_map is not None,
-            fixed={"num_experts": check_map(expert_map, n_expert), "num_local": n_local_expert},
+            fixed={"num_experts": num_ids, "num_local": n_local_expert, "num_bins": num_bins},
         ),
         chunks.launch(
             _moe_scatter_rows,

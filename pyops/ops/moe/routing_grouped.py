@@ -62,7 +62,7 @@ def grouped_topk(
         topk: experts of a token, 1 to 32, and no more than topk_group groups have.
         renormalize: whether the weights of a token are divided by their sum.
         routed_scaling_factor: multiplies the weights.
-        bias: [num_experts] float32, float16 or bfloat16, contiguous; or None.
+        bias: float32, float16 or bfloat16, contiguous, num_experts elements; or None.
         scoring_func: 0 if ``scores`` holds scores; 1 for the sigmoid, 2 for the softmax of logits.
         topk_weights: [num_tokens, topk] float32, contiguous, written and returned; new unless given.
         topk_ids: [num_tokens, topk] int32, contiguous, written and returned; new unless given.
@@ -72,7 +72,7 @@ def grouped_topk(
     masked = torch.where(finite, x, -torch.inf)
     s = masked if scoring_func == 0 else sigmoid(masked) if scoring_func == 1 else softmax(masked)
     s = torch.where(finite, s, 0.0)
-    keys = s if bias is None else s + bias.float()
+    keys = s if bias is None else s + bias.reshape(-1).float()
     keys = torch.where(finite & ~keys.isnan(), keys, -torch.inf)
     groups = keys.unflatten(-1, (num_expert_group, -1))
     counted = 1 if bias is None else min(2, groups.shape[-1])
@@ -124,7 +124,7 @@ def plan_grouped_topk(
     between("scoring_func", scoring_func, 0, len(_SCORING) - 1)
     if bias is not None:
         check.floating(bias)
-        check.shape(bias, num_experts=num_experts)
+        check.elements(bias, bias.dtype, num_experts)
     check.shape(topk_weights, float32, num_tokens=num_tokens, topk=topk)
     check.shape(topk_ids, int32, num_tokens=num_tokens, topk=topk)
     geometry = choose_geometry(scores, num_expert_group, bias)

@@ -162,9 +162,10 @@ def shuffle_rows(input_tensor: Tensor, dst2src_map: Tensor, output_tensor: Tenso
 
     Args:
         input_tensor: [num_sources, hidden_size], floats, float8 or integers; rows of one stride.
-        dst2src_map: [num_rows] int32, contiguous.
+        dst2src_map: [num_rows, or more] int32, contiguous.
         output_tensor: [num_rows, hidden_size] of the same dtype, written; rows of one stride.
     """
+    dst2src_map = dst2src_map[: len(output_tensor)]
     exists = (dst2src_map >= 0) & (dst2src_map < len(input_tensor))
     bits = [x.view(torch.uint8) if x.element_size() == 1 else x for x in (input_tensor, output_tensor)]
     bits[1].zero_()
@@ -183,7 +184,8 @@ def plan_shuffle_rows(input_tensor: TensorArg, dst2src_map: TensorArg, output_te
     num_sources, hidden_size = check_matrix(input_tensor, *MOVED)
     num_rows, _ = check_matrix(output_tensor, input_tensor.dtype)
     check.sizes(output_tensor, num_rows=None, hidden_size=hidden_size)
-    check.shape(dst2src_map, int32, num_rows=num_rows)
+    check.sizes(dst2src_map, num_rows=None)
+    check.at_least(dst2src_map, int32, num_rows)
     out = as_bytes(output_tensor)
     vectors = out.nbytes // check.vector_width(out.shape[1], out, as_bytes(input_tensor))
     batch = _BATCH if vectors >= _BATCH * _BATCH_THREADS * out.device.multiprocessors else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
@@ -184,7 +185,7 @@ def rms_norm_per_block_quant(
             group_size.
         weight: [hidden_size] of the same dtype.
         scale: [num_tokens, hidden_size / group_size] float32, written; rows of one stride, or with
-            `is_scale_transposed` columns of one stride.
+            `is_scale_transposed` columns of one stride, or [hidden_size / group_size, num_tokens], contiguous.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y| of every group; only with fp8.
         residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
@@ -197,7 +198,9 @@ def rms_norm_per_block_quant(
     if residual is not None:
         residual.copy_(z)
     result.copy_(codes.flatten(-2))
-    scale.copy_(scales.reshape(scale.shape))
+    scales = scales.reshape(-1, y.shape[-2])
+    has_group_rows = is_scale_transposed and fp8.has_group_rows(scale.shape, scale.stride(), *scales.shape)
+    scale.copy_(scales.t() if has_group_rows else scales.reshape(scale.shape))
 
 
 @rms_norm_per_block_quant.plan
@@ -218,6 +221,8 @@ def plan_rms_norm_per_block_quant(
         raise input.error(f"expected a last dimension that is a multiple of group_size={group_size}, got {hidden_size}")
     num_rows, groups = check.num_rows(input), hidden_size // group_size
     check.dtype(scale, float32)
+    if is_scale_transposed and fp8.has_group_rows(scale.shape, scale.strides, num_rows, groups):
+        scale = replace(scale, shape=(num_rows, groups), strides=(scale.strides[1], scale.strides[0]))
     if scale.shape[-1:] != (groups,) or check.num_rows(scale) != num_rows:
         raise scale.error(f"expected shape (num_tokens={num_rows}, groups={groups}), got {scale.shape}")
     row_stride, group_stride = check.row_stride(scale), scale.strides[-1]

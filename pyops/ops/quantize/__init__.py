@@ -15,7 +15,8 @@ from .fp4 import scaled_fp4_quant, silu_and_mul_nvfp4_quant
 from .fp4_experts import scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_experts_quant
 from .ggml import ggml_dequantize
 from .gptq import gptq_shuffle
-from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed, per_token_group_quant_int8
+from .groups import per_token_group_fp8_quant, per_token_group_quant_int8
+from .groups_packed import per_token_group_fp8_quant_packed
 from .hadamard import hadacore_transform, hadacore_transform_out
 from .mxfp4_experts import mxfp4_experts_quant, silu_and_mul_mxfp4_experts_quant
 from .mxfp8_experts import mxfp8_experts_quant

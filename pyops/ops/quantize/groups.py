@@ -18,7 +18,7 @@ from ._common import as_fp8, fp8_matrices, matrices
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["per_token_group_fp8_quant", "per_token_group_fp8_quant_packed", "per_token_group_quant_int8"]
+__all__ = ["per_token_group_fp8_quant", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
 # docs/performance/quantize.md: groups of few rows are spread over more threads, with one vector each; of many rows, a
@@ -43,7 +43,7 @@ _TUNING = {
 _CODE_RANGE = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
 
 
-def _codes(
+def group_codes(
     input: Tensor, group_size: int, eps: float, limits: tuple[float, float], power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     """(float32 values of the codes before rounding, in the shape of `input`; scales [num_tokens, groups])."""
@@ -59,7 +59,12 @@ def _codes(
     return y.flatten(-2), scale.reshape(-1, x.shape[-2])
 
 
-def _launch(
+def padded_rows(num_tokens: int) -> int:
+    """Rows of packed scales in memory: TMA wants columns that begin at multiples of 16 bytes."""
+    return -(-num_tokens // 4) * 4
+
+
+def group_launch(
     input: TensorArg,
     codes: TensorArg,
     scales: TensorArg,
@@ -84,12 +89,16 @@ def _launch(
         raise check.refuse(input, "eps", f"expected a positive number, 2^-100 to 2^100, got {eps}")
     groups = hidden_size // group_size
     check.dtype(scales, int32 if packed else float32)
-    num_rows, columns = num_tokens, groups
+    num_scale_rows, columns = num_tokens, groups
     if packed:
-        num_rows, columns = scales.shape[0] if scales.shape else 0, -(-groups // 4)
-        if num_rows not in (num_tokens, -(-num_tokens // 4) * 4):
-            num_rows = num_tokens
-    check.sizes(scales, num_tokens=num_rows, groups=columns)
+        columns = -(-groups // 4)
+        if scales.shape[:1] == (padded_rows(num_tokens),):
+            num_scale_rows = scales.shape[0]
+    check.sizes(scales, num_tokens=num_scale_rows, groups=columns)
+    num_gap_rows, num_code_rows = num_scale_rows, check.num_rows(codes)
+    if packed and scales.strides == (1, padded_rows(num_tokens)):
+        num_gap_rows = padded_rows(num_tokens)
+    num_rows = max(num_code_rows, num_gap_rows)
     vectors = RowVectors(check.vector_width(group_size, input, codes))
     scales_of_token = 4 * columns if packed else columns
     num_groups = num_rows * scales_of_token
@@ -118,6 +127,9 @@ def _launch(
         block=config.num_threads,
         num_tokens=num_tokens,
         num_rows=num_rows,
+        num_code_rows=num_code_rows,
+        num_scale_rows=num_scale_rows,
+        num_gap_rows=num_gap_rows,
         input_stride=check.row_stride(input),
         output_stride=check.row_stride(codes),
         scale_stride=scales.strides[0],
@@ -156,7 +168,7 @@ def per_token_group_fp8_quant(
             1 to 240, and usually -224 and 224.
         scale_ue8m0: whether scales are powers of two.
     """
-    codes, scales = _codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
+    codes, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), scale_ue8m0)
     as_fp8(output_q).copy_(codes)
     output_s.copy_(scales)
 
@@ -174,7 +186,7 @@ def plan_per_token_group_fp8_quant(
 ) -> Launch:
     _, codes = fp8_matrices(output_q, input)
     limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
-    return _launch(input, codes, output_s, group_size, eps, limits, bool(scale_ue8m0))
+    return group_launch(input, codes, output_s, group_size, eps, limits, bool(scale_ue8m0))
 
 
 @per_token_group_fp8_quant.example
@@ -193,72 +205,6 @@ def example_per_token_group_fp8_quant(
         make.empty(num_tokens, hidden_size, dtype=quant_dtype),
         make.empty(num_tokens, hidden_size // 128, dtype="float32"),
         *(128, 1e-10, -largest, largest, scale_ue8m0),
-    )
-
-
-@op(out=("output_q", "output_s_packed"), keyed=("eps", "fp8_min", "fp8_max"), ulps=0)
-def per_token_group_fp8_quant_packed(
-    input: Tensor,
-    output_q: Tensor,
-    output_s_packed: Tensor,
-    group_size: int,
-    eps: float,
-    fp8_min: float,
-    fp8_max: float,
-) -> None:
-    """fp8 codes of groups, and the exponents of their scales, powers of two, packed four to a word (DeepGEMM's UE8M0).
-
-    Codes and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
-    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes behind the last one are 0.
-
-    Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
-            up to 4). It may have num_tokens rounded up to 4 rows: rows behind the tokens become 0.
-        group_size: a divisor of hidden_size.
-        eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-            1 to 240, and usually -224 and 224.
-    """
-    codes, scales = _codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
-    as_fp8(output_q).copy_(codes)
-    num_rows, words = output_s_packed.shape
-    exponents = scales.new_zeros(num_rows, 4 * words, dtype=torch.uint8)
-    exponents[: scales.shape[0], : scales.shape[1]] = scales.view(torch.int32) >> 23
-    output_s_packed.copy_(exponents.view(torch.int32))
-
-
-@per_token_group_fp8_quant_packed.plan
-def plan_per_token_group_fp8_quant_packed(
-    input: TensorArg,
-    output_q: TensorArg,
-    output_s_packed: TensorArg,
-    group_size: int,
-    eps: float,
-    fp8_min: float,
-    fp8_max: float,
-) -> Launch:
-    _, codes = fp8_matrices(output_q, input)
-    limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
-    return _launch(input, codes, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
-
-
-@per_token_group_fp8_quant_packed.example
-def example_per_token_group_fp8_quant_packed(
-    make: Any,
-    *,
-    num_tokens: int = 16,
-    hidden_size: Literal[4096, 14336] = 4096,
-    dtype: str = "bfloat16",
-    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
-) -> tuple[Any, ...]:
-    largest = fp8.largest_code(quant_dtype)
-    return (
-        make.randn(num_tokens, hidden_size, dtype=dtype),
-        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
-        make.empty(num_tokens, -(-hidden_size // 512), dtype="int32"),
-        *(128, 1e-10, -largest, largest),
     )
 
 
@@ -288,7 +234,7 @@ def per_token_group_quant_int8(
         int8_min, int8_max: the smallest code, -128 to 0, and the largest, 1 to 127.
         round_to_nearest: round to nearest even instead of toward zero.
     """
-    codes, scales = _codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)
+    codes, scales = group_codes(input, group_size, eps, (int8_min, int8_max), power_of_two=False)
     output_q.copy_(codes.round() if round_to_nearest else codes.trunc())
     output_s.copy_(scales)
 
@@ -313,7 +259,7 @@ def plan_per_token_group_quant_int8(
     matrices(output_q, input, int8)
     limits = ("int8_min", int8_min), ("int8_max", int8_max)
     nearest = bool(round_to_nearest)
-    return _launch(input, output_q, output_s, group_size, eps, limits, power_of_two=False, nearest=nearest)
+    return group_launch(input, output_q, output_s, group_size, eps, limits, power_of_two=False, nearest=nearest)
 
 
 @per_token_group_quant_int8.example

@@ -102,7 +102,8 @@ def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
     """Walsh-Hadamard transform of rows: ``out[..., i] = sum_j (-1)^popcount(i & j) * x[..., j] / sqrt(hidden_size)``.
 
     In natural (Sylvester's) order; orthonormal, so its own inverse. Computed in float32, rounded once (Fino and Algazi
-    1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832). In a
+    1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832). Sums
+    are taken of elements scaled by a power of two, so they are exact where float32 holds them, zeros above all. In a
     row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results may be infinite or NaN
     that are finite by the formula; float16 has no such rows.
 

@@ -16,7 +16,8 @@ from .._shared.fp8 import e4m3_name, largest_code, own_fp8
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import scaled_fp4_quant
 from .fp4_experts import scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_experts_quant
-from .groups import per_token_group_fp8_quant, per_token_group_fp8_quant_packed
+from .groups import per_token_group_fp8_quant
+from .groups_packed import per_token_group_fp8_quant_packed
 from .static import static_scaled_fp8_quant, static_scaled_int8_quant
 
 __all__ = [

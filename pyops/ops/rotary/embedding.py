@@ -150,9 +150,9 @@ def rotary_embedding(
 
     Elements `rope_dim_offset` to rope_dim_offset + rotary_dim of a head turn in pairs (x, y), by the angles of the
     token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
-    arXiv:2104.09864). Every operation rounds
-    to the element type, so results equal those of eager PyTorch bit for bit. Other elements, and tokens whose position
-    lies outside the table, are left as they are.
+    arXiv:2104.09864). Every operation rounds to the element type, so results equal those of eager PyTorch bit for bit;
+    by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens whose
+    position lies outside the table, are left as they are.
 
     Args:
         positions: [num_tokens] or [batch, seq_len], int32 or int64, of any strides.
@@ -160,8 +160,8 @@ def rotary_embedding(
             read and written; of any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
-        cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
-            first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
+        cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least; cosines
+            in the first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
         is_neox: which elements make a pair.
         rope_dim_offset: the first element of a head that turns, at most head_size - rotary_dim.
         inverse: turn by the negative angles, ``sin`` being -sin.
@@ -193,6 +193,7 @@ def plan_rotary_embedding(
         is_neox,
         rope_dim_offset=rope_dim_offset,
         inverse=inverse,
+        angles=float32 if cos_sin_cache.dtype is float32 else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, tuning
@@ -231,12 +231,15 @@ def top_k_per_row_decode(
     Args:
         logits: [at least numRows, columns] float32, of any strides.
         next_n: rows of a sequence, one for each of its last tokens; 1 or more.
-        seq_lens: [at least numRows / next_n] int32, contiguous.
+        seq_lens: [at least numRows / next_n] int32, contiguous; or [sequences, next_n], a length for each row:
+            ``logits[r, : seq_lens[r // next_n, r % next_n]]``.
         indices: [numRows, topK] int32, contiguous, written.
         numRows: number of rows.
         stride0, stride1: the strides of logits.
         topK: 0 or more.
     """
+    if seq_lens.ndim == 2:
+        seq_lens, next_n = seq_lens.flatten(), 1
     rows = torch.arange(numRows, device=logits.device)
     ends = seq_lens[rows // next_n].long() - next_n + rows % next_n + 1
     _select(logits, torch.zeros_like(ends), ends, indices, numRows, topK)
@@ -255,13 +258,18 @@ def plan_top_k_per_row_decode(
 ) -> list[Launch]:
     if not 1 <= next_n < 2**31:
         raise check.refuse(logits, "next_n", f"expected 1 to 2^31 - 1, got {next_n}")
+    absent = {"rowStarts": 0, "rowEnds": 0}
+    if len(seq_lens.shape) == 2:
+        check.contiguous(seq_lens)
+        seq_lens, next_n = replace(seq_lens, shape=(seq_lens.numel,), strides=(1,)), 1
+        absent["next_n"] = 1
     _per_row(seq_lens, -(-numRows // next_n))
-    return _launches(logits, indices, numRows, (stride0, stride1), topK, {"rowStarts": 0, "rowEnds": 0})
+    return _launches(logits, indices, numRows, (stride0, stride1), topK, absent)
 
 
 @top_k_per_row_decode.bad_indices
 def bad_indices_top_k_per_row_decode(logits: Tensor, next_n: int, seq_lens: Tensor, numRows: int) -> dict[str, Tensor]:
-    used = seq_lens[: -(-numRows // next_n)]
+    used = seq_lens if seq_lens.ndim == 2 else seq_lens[: -(-numRows // next_n)]
     return {"seq_lens": (used < 0) | (used > logits.shape[1])}
 
 

@@ -1,0 +1,213 @@
+"""Time vLLM's engine with its own kernels, with the plugin, and alone.
+
+python -m benchmarks.engine --out FOLDER
+python -m benchmarks.engine --models llama qwen3-moe --runs own plugin --rows "decode 1" "decode 16"
+python -m benchmarks.engine --models llama --compile
+python -m benchmarks.engine --render FOLDER/engine.json
+
+All engines of a model are made at the same time and then asked for a row in turn, so that their times are those of one
+card in one state. This package must be installed, so that vLLM finds its plugin. "own" is vLLM's choice of everything,
+"plugin" is PYOPS_VLLM=all, "alone" the same where vLLM's compiled libraries are absent, and "floor" is vLLM with
+another attention backend, to compare logprobs with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from .models import MODELS
+from .report import RUNS, render
+from .worker import ROWS
+
+_ANSWER_S = 300.0  # until an engine that says nothing has failed
+_PROFILED = ("decode 16", "prefill 1 x 2048")
+
+
+class Worker:
+    """An engine's process."""
+
+    def __init__(self, run: str, options: dict[str, Any], folder: Path) -> None:
+        self.run, self.log = run, folder / f"{options['model']}-{run}.log"
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment.pop("PYOPS_VLLM", None)
+        if run in ("plugin", "alone"):
+            environment["PYOPS_VLLM"] = os.environ.get("PYOPS_VLLM") or "all"
+        if run == "alone":
+            paths = [str(without_libraries(folder / "alone")), environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        given = json.dumps(options | {"with": run, "started": time.time()})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine.worker", str(folder / f"{options['model']}-{run}"), given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        self._answers: list[dict[str, Any]] = []
+        self._came = threading.Condition()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, printed: IO[str]) -> None:
+        with self.log.open("w", encoding="utf-8") as log:
+            for line in printed:
+                log.write(line)
+                log.flush()
+                if line.startswith("@@ "):
+                    with self._came:
+                        self._answers.append(json.loads(line[3:]))
+                        self._came.notify_all()
+        with self._came:
+            self._answers.append({"error": f"ended: see {self.log.name}"})
+            self._came.notify_all()
+
+    def answer(self) -> dict[str, Any]:
+        """What the engine says next; {"error": ...} where it has ended, or says nothing for a long time."""
+        with self._came:
+            if not self._came.wait_for(lambda: self._answers, _ANSWER_S):
+                return {"error": f"no answer within {_ANSWER_S:.0f} s"}
+            return self._answers.pop(0)
+
+    def ask(self, *words: Any) -> dict[str, Any]:
+        """The answer to a line of standard input."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which the answer says
+            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.flush()
+        return self.answer()
+
+    def took_over(self) -> list[str]:
+        """The lines of the plugin in the log."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line.split("] ", 1)[-1].strip() for line in lines if "pyops" in line and " INFO " in line]
+
+    def end(self) -> None:
+        """Kill the process; what it printed stays in the log."""
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdout, self._process.stdin):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def without_libraries(folder: Path) -> Path:
+    """A folder for PYTHONPATH with a ``vllm`` whose files are those that are importable, less its shared libraries."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("vLLM is not importable")
+    if not folder.exists():
+        source = Path(found.submodule_search_locations[0])
+        shutil.copytree(source, folder / "vllm", ignore=shutil.ignore_patterns("*.so", "__pycache__"), symlinks=True)
+    return folder
+
+
+def measure(model: str, runs: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The engines of a model: how long until each was ready, its rows, logprobs and kernels."""
+    given = {"model": model, "small": options.small, "full_graphs": not options.compile}
+    workers = [Worker(run, given, folder) for run in runs]
+    results: dict[str, dict[str, Any]] = {worker.run: worker.answer() for worker in workers}
+    for worker in workers:
+        worker_result = results[worker.run]
+        print(f"{model}, {worker.run}: {str(worker_result)[:300]}", flush=True)
+
+    def ask(*words: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(the run's result, its answer) of every engine that is alive, one after the other."""
+        pairs = []
+        for worker in workers:
+            result = results[worker.run]
+            if "error" not in result:
+                answer = worker.ask(*words)
+                if "error" in answer:
+                    result["error"] = answer["error"]
+                else:
+                    pairs.append((result, answer))
+        return pairs
+
+    for result, answer in ask("logprobs"):
+        result |= answer
+    timed = [worker for worker in workers if worker.run != "floor"]
+    for worker in set(workers) - set(timed):
+        worker.end()
+    workers = timed
+    for row in options.rows:
+        ask("time", row, 1)  # what is compiled or captured at first use
+        for result, answer in ask("time", row, options.repeats):
+            result.setdefault("rows", {})[row] = answer
+    for row in _PROFILED if options.kernels else ():
+        for result, answer in ask("kernels", row):
+            result.setdefault("kernels", {})[row] = answer["kernels"]
+    for worker in workers:
+        results[worker.run]["took over"] = worker.took_over()
+        worker.end()
+    return {"words": MODELS[model].words, "runs": results}
+
+
+def environment() -> dict[str, str]:
+    """The versions that times depend on."""
+    import torch
+
+    packages = ("vllm", "cupy-cuda13x", "triton")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {"gpu": gpu, "torch": torch.__version__, **versions}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    add("--runs", nargs="+", choices=[*RUNS, "floor"], default=[*RUNS, "floor"])
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    add("--repeats", type=int, default=3)
+    add("--compile", action="store_true", help="vLLM's default compile mode, not full graphs of custom ops")
+    add("--small", action="store_true", help="two layers, to try the benchmark")
+    add("--kernels", action="store_true", help="which kernels took how much of the GPU's time")
+    add("--minutes", type=float, default=float("inf"), help="begin no model after so long")
+    add("--out", type=Path, default=Path("engine"), help="folder for engine.json, engine.md and logs")
+    add("--render", type=Path, help="print the tables of a saved result, and measure nothing")
+    options = parser.parse_args(arguments)
+    if options.render:
+        print(render(json.loads(options.render.read_text())))
+        return
+    started = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"environment": environment(), "models": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        for model in options.models:
+            if time.monotonic() - started > 60 * options.minutes:
+                print(f"{model}: no time is left")
+                continue
+            result["models"][model] = measure(model, options.runs, options, Path(temporary))
+            (options.out / "engine.json").write_text(json.dumps(result, indent=1) + "\n")
+            (options.out / "engine.md").write_text(render(result))
+        for log in Path(temporary).glob("*.log"):
+            shutil.copy(log, options.out)
+    print(render(result))
+
+
+if __name__ == "__main__":
+    main()

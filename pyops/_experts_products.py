@@ -1,0 +1,188 @@
+"""The two products of a mixture of experts, with what is between them: from tokens to the rows of their choices.
+
+`fused_experts` and vLLM's experts share it; each has its own memory for the results, and its own sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._core.errors import OpError
+from ._core.tensor import new
+from .ops.activation.gated import silu_and_mul_with_clamp
+from .ops.linear.coded_plan import block_size_of_codes
+from .ops.linear.gemm_problem import SCALE_BLOCK
+from .ops.linear.grouped import grouped_gemm
+from .ops.linear.grouped_packed import grouped_gemm_packed
+from .ops.linear.grouped_plan import block_size_for
+from .ops.moe.align import moe_align
+from .ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts"]
+
+_FP8 = "float8_e4m3fn"
+_LARGEST_INT8 = 127.0
+# {argument of products: of the first, in `fused_experts`}
+_NAMES = {"b": "w1", "b_scales": "w1_scale", "b_zeros": "w1_zp", "bias": "w1_bias", "a_scales": "a1_scale"}
+_NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states") | {"scale": "a1_scale", "top_k": "topk_ids"}
+_SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # of the activation of this name
+
+
+def multiply_experts(
+    of_choices: Tensor,
+    between: Tensor,
+    first: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    activation: str,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    config: Any,
+    a1_scale: Tensor | None = None,
+    lists: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Sort the choices by experts, and multiply: a product with its activation, and a product.
+
+    Rows of choices whose expert does not exist, or is not on this device, are left as they are.
+
+    Args:
+        of_choices: [num_tokens * topk, hidden_size], written: a row for each choice of each token, float16, bfloat16 or
+            float32.
+        between: [num_tokens * topk, intermediate_size] of the same dtype, written: what the activation makes.
+        first: what the first product writes: `between`, or, for the activation that `clamp_limit_of` knows a limit
+            of, [num_tokens * topk, 2 * intermediate_size].
+        hidden_states: [num_tokens, hidden_size] of the dtype of of_choices; or, with `a1_scale`, quantised already.
+        w1, w2, topk_ids, activation, global_num_experts, expert_map: as in `fused_experts`.
+        weights: the router's, [num_tokens, topk] float32, that multiply the first and the second product; or None.
+        config: a `FusedMoEQuantConfig`, this library's or vLLM's.
+        a1_scale: of hidden_states that are quantised, as `a_scales` of `grouped_gemm`.
+        lists: what `moe_align` would return, in blocks of `block_size_of`; None to sort.
+
+    Raises:
+        OpError: what the products refuse, by the names of `fused_experts`.
+    """
+    codes, limit = codes_of(config), clamp_limit_of(config, activation)
+    num_rows, num_experts = of_choices.shape[0], w1.shape[0]
+    block_size = block_size_of(config, num_rows, num_experts)
+    if lists is None:
+        lists = moe_align(topk_ids, block_size, global_num_experts, expert_map, ignore_invalid_experts=True)
+    w1_zp, w2_zp = zeros_of(config)
+
+    def multiply(
+        number: int, out: Tensor, x: Tensor, of_weight: tuple[Any, ...], weights: Any, top_k: int, function: str
+    ) -> None:
+        w, scale, zeros, bias, a_scale = of_weight
+        options = top_k, block_size, function
+        try:
+            if codes is None:
+                quantised = number == 1 and a1_scale is not None
+                x, x_scales = (x, a1_scale) if quantised else _quantised(x, config, a_scale)
+                grouped_gemm(out, x, w, *lists, weights, x_scales, scale, bias, *options)
+            else:
+                grouped_gemm_packed(out, x, w, scale, zeros, *lists, weights, bias, *options, codes)
+        except OpError as error:
+            names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
+            raise error.within("fused_experts", names) from None
+
+    if _scale_is_of_all(config) and config.a2_scale is None:
+        first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
+    of_w1 = w1, config.w1_scale, w1_zp, config.w1_bias, config.a1_scale
+    of_w2 = w2, config.w2_scale, w2_zp, config.w2_bias, config.a2_scale
+    top_k, function = topk_ids.shape[1], activation if limit is None else "none"
+    multiply(1, first, hidden_states, of_w1, weights[0], top_k, function)
+    if limit is not None:
+        silu_and_mul_with_clamp(between, first, limit)
+    multiply(2, of_choices, between, of_w2, weights[1], 1, "none")
+
+
+def block_size_of(config: Any, num_rows: int, num_experts: int) -> int:
+    """Places of the blocks that `multiply_experts` sorts so many choices into."""
+    codes = codes_of(config)
+    if codes is None:
+        return block_size_for(num_rows, num_experts, bool(config.block_shape))
+    return block_size_of_codes(num_rows, num_experts, codes)
+
+
+def zeros_of(config: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Zero points of w1 and of w2."""
+    return getattr(config, "w1_zp", None), getattr(config, "w2_zp", None)
+
+
+def codes_of(config: Any) -> str | None:
+    """The type of codes that `grouped_gemm_packed` takes; None for `grouped_gemm`.
+
+    Objects of vLLM's class name the weights' dtype where activations are quantised as well.
+    """
+
+    def refuse(expected: str, got: Any) -> OpError:
+        return OpError("fused_experts", "quant_config", f"expected {expected}, got {got}")
+
+    dtype, of_activations = _name(getattr(config, "weight_quant_dtype", None)), _name(config.quant_dtype)
+    w1_zp, w2_zp = zeros_of(config)
+    if of_activations != "None" or dtype == "None":
+        if dtype not in ("None", of_activations):
+            raise refuse(f"weight_quant_dtype None or {of_activations}, as quant_dtype", dtype)
+        if w1_zp is not None or w2_zp is not None:
+            raise refuse("no zero points without a weight_quant_dtype", "w1_zp or w2_zp")
+        return None
+    in_groups = bool(config.block_shape and config.block_shape[1] > 0)
+    codes = {"int4": "uint4", "int8": "uint8" if in_groups else "int8", "mxfp4": "float4_e2m1f"}.get(dtype)
+    if codes is None:
+        raise refuse("weight_quant_dtype None, int4, int8 or mxfp4 without quant_dtype", dtype)
+    for name, scale in (("w1_scale", config.w1_scale), ("w2_scale", config.w2_scale)):
+        if scale is None:
+            raise refuse(f"{name} with weights of {dtype}", None)
+    return codes
+
+
+def clamp_limit_of(config: Any, activation: str) -> float | None:
+    """The bound of gates and ups of "silu"; None for none. The parameters of "swigluoai" are its own."""
+    limit: float | None = getattr(config, "gemm1_clamp_limit", None)
+    served: dict[str, tuple[float | None, ...]] = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
+    if activation not in ("silu", "swigluoai"):
+        served["gemm1_clamp_limit"] = (None,)
+    for name, own in _SWIGLUOAI.items():
+        given, expected = getattr(config, name, None), served.get(name, (None, own))
+        if given not in expected:
+            values = " or ".join(map(str, expected))
+            raise OpError("fused_experts", "quant_config", f"expected {name} {values} with {activation}, got {given}")
+    return limit if activation == "silu" else None
+
+
+def _scale_is_of_all(config: Any) -> bool:
+    """Whether activations are quantised under one scale."""
+    return _name(config.quant_dtype) == _FP8 and not config.per_act_token_quant and not config.block_shape
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantised(x: Tensor, config: Any, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Rows of an activation as the weights' scales want them, and their scales."""
+    dtype = _name(config.quant_dtype)
+    if dtype == "None":
+        return x, None
+    if dtype not in (_FP8, "int8"):
+        raise OpError("fused_experts", "quant_config", f"expected quant_dtype None, {_FP8} or int8, got {dtype}")
+    if config.block_shape:
+        if list(config.block_shape) != [SCALE_BLOCK] * 2 or x.shape[1] % SCALE_BLOCK:
+            expected = f"expected blocks of {SCALE_BLOCK} x {SCALE_BLOCK} that divide {x.shape[1]} columns"
+            raise OpError("fused_experts", "quant_config", f"{expected}, got {config.block_shape}")
+        codes = new(x, tuple(x.shape), dtype)
+        if dtype == _FP8:
+            return per_token_group_quant_fp8(x, SCALE_BLOCK, out_q=codes)
+        scales = new(x, (x.shape[0], x.shape[1] // SCALE_BLOCK), "float32")
+        per_token_group_quant_int8(x, codes, scales, SCALE_BLOCK, 1e-10, -128.0, _LARGEST_INT8)
+        return codes, scales
+    if dtype == "int8":
+        codes, scales, _ = scaled_int8_quant(x, scale)
+        return codes, scales
+    codes = new(x, tuple(x.shape), dtype)
+    return scaled_fp8_quant(x, scale, use_per_token_if_dynamic=config.per_act_token_quant, output=codes)

@@ -1,0 +1,24 @@
+"""What ops of vLLM take and this library refuses, as a page of Markdown."""
+
+from __future__ import annotations
+
+from ..integrations.vllm.refusals import REFUSALS
+
+_HEAD = """# Refusals
+
+What vLLM 0.22 takes and this library refuses by an `OpError`, op by op; `python -m pyops coverage --refusals` prints
+this page. An op that is not listed takes all that vLLM takes, as far as that has a meaning. Arguments have the names of
+this library.
+
+| op | argument | what is refused | why |
+|---|---|---|---|"""
+
+
+def text() -> str:
+    """The page: a row for each refusal."""
+    rows = [
+        f"| `{op}` | `{one.argument}` | {one.what} | {one.why} |"
+        for op, refusals in sorted(REFUSALS.items())
+        for one in refusals
+    ]
+    return "\n".join((_HEAD, *rows))

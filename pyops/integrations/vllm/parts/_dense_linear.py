@@ -1,0 +1,57 @@
+"""vLLM's linear layers that are not quantized: few tokens by `linear`, others by torch.
+
+The choice is made by the number of tokens when the product runs, and when it is captured in a CUDA graph, so that a
+graph of few tokens holds this library's kernels and one of many cuBLAS's. To torch.compile the product is one op, of
+any number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear as torch_linear
+
+import pyops
+
+# Tokens of a product that is as fast as cuBLAS's or faster for every weight that was measured on an H200
+# (docs/performance/products.md). For one token cuBLAS is up to 11 % faster where 1024 does not divide K.
+_MAX_TOKENS = 32
+_ONE_TOKEN_MULTIPLE = 1024
+
+_library = torch.library.Library("pyops_vllm", "DEF")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def unquantized_gemm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``, in the place of vLLM's `default_unquantized_gemm`."""
+    if weight.dtype not in (torch.float16, torch.bfloat16) or x.dtype != weight.dtype:
+        return torch_linear(x, weight, bias)
+    result: Tensor = torch.ops.pyops_vllm.linear(x, weight, bias)
+    return result
+
+
+def _is_faster(num_tokens: int, weight: Tensor) -> bool:
+    """Whether `linear` is faster than cuBLAS."""
+    if num_tokens == 1:
+        return bool(weight.shape[1] % _ONE_TOKEN_MULTIPLE == 0)
+    return 0 < num_tokens <= _MAX_TOKENS
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The op."""
+    if not _is_faster(x.numel() // max(1, x.shape[-1]), weight):
+        return torch_linear(x, weight, bias)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    pyops.linear(out, x, weight, bias)
+    return out
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+for _key in ("CUDA", "CPU"):
+    _library.impl("linear", _linear, _key)
+torch.library.register_fake("pyops_vllm::linear", _fake, lib=_library)

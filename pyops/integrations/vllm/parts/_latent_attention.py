@@ -1,0 +1,184 @@
+"""vLLM's backend of multi-head latent attention (MLA), decode and prefill, by this library's ops."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+)
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+from .... import ops
+from ....ops.attention import sm100_cutlass_mla_decode
+from ....ops.cache import concat_and_cache_mla
+from ._paged_attention import KV_CACHE_DTYPES, MIN_CAPABILITY, narrowed, refused_combination
+
+_attention_varlen: Any = getattr(ops.attention, "attention_varlen", None)
+_LATENT_SIZE, _ROPE_SIZE = 512, 64
+_BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with pages of 64 and 150 with pages of 16
+
+
+class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
+    """vLLM's, with block tables that are as wide as the longest sequence."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def _build_decode(
+        self, *, block_table_tensor: torch.Tensor, max_seq_len: int, **more: Any
+    ) -> MLACommonDecodeMetadata:
+        table = narrowed(block_table_tensor, max_seq_len, self.kv_cache_spec.block_size)
+        return super()._build_decode(block_table_tensor=table, max_seq_len=max_seq_len, **more)
+
+
+class LatentBackend(MLACommonBackend):  # type: ignore[misc]
+    """What the backend serves; vLLM takes its next backend for the rest."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = KV_CACHE_DTYPES
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[LatentImpl]:
+        return LatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[LatentMetadataBuilder]:
+        return LatentMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [_LATENT_SIZE + _ROPE_SIZE]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, _BLOCK_SIZE)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return bool(capability >= MIN_CAPABILITY)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *more: Any, **named: Any
+    ) -> str | None:
+        return refused_combination(dtype, kv_cache_dtype, context_parallel=True)
+
+
+class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
+    """Decode over the cache of latent entries; vLLM projects queries and results, and its prefill backend does the
+    rest."""
+
+    can_return_lse_for_decode: bool = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = False  # the op takes queries of 16 bits beside codes, in two parts
+        self._is_fp8 = self.kv_cache_dtype.startswith("fp8")
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        if kv_cache.numel():
+            codes = kv_cache_dtype if self._is_fp8 else "auto"
+            concat_and_cache_mla(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), codes, k_scale)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """([num_decodes, num_heads, 512], log-sum-exp [num_decodes, num_heads] where ranks share sequences).
+
+        Queries are [num_decodes, num_heads, 512] and [..., 64], or both in one tensor.
+        """
+        q_nope, q_pe = q if isinstance(q, tuple) else q.split((_LATENT_SIZE, _ROPE_SIZE), -1)
+        out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32) if self.need_to_return_lse_for_decode else None
+        # The op takes codes for what they are; one scale of all entries moves to the logits and to the result.
+        code = layer._k_scale_float if self._is_fp8 else 1.0
+        decode = attn_metadata.decode
+        sm100_cutlass_mla_decode(
+            out,
+            lse,
+            q_nope,
+            q_pe,
+            kv_c_and_k_pe_cache,
+            decode.seq_lens,
+            decode.block_table,
+            None,
+            self.scale * code,
+            0,
+        )
+        if code != 1.0:
+            out.mul_(code)
+        return out, lse
+
+
+class LatentPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
+    """Attention of new tokens over keys and values that vLLM has projected, which lie in no cache."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "PYOPS"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability) -> bool:
+        return bool(device_capability >= MIN_CAPABILITY)
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return _attention_varlen is not None
+
+    def run_prefill_new_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_softmax_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        starts = self._prefill_metadata.query_start_loc
+        out, lse = self._attend(q, k, v, starts, causal=True, with_lse=return_softmax_lse)
+        return out if lse is None else (out, lse)
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        starts = self._prefill_metadata.chunked_context.cu_seq_lens[chunk_idx]
+        return self._attend(q, k, v, starts, causal=False, with_lse=True)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_starts: torch.Tensor,
+        *,
+        causal: bool,
+        with_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """([num_tokens, num_heads, v_head_dim], log-sum-exp [num_heads, num_tokens] if `with_lse`)."""
+        rows, heads, _ = query.shape
+        out = query.new_empty(rows, heads, value.shape[2])
+        lse = query.new_empty(heads, rows, dtype=torch.float32) if with_lse else None
+        starts = self._prefill_metadata.query_start_loc
+        _attention_varlen(out, query, key, value, starts, key_starts, self.scale, causal, lse=lse)
+        return out, lse

@@ -1,0 +1,306 @@
+"""vLLM's attention backend for decoders: keys and values in the paged cache, by this library's ops of attention."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+from ....ops.attention import paged_attention_v1, paged_attention_varlen
+from ....ops.cache import reshape_and_cache_flash
+
+MIN_CAPABILITY = DeviceCapability(8, 0)  # the kernels that multiply matrices need mma.sync of bfloat16
+KV_CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+
+
+def narrowed(block_table: torch.Tensor, max_seq_len: int, block_size: int) -> torch.Tensor:
+    """The columns of a block table that sequences of at most `max_seq_len` tokens use, rounded up to a power of two.
+
+    A plan splits the keys by what the table has room for, which in vLLM is the longest sequence that the model allows.
+    The power of two keeps the number of plans small. Graphs are captured with the whole table.
+    """
+    columns = 1 << (-(-max_seq_len // block_size) - 1).bit_length()
+    return block_table[:, :columns] if columns < block_table.shape[1] else block_table
+
+
+def refused_combination(dtype: torch.dtype, kv_cache_dtype: str | None, *, context_parallel: bool) -> str | None:
+    """Why a cache of this type beside queries of `dtype`, or context parallelism, is not served; None where it is."""
+    if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != str(dtype).removeprefix("torch."):
+        return f"kv_cache_dtype {kv_cache_dtype} beside queries of {dtype} not supported"
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.parallel_config.decode_context_parallel_size > 1 and not context_parallel:
+        return "decode context parallelism not supported"
+    return None
+
+
+@dataclass
+class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
+    """What the layers of one group of caches share in a step.
+
+    Attributes:
+        num_reqs: sequences, those that only fill up a CUDA graph included.
+        is_decode: whether sequence s has row s of the queries and no other.
+        block_table: [num_reqs, blocks], for at most `max_seq_len` tokens.
+    """
+
+    num_actual_tokens: int
+    num_reqs: int
+    is_decode: bool
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ignore[misc]
+    """Takes from vLLM's metadata what the ops read: nothing is computed on the device, and nothing read from it."""
+
+    # Plans are chosen by shapes alone and lengths are read by the kernels, so a captured batch serves any lengths. A
+    # mixed batch is captured with max_query_len > 1 and hence by the op for queries of any length.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table: bool = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size = kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedMetadata:
+        common = common_attn_metadata
+        if not common.causal:
+            raise NotImplementedError("pyops' attention backend is causal; choose another by --attention-backend")
+        return PagedMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            num_reqs=common.num_reqs,
+            is_decode=common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=narrowed(common.block_table_tensor, common.max_seq_len, self.block_size),
+            slot_mapping=common.slot_mapping,
+        )
+
+    def update_block_table(
+        self, metadata: PagedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> PagedMetadata:
+        updated = copy.copy(metadata)
+        updated.block_table = narrowed(blk_table, metadata.max_seq_len, self.block_size)
+        updated.slot_mapping = slot_mapping
+        return updated
+
+
+class PagedBackend(AttentionBackend):  # type: ignore[misc]
+    """What the backend serves; vLLM takes its next backend for the rest."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*KV_CACHE_DTYPES, "fp8_e5m2"]
+    # One custom op of vLLM less in each layer, at tens of microseconds of Python outside of CUDA graphs.
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # layers look the name up in vLLM's enumeration of backends
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedImpl]:
+        return PagedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedMetadataBuilder]:
+        return PagedMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, 2, block_size, num_kv_heads, head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The ops read keys and values through strides, so slots may come before heads, or heads before slots."""
+        block, *inner = (0, 1, 2, 3, 4) if get_kv_cache_layout() == "NHD" else (0, 1, 3, 2, 4)
+        if include_num_layers_dimension:  # the first one of the shape; all layers of a block lie together
+            return block + 1, 0, *(dim + 1 for dim in inner)
+        return block, *inner
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 16 == 0 and 16 <= head_size <= 256
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return bool(capability >= MIN_CAPABILITY)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *more: Any, **named: Any
+    ) -> str | None:
+        return refused_combination(dtype, kv_cache_dtype, context_parallel=False)
+
+
+def _no_cache() -> None:
+    """In the place of a reference to a cache."""
+
+
+class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
+    """The attention of one layer: writes keys and values into the cache, then attends.
+
+    `forward` runs in Python for each layer of each step outside of CUDA graphs, so it makes no tensor where it need
+    not: views of the cache are kept, and padding rows of queries are left to the op.
+    """
+
+    _bound: Callable[[], torch.Tensor | None]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"expected attention of a decoder, got {attn_type}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._cache_dtype = kv_cache_dtype if kv_cache_dtype.startswith("fp8") else "auto"
+        self._writes = kv_sharing_target_layer_name is None
+        self._sinks = sinks
+        self._alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self._options: dict[str, Any] = {
+            "sliding_window": sliding_window or 0,
+            "logits_soft_cap": float(logits_soft_cap or 0.0),
+            "sinks": sinks,
+        }
+        self._release(None)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self._release(None)
+        if self._sinks is not None:
+            self._options["sinks"] = self._sinks.float()
+
+    def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
+        """Keep the views of a cache, and the scales of its layer, whose names cost a microsecond to look up.
+
+        vLLM measures memory with a first, small cache, and frees it: the views must not keep it alive.
+        """
+        self._key_cache, self._value_cache = kv_cache.data.unbind(1)  # views of kv_cache itself would refer to it
+        self._block_size = kv_cache.shape[2]
+        self._scales = layer._k_scale, layer._v_scale
+        self._bound = weakref.ref(kv_cache, self._release)
+
+    def _release(self, _: Any) -> None:
+        """Forget the cache that was bound."""
+        self._bound = _no_cache
+        self._key_cache = self._value_cache = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write `output` [rows, num_heads, head_size] of `query` of that shape, and return it.
+
+        Rows beyond those of the batch's sequences, which only fill up a CUDA graph, are left as they are. `kv_cache` is
+        written where `attn_metadata.slot_mapping` says, unless this layer reads the cache of another.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("pyops' attention backend does not quantize its output")
+        if attn_metadata is None:  # a run that only measures memory
+            return output.fill_(0)
+        if self._bound() is not kv_cache:
+            self._bind(layer, kv_cache)
+        if self._writes and key is not None and value is not None:
+            caches = self._key_cache, self._value_cache
+            reshape_and_cache_flash(key, value, *caches, attn_metadata.slot_mapping, self._cache_dtype, *self._scales)
+        if attn_metadata.is_decode:
+            self._decode(query, attn_metadata, output)
+        else:
+            self._mixed(query, attn_metadata, output)
+        return output
+
+    def _decode(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
+        """One row of each sequence."""
+        count = metadata.num_reqs
+        if query.shape[0] != count:
+            query, output = query[:count], output[:count]
+        paged_attention_v1(
+            output,
+            query,
+            self._key_cache,
+            self._value_cache,
+            self.num_kv_heads,
+            self.scale,
+            metadata.block_table,
+            metadata.seq_lens,
+            self._block_size,
+            metadata.max_seq_len,
+            self._alibi_slopes,
+            self._cache_dtype,
+            *self._scales,
+            **self._options,
+        )
+
+    def _mixed(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
+        """Any number of rows of each sequence: prompts, parts of them, drafts, and single tokens among them."""
+        paged_attention_varlen(
+            output,
+            query,
+            self._key_cache,
+            self._value_cache,
+            self.num_kv_heads,
+            self.scale,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            self._block_size,
+            self._cache_dtype,
+            *self._scales,
+            alibi_slopes=self._alibi_slopes,
+            **self._options,
+        )

@@ -1,0 +1,104 @@
+"""fp8 codes of groups of neighbouring elements, with the exponents of their scales packed four to a word."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import check
+from ..._core.kernel import Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from ..._core.tensor import TensorArg
+from .._shared import fp8
+from ._common import as_fp8, fp8_matrices
+from .groups import group_codes, group_launch, padded_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["per_token_group_fp8_quant_packed"]
+
+
+@op(out=("output_q", "output_s_packed"), keyed=("eps", "fp8_min", "fp8_max"), ulps=0)
+def per_token_group_fp8_quant_packed(
+    input: Tensor,
+    output_q: Tensor,
+    output_s_packed: Tensor,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+) -> None:
+    """fp8 codes of groups, and the exponents of their scales, powers of two, packed four to a word (DeepGEMM's UE8M0).
+
+    Codes and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
+    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes behind the last one are 0.
+
+    Args:
+        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride. It may have
+            more rows: those behind the tokens become 0 up to num_tokens rounded up to 4, and others are left.
+        output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
+            up to 4): then what lies between the columns becomes 0. It may have num_tokens rounded up to 4 rows: rows
+            behind the tokens become 0.
+        group_size: a divisor of hidden_size.
+        eps: lower bound of the maximum of a group, 2^-100 to 2^100.
+        fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+            1 to 240, and usually -224 and 224.
+    """
+    codes, scales = group_codes(input, group_size, eps, (fp8_min, fp8_max), power_of_two=True)
+    num_tokens, groups = scales.shape
+    padded = padded_rows(num_tokens)
+    rows = as_fp8(output_q).view(-1, input.shape[-1])
+    rows[:num_tokens].copy_(codes.view(num_tokens, -1))
+    rows[num_tokens:padded].view(torch.uint8).zero_()
+    num_rows, words = output_s_packed.shape
+    if output_s_packed.stride() == (1, padded):
+        gaps = output_s_packed.storage_offset() + num_rows
+        output_s_packed.as_strided((padded - num_rows, words - 1), (1, padded), gaps).zero_()
+    exponents = scales.new_zeros(num_rows, 4 * words, dtype=torch.uint8)
+    exponents[:num_tokens, :groups] = scales.view(torch.int32) >> 23
+    output_s_packed.copy_(exponents.view(torch.int32))
+
+
+@per_token_group_fp8_quant_packed.plan
+def plan_per_token_group_fp8_quant_packed(
+    input: TensorArg,
+    output_q: TensorArg,
+    output_s_packed: TensorArg,
+    group_size: int,
+    eps: float,
+    fp8_min: float,
+    fp8_max: float,
+) -> Launch:
+    num_tokens, hidden_size = check.num_rows(input), check.row_size(input)
+    input = replace(input, shape=(num_tokens, hidden_size), strides=(check.row_stride(input), 1))
+    num_rows = check.num_rows(output_q)
+    if output_q.shape[-1:] != (hidden_size,) or num_rows < num_tokens:
+        raise output_q.error(f"expected at least {num_tokens} rows of {hidden_size} elements, got {output_q.shape}")
+    output_q = replace(
+        output_q, shape=(num_tokens, hidden_size), strides=(check.row_stride(output_q), output_q.strides[-1])
+    )
+    _, codes = fp8_matrices(output_q, input)
+    codes = replace(codes, shape=(min(num_rows, padded_rows(num_tokens)), hidden_size))
+    limits = ("fp8_min", fp8_min), ("fp8_max", fp8_max)
+    return group_launch(input, codes, output_s_packed, group_size, eps, limits, power_of_two=True, packed=True)
+
+
+@per_token_group_fp8_quant_packed.example
+def example_per_token_group_fp8_quant_packed(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    hidden_size: Literal[4096, 14336] = 4096,
+    dtype: str = "bfloat16",
+    quant_dtype: Literal["float8_e4m3fn", "float8_e4m3fnuz"] = "float8_e4m3fn",
+) -> tuple[Any, ...]:
+    largest = fp8.largest_code(quant_dtype)
+    return (
+        make.randn(num_tokens, hidden_size, dtype=dtype),
+        make.empty(num_tokens, hidden_size, dtype=quant_dtype),
+        make.empty(num_tokens, -(-hidden_size // 512), dtype="int32"),
+        *(128, 1e-10, -largest, largest),
+    )
