@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pyops.integrations.vllm import table
+from pyops.integrations.vllm import parts, table
 
 ROOT = Path(__file__).parents[1]
 FOUND = find_spec("vllm")
@@ -54,16 +54,19 @@ def run(site: Path, words: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_vllm_reaches_its_engine(tmp_path: Path) -> None:
-    """All its layers, methods of quantisation, four models and the worker; by this library's ops and vLLM's fakes."""
-    found = run(tmp_path, "ops")
+    """All its layers, methods of quantization, four models and the worker: with ops and parts of this library."""
+    found = run(tmp_path, "all")
     assert found["failed"] == {}
     assert found["quantizations"] == {}
     assert found["rotary"] == "vllm::flashinfer_rotary_embedding", "vLLM's Python has defined it"
     assert found["absent"] == ["_flashmla_C", "cumem_allocator"]
-    assert found["attention"] == "TRITON_ATTN", "FlashAttention is absent"
+    assert found["attention"] == "CUSTOM", "the part `attention`"
+    assert found["attention of vLLM's own"] == "TRITON_ATTN", "FlashAttention is absent"
     assert found["theirs"] >= 27, "fakes that vLLM's Python brings"
     assert len(re.findall(r"pyops defines \d+ ops", found["log"])) == 1
     assert len(re.findall(r"\d+ ops of vLLM run on pyops", found["log"])) == 1
+    for name in parts.NAMES:
+        assert len(re.findall(rf"\] {name}: .", found["log"])) == 1
 
 
 def test_every_op_that_vllms_python_calls_is_served() -> None:

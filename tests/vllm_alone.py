@@ -70,10 +70,11 @@ def attention() -> str:
     """How vLLM would compute attention."""
     from torch import bfloat16
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.v1.attention.selector import get_attn_backend
+    from vllm.v1.attention import selector
 
+    selector._cached_get_attn_backend.cache_clear()
     with set_current_vllm_config(VllmConfig()):
-        return str(get_attn_backend(128, bfloat16, "auto").get_name())
+        return str(selector.get_attn_backend(128, bfloat16, "auto").get_name())
 
 
 def quantizations() -> dict[str, str]:
@@ -91,7 +92,6 @@ def quantizations() -> dict[str, str]:
 
 def tries() -> dict[str, Any]:
     import torch
-    import vllm
 
     see_a_gpu()
     from vllm.platforms import current_platform
@@ -100,17 +100,18 @@ def tries() -> dict[str, Any]:
     assert current_platform.is_cuda()
     load_general_plugins()
     from pyops.integrations.vllm.library import registered
+    from pyops.integrations.vllm.plugin import deactivate
 
-    return {
-        "version": vllm.__version__,
+    result = {
         "failed": imports(),
         "quantizations": quantizations(),
         "attention": attention(),
         "absent": [name for name in ("_flashmla_C", "cumem_allocator") if find_spec(f"vllm.{name}") is None],
-        "registered": len(registered.names),
         "rotary": torch.ops.vllm.flashinfer_rotary_embedding.default._schema.name,
         "theirs": sum(_has_fake(name) for name in registered.names),
     }
+    deactivate()
+    return result | {"attention of vLLM's own": attention()}
 
 
 def _has_fake(name: str) -> bool:
