@@ -314,6 +314,15 @@ def test_old_devices_and_context_parallelism_are_refused(installed: None, vllm_c
         assert choice(device) == "TritonAttentionBackend"
 
 
+def test_a_model_that_knows_vllms_backends_by_class_has_them(installed: None, platform: Any, vllm_config: Any) -> None:
+    for name, backend in (
+        ("LlamaForCausalLM", "PagedBackend"),
+        ("VoxtralRealtimeGeneration", "TritonAttentionBackend"),
+    ):
+        vllm_config.model_config = SimpleNamespace(architectures=[name])
+        assert choice(platform) == backend
+
+
 def test_a_backend_that_is_asked_for_is_taken(installed: None, platform: Any) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -27,6 +27,7 @@ from ....ops.attention import paged_attention_v1, paged_attention_varlen
 from ....ops.cache import reshape_and_cache_flash
 
 MIN_CAPABILITY = DeviceCapability(8, 0)  # the kernels that multiply matrices need mma.sync of bfloat16
+_POOLING_MODEL = "VoxtralRealtimeGeneration"  # its encoder raises an error for backends that it does not know by class
 KV_CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
 
@@ -181,6 +182,10 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *more: Any, **named: Any
     ) -> str | None:
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
+        if model is not None and _POOLING_MODEL in model.architectures:
+            return f"blocks that are pooled ({_POOLING_MODEL}) not supported"
         return refused_combination(dtype, kv_cache_dtype, context_parallel=False)
 
 
