@@ -54,9 +54,7 @@ def install() -> str:
     functions = importlib.import_module("pyops.integrations.vllm.parts._expert_functions")
     _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", functions.marlin)
     _replaced.function(f"{_FUSED_MOE}.fused_moe", "fused_experts", functions.fused)
-    return (
-        "experts: unquantized, fp8, int8 and mxfp4 by the backend PYOPS, others by fused_marlin_moe and fused_experts"
-    )
+    return "unquantized, fp8, int8 and mxfp4 by the backend PYOPS; others by fused_marlin_moe and fused_experts"
 
 
 def uninstall() -> None:
