@@ -272,6 +272,9 @@ def test_unquantized_layers(part: Any, monkeypatch: pytest.MonkeyPatch, tokens: 
         assert torch.equal(UnquantizedLinearMethod().apply(layer, given, b), right.bfloat16())
     assert len(calls) == 2 * ours
     calls.clear()
+    wide = torch.stack([x, x], -1)[..., 0]  # its elements lie apart, as `linear` does not take them
+    assert torch.equal(UnquantizedLinearMethod().apply(layer, wide, None), right.bfloat16()[0])
+    assert not calls
     part.uninstall()
     UnquantizedLinearMethod().apply(layer, x, None)
     assert not calls
