@@ -287,8 +287,10 @@ def compiled(run: Any, *sizes: torch.Tensor) -> None:
     """A function gives the same when it is compiled, as one graph for any number of rows."""
     right = [run(x) for x in sizes]
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False):
-        graph = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for x in sizes:
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch._dynamo.config.patch(disable=False, error_on_recompile=True):
+        graph = torch.compile(run, backend="aot_eager", fullgraph=True)
         assert all(torch.equal(graph(x), one) for x, one in zip(sizes, right, strict=True))
 
 
