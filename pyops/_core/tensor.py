@@ -101,6 +101,12 @@ def is_meta(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_meta
 
 
+def is_symbol(value: Any) -> bool:
+    """Whether `value` is an integer by which torch's compiler means any size: to ask for its value would fix it."""
+    found = loaded("torch")
+    return found is not None and isinstance(value, found.SymInt)
+
+
 def on_host(value: Any) -> bool:
     """Whether a tensor lies in host memory."""
     return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
