@@ -60,6 +60,8 @@ def uninstall() -> None:
 
 def _install_decoders() -> bool:
     """Register the backend of decoders as vLLM's CUSTOM, the first choice; False where CUSTOM is another plugin's."""
+    from vllm.platforms import cuda
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
@@ -67,44 +69,36 @@ def _install_decoders() -> bool:
         return False
     register_backend(custom, f"{_PACKAGE}._paged_attention.PagedBackend")
     _taken.callback(custom.clear_override)
-    _put_first(custom, for_mla=False)
+    _put_first(custom, cuda, "_get_backend_priorities", selector._cached_get_attn_backend)
     return True
 
 
 def _install_latent() -> str:
-    """Put the backends of MLA first: that of decode, and that of prefill, which vLLM chooses apart."""
-    from vllm.v1.attention.backends.mla.prefill import selector
+    """Put the backends of MLA first: that of decode, and that of prefill, which vLLM chooses apart.
 
-    _put_first(_LATENT, for_mla=True)
+    The former is in the list of other backends, too: MLA or not is one of a backend's checks.
+    """
+    from vllm.platforms import cuda
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.mla.prefill import selector as prefill
 
-    def with_ours(priorities: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-        return lambda capability: [_LATENT_PREFILL, *priorities(capability)]
-
-    _replace(selector, "_get_mla_prefill_backend_priorities", with_ours, selector._auto_select_mla_prefill_backend)
+    _put_first(_LATENT, cuda, "_get_backend_priorities", selector._cached_get_attn_backend)
+    choices = prefill._auto_select_mla_prefill_backend
+    _put_first(_LATENT_PREFILL, prefill, "_get_mla_prefill_backend_priorities", choices)
     return f"MLA is {_LATENT.name}, its prefill {_LATENT_PREFILL.name}"
 
 
-def _put_first(backend: Any, *, for_mla: bool) -> None:
-    """Have vLLM's CUDA platform ask `backend` before its own, for layers of MLA or for all others."""
-    from vllm.platforms import cuda
-    from vllm.v1.attention import selector
+def _put_first(backend: Any, module: ModuleType, name: str, choices: Any) -> None:
+    """Have the list that a function of vLLM returns begin with `backend`, until `uninstall`.
 
-    def with_ours(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def of(use_mla: bool, *args: Any, **kwargs: Any) -> list[Any]:
-            return [backend] * (use_mla == for_mla) + priorities(use_mla, *args, **kwargs)
+    Args:
+        choices: vLLM's function that remembers what it has chosen, which it forgets both times.
+    """
+    own: Callable[..., list[Any]] = getattr(module, name)
 
-        return of
-
-    _replace(cuda, "_get_backend_priorities", with_ours, selector._cached_get_attn_backend)
-
-
-def _replace(module: ModuleType, name: str, wrapped: Callable[[Any], Any], cached: Any) -> None:
-    """Put `wrapped` of a module's function in its place, until `uninstall`; choices in a cache are forgotten."""
-    own = getattr(module, name)
-
-    def set_to(function: Any) -> None:
+    def set_to(function: Callable[..., list[Any]]) -> None:
         setattr(module, name, function)
-        cached.cache_clear()
+        choices.cache_clear()
 
-    set_to(wrapped(own))
+    set_to(lambda *args, **kwargs: [backend, *own(*args, **kwargs)])
     _taken.callback(set_to, own)
