@@ -109,3 +109,11 @@ def test_the_tables_say_ratios_differences_shares_and_failures() -> None:
 
 def test_the_library_knows_its_kernels() -> None:
     assert {"rms_norm", "attention_decode", "gemm"} <= worker.ours()
+
+
+def test_int4_weights_have_no_zero_nibble_and_hence_no_mean() -> None:
+    packed = torch.empty(64, 512, dtype=torch.int32)
+    fill("qweight", packed, 512)
+    int4 = torch.stack([packed >> 4 * i & 15 for i in range(8)])
+    assert int4.min() == 1
+    assert abs(int4.float().mean().item() - 8) < 0.05

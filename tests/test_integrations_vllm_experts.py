@@ -268,3 +268,11 @@ def test_uninstall(vllm: Vllm) -> None:
     assert now == functions
     backend, experts = vllm.unquantized.select_unquantized_moe_backend(layer(vllm))
     assert (backend, experts) == (vllm.unquantized.UnquantizedMoeBackend.TRITON, vllm.triton_moe.TritonExperts)
+
+
+def test_a_vllm_without_a_function_is_left_alone(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = vllm.fp8.backend_to_kernel_cls
+    monkeypatch.delattr(vllm.mxfp4, "make_mxfp4_moe_quant_config")
+    with pytest.raises(AttributeError, match="make_mxfp4_moe_quant_config"):
+        vllm.experts.install()
+    assert vllm.fp8.backend_to_kernel_cls is before

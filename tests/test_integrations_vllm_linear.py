@@ -272,6 +272,9 @@ def test_unquantized_layers(part: Any, monkeypatch: pytest.MonkeyPatch, tokens: 
         assert torch.equal(UnquantizedLinearMethod().apply(layer, given, b), right.bfloat16())
     assert len(calls) == 2 * ours
     calls.clear()
+    wide = torch.stack([x, x], -1)[..., 0]  # its elements lie apart, as `linear` does not take them
+    assert torch.equal(UnquantizedLinearMethod().apply(layer, wide, None), right.bfloat16()[0])
+    assert not calls
     part.uninstall()
     UnquantizedLinearMethod().apply(layer, x, None)
     assert not calls
@@ -284,8 +287,10 @@ def compiled(run: Any, *sizes: torch.Tensor) -> None:
     """A function gives the same when it is compiled, as one graph for any number of rows."""
     right = [run(x) for x in sizes]
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False):
-        graph = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for x in sizes:
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch._dynamo.config.patch(disable=False, error_on_recompile=True):
+        graph = torch.compile(run, backend="aot_eager", fullgraph=True)
         assert all(torch.equal(graph(x), one) for x, one in zip(sizes, right, strict=True))
 
 

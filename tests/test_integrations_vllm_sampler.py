@@ -284,6 +284,12 @@ def test_edits_before_the_temperature_count(part: Any, monkeypatch: pytest.Monke
     assert drawn == [torch.float32]
 
 
+def test_an_empty_batch(part: Any) -> None:
+    part.install()
+    assert sampler_of()(torch.zeros(0, 10), metadata(0)).sampled_token_ids.shape == (0, 1)
+    assert sampler_of().compute_logprobs(torch.zeros(0, 10)).shape == (0, 10)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_of_what_was_drawn(part: Any, dtype: torch.dtype) -> None:
     """Raw logprobs are those of the logits before every filter, by float64, and the token is the one drawn."""

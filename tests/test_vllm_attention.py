@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,10 +196,12 @@ def test_memory_of_a_cache(layers: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_group_of_caches_takes_its_own_table(vllm_config: Any) -> None:
     """vLLM makes metadata once for groups that differ in their tables and slots alone."""
+    from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from pyops.integrations.vllm.parts._paged_attention import PagedMetadataBuilder
 
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     builder = PagedMetadataBuilder(spec, ["layer"], vllm_config, torch.device("cpu"))
     one, other = (common_metadata([1, 1], [40, 9], block_tables([40, 9], 8, NUM_BLOCKS)) for _ in range(2))
@@ -208,6 +211,19 @@ def test_a_group_of_caches_takes_its_own_table(vllm_config: Any) -> None:
     assert torch.equal(second.block_table, other.block_table_tensor[:, :4])
     assert second.slot_mapping is other.slot_mapping
     assert second.seq_lens is first.seq_lens
+
+
+def test_scales_that_are_loaded_again(vllm_config: Any) -> None:
+    """As other tensors than those of the first steps."""
+    layer = make_layer((6, 2), 64, torch.bfloat16, "fp8")
+    common = common_metadata([8], [8], block_tables([8], 8, NUM_BLOCKS))
+    for scale in (1.0, 0.02):
+        layer._k_scale = layer._v_scale = torch.tensor(scale)
+        layer.impl.process_weights_after_loading(torch.bfloat16)
+        q, k, v = torch.randn(8, 10, 64).bfloat16().split((6, 2, 2), 1)
+        out = run(layer, vllm_config, common, q, k, v)
+        right = attention(q, _stored(k, scale, "fp8"), _stored(v, scale, "fp8"), layer.impl.scale)
+        torch.testing.assert_close(out.double(), right, rtol=1.6e-2, atol=1.6e-2)
 
 
 def test_what_only_other_backends_do_is_refused(vllm_config: Any) -> None:
@@ -298,6 +314,15 @@ def test_old_devices_and_context_parallelism_are_refused(installed: None, vllm_c
         assert choice(device) == "TritonAttentionBackend"
 
 
+def test_a_model_that_knows_vllms_backends_by_class_has_them(installed: None, platform: Any, vllm_config: Any) -> None:
+    for name, backend in (
+        ("LlamaForCausalLM", "PagedBackend"),
+        ("VoxtralRealtimeGeneration", "TritonAttentionBackend"),
+    ):
+        vllm_config.model_config = SimpleNamespace(architectures=[name])
+        assert choice(platform) == backend
+
+
 def test_a_backend_that_is_asked_for_is_taken(installed: None, platform: Any) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -346,32 +371,64 @@ def test_nothing_is_installed_without_cuda(monkeypatch: pytest.MonkeyPatch) -> N
     assert part.install() == ""
 
 
-def test_plans_are_few(vllm_config: Any) -> None:
-    """A table is narrowed to a power of two of blocks, so that lengths that differ a little share plans."""
-    from pyops.integrations.vllm.parts._paged_attention import narrowed
+@pytest.mark.parametrize(
+    ("mode", "query_len", "is_cut"),
+    [
+        ("NONE", 1, True),
+        ("PIECEWISE", 1, True),
+        ("FULL_DECODE_ONLY", 1, False),
+        ("FULL_AND_PIECEWISE", 1, False),
+        ("FULL_AND_PIECEWISE", 2, True),
+        ("FULL", 2, False),
+    ],
+)
+def test_tables_are_cut_where_no_graph_holds_them(vllm_config: Any, mode: str, query_len: int, is_cut: bool) -> None:
+    """At a power of two, so that lengths that differ a little share plans. Graphs are warmed up with other lengths than
+    they are captured with, and the plan must be the same."""
+    from vllm.config import CUDAGraphMode
 
-    table = torch.arange(60).view(2, 30)
-    widths = {length: narrowed(table, length, 16).shape[1] for length in (1, 16, 17, 32, 33, 64, 65, 256, 257, 480)}
-    assert widths == {1: 1, 16: 1, 17: 2, 32: 2, 33: 4, 64: 4, 65: 8, 256: 16, 257: 30, 480: 30}
-    assert narrowed(table, 480, 16) is table
+    from pyops.integrations.vllm.parts._paged_attention import used_columns
+
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
+    widths = {}
+    for length in (1, 16, 17, 32, 33, 65, 256, 257, 480):
+        widths[length] = used_columns(
+            common_metadata([query_len], [max(length, query_len)], torch.zeros(1, 30).int()), vllm_config, BLOCK_SIZE
+        )
+    cut = {1: 1, 16: 1, 17: 2, 32: 2, 33: 4, 65: 8, 256: 16, 257: 30, 480: 30}
+    assert widths == (cut if is_cut else dict.fromkeys(cut, 30))
+
+
+def test_drafts_are_captured_too(vllm_config: Any) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from pyops.integrations.vllm.parts._paged_attention import used_columns
+
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
+    table = torch.zeros(1, 30).int()
+    assert [used_columns(common_metadata([n], [9], table), vllm_config, BLOCK_SIZE) for n in (1, 4, 5)] == [30, 30, 1]
 
 
 def test_the_same_calls_serve_other_lengths(vllm_config: Any) -> None:
-    """A batch that is captured calls the same ops with the same shapes, whatever its lengths are at a replay."""
+    """The run before a capture, the capture, and an eager step make one plan of each op."""
+    from vllm.config import CUDAGraphMode
+
     import pyops
 
     layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
     tables = block_tables([300, 300], TABLE_WIDTH, NUM_BLOCKS)
     plans = []
-    for lengths in ([1, 1], [300, 4]):
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    for lengths, longest in (([1, 1], 1), ([1, 1], TABLE_WIDTH * BLOCK_SIZE), ([300, 4], 300)):
         common = common_metadata([1, 1], lengths, tables)
-        common.max_seq_len = TABLE_WIDTH * BLOCK_SIZE  # as vLLM says at a capture
+        common.max_seq_len = longest
         q, k, v = torch.randn(2, 10, 64).bfloat16().split((6, 2, 2), 1)
         run(layer, vllm_config, common, q, k, v)
         plans.append(
             {name: len(pyops.registry[name].plans) for name in ("paged_attention_v1", "reshape_and_cache_flash")}
         )
-    assert plans[0] == plans[1]
+    assert plans[0] == plans[1] == plans[2]
     assert all(plans[0].values())
 
 

@@ -34,6 +34,7 @@ from .report import RUNS, render
 from .worker import ROWS
 
 _ANSWER_S = 300.0  # until an engine that says nothing has failed
+_LIBRARIES = shutil.ignore_patterns("*.so", "deep_gemm", "__pycache__")  # vLLM asks for DeepGEMM's folder alone
 _PROFILED = ("decode 16", "prefill 1 x 2048")
 
 
@@ -114,7 +115,7 @@ def without_libraries(folder: Path) -> Path:
         raise SystemExit("vLLM is not importable")
     if not folder.exists():
         source = Path(found.submodule_search_locations[0])
-        shutil.copytree(source, folder / "vllm", ignore=shutil.ignore_patterns("*.so", "__pycache__"), symlinks=True)
+        shutil.copytree(source, folder / "vllm", ignore=_LIBRARIES, symlinks=True)
     return folder
 
 

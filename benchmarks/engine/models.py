@@ -192,6 +192,9 @@ def fill(name: str, parameter: torch.Tensor, hidden_size: int) -> None:
         else:  # packed weights and zero points: every bit is random
             info = torch.iinfo(parameter.dtype)
             parameter.random_(info.min, info.max, generator=generator)
+            if parameter.dtype == torch.int32 and "zeros" not in name:  # int4 from -7 to 7: their mean is 0
+                for shift in range(0, 32, 4):
+                    parameter |= ((parameter >> shift & 15) == 0).int() << shift + 3
     elif "scale" in name:  # of int4 (mean square 21) or of fp8 blocks (below, mean square 64^2)
         std = 4.6 if parameter.dtype == torch.bfloat16 else 64.0
         parameter.copy_(normal(0.1 * weight_std / std, weight_std / std).abs())

@@ -128,6 +128,8 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
         if p.kind == "int":
             _check_int(op, p, value)
         return
+    elif p.kind == "int" and tensor.is_symbol(value):
+        return
     elif _is_index(p, value):
         _check_int(op, p, value)
         return

@@ -101,6 +101,12 @@ def is_meta(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_meta
 
 
+def is_symbol(value: Any) -> bool:
+    """Whether `value` is an integer by which torch's compiler means any size: to ask for its value would fix it."""
+    found = loaded("torch")
+    return found is not None and isinstance(value, found.SymInt)
+
+
 def on_host(value: Any) -> bool:
     """Whether a tensor lies in host memory."""
     return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
@@ -123,7 +129,8 @@ def held_number(value: Any, like: Any) -> Any:
         value = float(value)
     except OverflowError:
         return value  # `arguments.convert` will refuse the value by the name of its argument
-    key = (value, kind, None if kind == "numpy" else like.device)
+    where = None if kind == "numpy" else like.device.id if kind == "cupy" else like.device  # CuPy's have no hash
+    key = (value, kind, where)
     if (found := _numbers.get(key)) is None:
         if MAX_FLOAT <= abs(value) < inf:
             return value  # likewise

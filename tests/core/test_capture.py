@@ -345,7 +345,14 @@ def test_numbers_of_cupys_captures_outlive_the_cache(cuda: Cuda, monkeypatch: py
     monkeypatch.setattr(tensor, "library_of", lambda value: "cupy" if hasattr(value, "device") else None)
     for name in ("_numbers", "_in_graphs"):
         monkeypatch.setattr(tensor, name, {})
-    like = SimpleNamespace(device=nullcontext())
+
+    class Device(nullcontext[None]):
+        """As CuPy's: it is entered, it has a number, and it has no hash."""
+
+        id = 0
+        __hash__ = None  # type: ignore[assignment]
+
+    like = SimpleNamespace(device=Device())
     eager = tensor.held_number(0.5, like)
     streams[0] = CAPTURED
     held = [tensor.held_number(value, like) for value in (0.5, 0.25)]

@@ -127,6 +127,16 @@ def test_fakes_and_compile(halves: Any) -> None:
     torch.library.opcheck(torch.ops.pyops.halves.default, (x,))
 
 
+def test_a_size_that_is_an_argument_stays_any_size(halves: Any) -> None:
+    """A compiler that passes a symbol gets one graph: a fixed size would be wrong where guards are left out."""
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(lambda x: halves(x, x.shape[0])[0], fullgraph=True, backend="aot_eager")
+        for rows in (7, 9):
+            x = torch.randn(rows, 5)
+            torch._dynamo.mark_dynamic(x, 0)
+            assert torch.equal(compiled(x), x * 2)
+
+
 def test_new_outputs_of_an_op_that_is_given_them_by_position(centred: Any) -> None:
     x = torch.randn(3, 8) * 9
     right_codes, right_mean = torch.empty(3, 8, dtype=torch.int8), torch.empty(3, 2)

@@ -32,16 +32,19 @@ def unquantized_gemm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None 
     return result
 
 
-def _is_faster(num_tokens: int, weight: Tensor) -> bool:
-    """Whether `linear` is faster than cuBLAS."""
+def _is_served(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` takes these tensors, and is faster than cuBLAS."""
+    if x.stride(-1) != 1 or weight.stride(1) != 1 or not (x.ndim == 2 or x.is_contiguous()):
+        return False
+    num_tokens = x.numel() // max(1, x.shape[-1])
     if num_tokens == 1:
         return bool(weight.shape[1] % _ONE_TOKEN_MULTIPLE == 0)
-    return 0 < num_tokens <= _MAX_TOKENS
+    return bool(0 < num_tokens <= _MAX_TOKENS)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The op."""
-    if not _is_faster(x.numel() // max(1, x.shape[-1]), weight):
+    if not _is_served(x, weight):
         return torch_linear(x, weight, bias)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     pyops.linear(out, x, weight, bias)

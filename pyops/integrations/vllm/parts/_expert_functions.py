@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import vllm.envs as envs
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
@@ -60,7 +61,8 @@ def fused(original: Callable[..., Any]) -> Callable[..., Any]:
         served = case is not None and hidden_states.dtype in (torch.bfloat16, torch.float16)
         served = served and activation.value in ACTIVATIONS_OF_PRODUCTS and len(args) <= _POSITIONAL_OF_FUSED
         # A compiled model calls vLLM's operator of torch, which it knows.
-        if not served or torch.compiler.is_compiling() or not _kept(str(case)):
+        served = served and not torch.compiler.is_compiling() and not envs.VLLM_BATCH_INVARIANT
+        if not served or not _kept(str(case)):
             return original(hidden_states, *args, **kwargs)
         return fused_experts(hidden_states, *args, **kwargs | {"activation": activation.value})
 

@@ -7,19 +7,18 @@ from typing import Any, ClassVar
 import torch
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
-    MLACommonDecodeMetadata,
     MLACommonImpl,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
 )
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from .... import ops
 from ....ops.attention import sm100_cutlass_mla_decode
 from ....ops.cache import concat_and_cache_mla
-from ._paged_attention import KV_CACHE_DTYPES, MIN_CAPABILITY, narrowed, refused_combination
+from ._paged_attention import KV_CACHE_DTYPES, MIN_CAPABILITY, refused_combination, used_columns
 
 _attention_varlen: Any = getattr(ops.attention, "attention_varlen", None)
 _LATENT_SIZE, _ROPE_SIZE = 512, 64
@@ -27,15 +26,16 @@ _BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with p
 
 
 class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's, with block tables that are as wide as the longest sequence."""
+    """vLLM's, with block tables that are cut behind the longest sequence."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def _build_decode(
-        self, *, block_table_tensor: torch.Tensor, max_seq_len: int, **more: Any
-    ) -> MLACommonDecodeMetadata:
-        table = narrowed(block_table_tensor, max_seq_len, self.kv_cache_spec.block_size)
-        return super()._build_decode(block_table_tensor=table, max_seq_len=max_seq_len, **more)
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLACommonMetadata:
+        columns = used_columns(common_attn_metadata, self.vllm_config, self.kv_cache_spec.block_size)
+        common = common_attn_metadata.replace(block_table_tensor=common_attn_metadata.block_table_tensor[:, :columns])
+        return super().build(common_prefix_len, common, fast_build)
 
 
 class LatentBackend(MLACommonBackend):  # type: ignore[misc]

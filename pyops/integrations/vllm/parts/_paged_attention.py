@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -27,17 +27,33 @@ from ....ops.attention import paged_attention_v1, paged_attention_varlen
 from ....ops.cache import reshape_and_cache_flash
 
 MIN_CAPABILITY = DeviceCapability(8, 0)  # the kernels that multiply matrices need mma.sync of bfloat16
+_POOLING_MODEL = "VoxtralRealtimeGeneration"  # its encoder raises an error for backends that it does not know by class
 KV_CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
 
-def narrowed(block_table: torch.Tensor, max_seq_len: int, block_size: int) -> torch.Tensor:
-    """The columns of a block table that sequences of at most `max_seq_len` tokens use, rounded up to a power of two.
+def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) -> int:
+    """How many columns of a step's block table the ops are given.
 
     A plan splits the keys by what the table has room for, which in vLLM is the longest sequence that the model allows.
-    The power of two keeps the number of plans small. Graphs are captured with the whole table.
+    So the table is cut behind the longest sequence of the step, at a power of two, which keeps plans few. A batch that
+    a CUDA graph may hold keeps all columns: vLLM warms up with sequences of one token, and what it captures then must
+    be the plan that has run.
     """
-    columns = 1 << (-(-max_seq_len // block_size) - 1).bit_length()
-    return block_table[:, :columns] if columns < block_table.shape[1] else block_table
+    columns: int = common.block_table_tensor.shape[1]
+    if common.max_query_len <= _captured_query_len(config):
+        return columns
+    blocks: int = -(-common.max_seq_len // block_size)
+    return min(columns, 1 << (blocks - 1).bit_length())
+
+
+def _captured_query_len(config: Any) -> int:
+    """The most tokens of a sequence, in batches of which CUDA graphs hold the attention, too."""
+    mode, speculative = config.compilation_config.cudagraph_mode, config.speculative_config
+    if mode is None or not mode.has_full_cudagraphs():
+        return 0
+    if mode.mixed_mode() == CUDAGraphMode.FULL:
+        return int(config.scheduler_config.max_num_batched_tokens)
+    return 1 + (speculative.num_speculative_tokens or 0 if speculative else 0)
 
 
 def refused_combination(dtype: torch.dtype, kv_cache_dtype: str | None, *, context_parallel: bool) -> str | None:
@@ -57,7 +73,7 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
     Attributes:
         num_reqs: sequences, those that only fill up a CUDA graph included.
         is_decode: whether sequence s has row s of the queries and no other.
-        block_table: [num_reqs, blocks], for at most `max_seq_len` tokens.
+        block_table: [num_reqs, blocks], room for `max_seq_len` tokens or more.
     """
 
     num_actual_tokens: int
@@ -95,7 +111,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
             max_seq_len=common.max_seq_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            block_table=narrowed(common.block_table_tensor, common.max_seq_len, self.block_size),
+            block_table=common.block_table_tensor[:, : used_columns(common, self.vllm_config, self.block_size)],
             slot_mapping=common.slot_mapping,
         )
 
@@ -103,7 +119,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
         self, metadata: PagedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PagedMetadata:
         updated = copy.copy(metadata)
-        updated.block_table = narrowed(blk_table, metadata.max_seq_len, self.block_size)
+        updated.block_table = blk_table[:, : metadata.block_table.shape[1]]
         updated.slot_mapping = slot_mapping
         return updated
 
@@ -166,6 +182,10 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *more: Any, **named: Any
     ) -> str | None:
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
+        if model is not None and _POOLING_MODEL in model.architectures:
+            return f"blocks that are pooled ({_POOLING_MODEL}) not supported"
         return refused_combination(dtype, kv_cache_dtype, context_parallel=False)
 
 

@@ -31,9 +31,26 @@ def install() -> str:
 
     Returns:
         What was taken over, a line for the log; empty if it was before.
+
+    Raises:
+        ImportError, AttributeError: of a vLLM that lacks these modules or functions. Nothing is taken over then.
     """
     if _replaced:
         return ""
+    try:
+        _take_over()
+    except (ImportError, AttributeError):
+        uninstall()
+        raise
+    return "unquantized, fp8, int8 and mxfp4 by the backend PYOPS; others by fused_marlin_moe and fused_experts"
+
+
+def uninstall() -> None:
+    """Have vLLM choose among its own again, for layers that it makes from now on."""
+    _replaced.undo()
+
+
+def _take_over() -> None:
     for oracle, priorities in (
         ("unquantized", "_get_priority_backends"),
         ("fp8", "_get_priority_backends"),
@@ -54,14 +71,6 @@ def install() -> str:
     functions = importlib.import_module("pyops.integrations.vllm.parts._expert_functions")
     _replaced.function(f"{_FUSED_MOE}.experts.marlin_moe", "fused_marlin_moe", functions.marlin)
     _replaced.function(f"{_FUSED_MOE}.fused_moe", "fused_experts", functions.fused)
-    return (
-        "experts: unquantized, fp8, int8 and mxfp4 by the backend PYOPS, others by fused_marlin_moe and fused_experts"
-    )
-
-
-def uninstall() -> None:
-    """Have vLLM choose among its own again, for layers that it makes from now on."""
-    _replaced.undo()
 
 
 def _in_front(priorities: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
