@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pyops._core import config, tuning
+from pyops._core import config, device, tuning
 from pyops._core.errors import SwitchError
 from pyops.integrations.vllm import choice, parts, plugin, stand_ins
 from pyops.integrations.vllm.choice import Choice
@@ -168,10 +168,24 @@ def test_what_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         choice._measured.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("is_gpu", "name"), [(True, "nvidia-h100-80gb-hbm3"), (False, "")], ids=["gpu", "another platform"]
+)
+def test_vllm_names_the_device(is_gpu: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is not asked: what it initialises, a process that is forked later could not use."""
+    platform = SimpleNamespace(is_cuda_alike=lambda: is_gpu, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+    module = ModuleType("vllm.platforms")
+    module.current_platform = platform  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+    monkeypatch.setattr(device, "count", lambda: pytest.fail("the driver was asked"))
+    assert choice._device_name.__wrapped__() == name
+
+
 def test_the_table_of_what_is_slower() -> None:
     """Of parts that there are."""
-    for device, of_device in choice._measured().items():
-        assert device == device.lower()
+    for name, of_device in choice._measured().items():
+        assert name == device.table_name(name)
         for part, cases in of_device.items():
             assert part in parts.NAMES
             assert all(ratio > 0 for ratio in cases.values())

@@ -93,6 +93,11 @@ def host(warp_size: int = 32) -> Device:
     return _HOST[warp_size]
 
 
+def table_name(product: str) -> str:
+    """The name by which tables of measurements go on devices of a product: ``"nvidia-h200"`` for ``"NVIDIA H200"``."""
+    return re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
+
+
 @cache
 def get(index: int) -> Device:
     """The device `index` of this process."""
@@ -108,7 +113,7 @@ def get(index: int) -> Device:
         properties["warpSize"],
         properties.get("sharedMemPerBlockOptin", properties["sharedMemPerBlock"]),
         8 if arch.startswith("sm_") and int(arch[3:]) >= 90 else 1,
-        re.sub(r"[^a-z0-9]+", "-", properties["name"].decode().lower()).strip("-"),
+        table_name(properties["name"].decode()),
     )
 
 

@@ -5,6 +5,7 @@ A file imports only files above it:
 schemas signature adapters       vLLM's schemas and signatures; a schema read; what takes its arguments where no op does
 table stand_ins library          which op serves which; modules for absent libraries; torch.library
 choice parts plugin              what is chosen; what vLLM has registries of its own for; what vLLM calls when it starts
+refusals                         what ops take in vLLM and refuse here
 newer weight_only custom_ops     functions like those of ``vllm._custom_ops``
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from functools import cache
 
 from ..._core import device, tuning
 from ..._core.errors import SwitchError
-from ..._core.lazy import torch
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _names(ops: Collection[str], parts: Sequence[str]) -> str:
 
 
 def keeps(part: str, case: str) -> bool:
-    """Whether a part of vLLM is to be taken over in a case, on the current device of torch.
+    """Whether a part of vLLM is to be taken over in a case, on the first device that vLLM sees.
 
     It is unless ``pyops/tuning/vllm.json`` says that the part was measured to be slower there than what it replaces::
 
@@ -74,9 +74,17 @@ def keeps(part: str, case: str) -> bool:
     return of_device.get(part, {}).get(case, 1.0) <= 1.0
 
 
+@cache
 def _device_name() -> str:
-    """The name by which tables of measurements go, as ``"nvidia-h200"``; empty without a device."""
-    return device.get(torch.cuda.current_device()).name if device.count() else ""
+    """The name by which tables of measurements go, as ``"nvidia-h200"``; empty without a GPU.
+
+    vLLM is asked, because it asks NVML. The driver must not be initialised yet: vLLM may fork its workers later.
+    """
+    platform = importlib.import_module("vllm.platforms").current_platform
+    try:
+        return device.table_name(platform.get_device_name()) if platform.is_cuda_alike() else ""
+    except NotImplementedError:
+        return ""
 
 
 @cache
