@@ -1,5 +1,5 @@
 // attention_varlen: the query tokens of each sequence, any number of them, against its keys and values in a paged
-// cache.
+// cache or in ragged tensors (ragged.cuh).
 //
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
@@ -27,7 +27,8 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 16
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
-//     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8
+//     RAGGED         keys and values are ragged tensors, taken for blocks of one slot; else a paged cache
+//     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8; RAGGED: 1
 //     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
 //     GROUP          query heads of one key-value head
@@ -37,6 +38,7 @@
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 
+#include "ragged.cuh"
 #include "varlen_tiles.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -46,7 +48,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
                  const cache_t* key_cache,      // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
                  const cache_t* value_cache,    // likewise, of VALUE_SIZE
                  const table_t* block_tables,   // [num_seqs, max_tokens / BLOCK_SIZE]
-                 const length_t* seq_lens,      // [num_seqs]
+                 const length_t* seq_lens,      // [num_seqs]; RAGGED: cu_seqlens_k [num_seqs + 1]
                  const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                  const float* alibi_slopes,     // [num_heads]
                  const float* sinks,            // [num_heads]
@@ -84,7 +86,10 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
     if (tile_row >= num_rows) return;
 
-    const int length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    const int length =
+        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
     // The last key that a row sees. A row that does not exist is taken for the last row.
@@ -111,7 +116,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
         if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
-        const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        const int64_t block =
+            RAGGED ? first_row + token : block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
         if (block < 0 || block >= num_blocks) return NOWHERE;
         if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
         return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);

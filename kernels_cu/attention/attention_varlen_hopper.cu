@@ -25,7 +25,8 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      elements of a query or key of a head: a multiple of 16, at most 256
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
-//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS
+//     RAGGED         keys and values are ragged tensors (ragged.cuh), taken for blocks of one slot; else a paged cache
+//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
 //     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
 //     GROUP          query heads of one key-value head, at most ITEM_ROWS
 //     TOKENS         keys of a tile; a multiple of 16
@@ -61,7 +62,7 @@ constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
 // docs/performance/prefill.md, "Queries as operands in registers".
 constexpr bool QUERIES_IN_REGISTERS = IS_FP8 && HEAD_SIZE <= 128 && CONSUMERS == 2 && !HAS_SOFTCAP && !HAS_ALIBI;
 static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
-static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
+static_assert(BOX_TOKENS % 8 == 0 && (RAGGED || BLOCK_SIZE % BOX_TOKENS == 0) && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
 static_assert(!HEAD_SCALES || !(HAS_SOFTCAP || HAS_ALIBI));
 
@@ -72,12 +73,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                                                                       // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
                                                                       // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
                                                                       // panels of a token, 8, a panel]; 1 x
-                                                                      // BOX_TOKENS / 8 x PANELS x 8 x a panel
+                                                                      // BOX_TOKENS / 8 x PANELS x 8 x a panel.
+                                                                      // RAGGED: [num_blocks, num_kv_heads,
+                                                                      // HEAD_SIZE]; BOX_TOKENS x 1 x a panel
                         const __grid_constant__ TensorMap value_map,  // likewise, of VALUE_SIZE
                         scalar_t* out,                                // [num_tokens, num_heads, VALUE_SIZE]
                         float* lse,                                   // [num_heads, num_tokens]
                         const table_t* block_tables,                  // [num_seqs, max_tokens / BLOCK_SIZE]
-                        const length_t* seq_lens,                     // [num_seqs]
+                        const length_t* seq_lens,                     // [num_seqs]; RAGGED: cu_seqlens_k
                         const starts_t* cu_seqlens_q,                 // [num_seqs + 1]
                         const float* alibi_slopes,                    // [num_heads]
                         const float* sinks,                           // [num_heads]
@@ -215,7 +218,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 tiles.query.release(tiles.query.stage);
         };
 
-        uint32_t missing = holes[tiles.key.stage];
+        uint32_t missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
@@ -232,7 +235,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
             start_logits();
-            missing = holes[tiles.key.stage];
+            missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
             start_output(accumulate);
             accumulate = true;
             end_turn();
