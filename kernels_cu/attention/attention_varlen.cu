@@ -25,7 +25,7 @@
 //     scalar_t       T: element type of the queries and of out: half_t or bf16_t
 //     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
-//     HEAD_SIZE      a multiple of 16
+//     HEAD_SIZE      a multiple of 8; PACKED: of 16
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
 //     RAGGED         keys and values are ragged tensors, taken for blocks of one slot; else a paged cache
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8; RAGGED: 1
@@ -103,7 +103,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     // The queries go to shared memory.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
         const int64_t row = tile_row + i / CHUNKS;
-        const bool inside = row < num_rows;
+        const bool inside = row < num_rows && (ALL_KEY_CHUNKS || i % CHUNKS < HEAD_SIZE / 8);
         const int64_t token = inside ? first_token + row / GROUP : 0;
         const int64_t head = inside ? kv_head * GROUP + row % GROUP : 0;
         Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
@@ -126,7 +126,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
                       value_cache + kv_head * value_head_stride};
 
-    constexpr int OUT_TILES = VALUE_SIZE / PRODUCT_COLUMNS;
+    constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
     constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
     float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
@@ -277,7 +277,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
 #pragma unroll
-            for (int step = 0; step < VALUE_SIZE / 16; ++step) {
+            for (int step = 0; step < VALUE_STEPS; ++step) {
                 uint32_t b[SHORT_WORDS];
                 load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
 #pragma unroll
@@ -308,6 +308,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
 #pragma unroll
         for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {
             const int m = l / ROW_SUMS, at = half * ROW_SUMS + l % ROW_SUMS;
+            if (!ALL_VALUE_CHUNKS && m * PRODUCT_COLUMNS + t + l % ROW_SUMS >= VALUE_SIZE) continue;
             Vec<scalar_t, 2> pair;
             store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);
             pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);

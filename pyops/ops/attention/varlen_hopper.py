@@ -56,7 +56,7 @@ class HopperConfig:
 
     def fits(self, problem: Problem, device: Device) -> bool:
         """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
-        registers = problem.value_size // 2 + self.tokens * 3 // 4
+        registers = -(-problem.value_size // 16) * 8 + self.tokens * 3 // 4
         boxes = self.tokens // problem.box_tokens(self.tokens)
         return (
             self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32

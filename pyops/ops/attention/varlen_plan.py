@@ -98,7 +98,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
     on_matrix_cores = not device.supports("mma")
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
-    value_bytes = problem.value_size * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
+    value_bytes = -(-problem.value_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     stages = 2 if device.supports("async_copies") else 1
     return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)

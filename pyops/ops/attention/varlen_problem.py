@@ -92,6 +92,7 @@ class Problem:
     def uses_mma(self) -> bool:
         """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
+        unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 a lane has all of an operand: with slopes or a soft cap beside short values, registers spill.
         has_registers = (
             self.value_size == head_size or self.has_plain_logits or not query.device.arch.startswith("gfx11")
@@ -102,7 +103,7 @@ class Problem:
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
-            and head_size % 16 == self.value_size % 16 == 0
+            and head_size % unit == self.value_size % unit == 0
             and head_size <= _max_head_size(query.device)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
