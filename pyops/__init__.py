@@ -42,6 +42,7 @@ from .ops.attention.decode import *
 from .ops.attention.merge import *
 from .ops.attention.mla import *
 from .ops.attention.partitioned import *
+from .ops.attention.ragged import *
 from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *

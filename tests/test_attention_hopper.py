@@ -439,8 +439,8 @@ def test_choice() -> None:
     assert choose(_problem(70, 128, num_seqs=70), HOPPER) == HopperConfig(128, 2)
     for problem in (
         _problem(0, 128),
-        _problem(4096, 120),
-        _problem(4096, 272),
+        _problem(4096, 124),
+        _problem(4096, 264),
         _problem(4096, 128, block_size=20),
         _problem(4096, 128, dtype="float32"),
         _problem(4096, 128, cache_dtype="float8_e4m3fnuz"),

@@ -1,4 +1,4 @@
-"""Decode attention by AMD's WMMA on the host backend, under every schedule; warps of 64 lanes have MFMA anyway."""
+"""Attention by AMD's WMMA on the host backend, under every schedule; warps of 64 lanes have MFMA anyway."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import pyops
 from pyops._core import device
 from pyops._core.kernel import Specialisation
-from pyops.testing import assert_matches_reference
+from pyops.testing import SCHEDULES, assert_matches_reference
 from tests.calls import example
 
-V1 = pyops.registry["paged_attention_v1"]
+V1, RAGGED = pyops.registry["paged_attention_v1"], pyops.registry["attention_varlen"]
 CORES = {"gfx1100": "WMMA_11", "gfx1201": "WMMA_12"}
 
 
@@ -51,3 +51,13 @@ def test_decode(used: set[str], axes: dict[str, Any]) -> None:
     names = [parameter.name for parameter in V1.parameters]
     assert_matches_reference(V1, **dict(zip(names, example(V1, num_tokens=2, **axes), strict=True)))
     assert "attention/attention_decode.cu" in used
+
+
+def test_ragged(used: set[str]) -> None:
+    """Heads whose last products have 8 elements and 8 zeros."""
+    RAGGED.forget()
+    names = [parameter.name for parameter in RAGGED.parameters]
+    call = dict(zip(names, example(RAGGED, num_tokens=80, head_size=72, causal=False), strict=True))
+    assert_matches_reference(RAGGED, schedules=SCHEDULES[:2], **call)
+    assert "attention/attention_varlen.cu" in used
+    RAGGED.forget()

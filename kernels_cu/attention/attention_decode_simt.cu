@@ -16,9 +16,11 @@
 //     SPARSE            attention is block-sparse
 //     X                 PACKED: elements in the innermost dimension of the keys
 //     VARLEN, CAUSAL    attention_varlen.cu explains CAUSAL; with VARLEN starts_t is the element type of cu_seqlens_q
+//     RAGGED            VARLEN: as in attention_varlen.cu
 
 #include "attention.cuh"
 #include "paged.cuh"
+#include "ragged.cuh"
 #include "reduce.cuh"
 
 constexpr int NUM_HEADS = NUM_KV_HEADS * GROUP;
@@ -58,7 +60,9 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
         seq = count_up_to(cu_seqlens_q, num_seqs, starts_step, row) - 1;
         if (seq < 0) return;
     }
-    int64_t length = min(int64_t(seq_lens[seq * length_step]), max_tokens);
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    int64_t length = RAGGED ? int64_t(ragged.length_of(seq)) : min(int64_t(seq_lens[seq * length_step]), max_tokens);
+    const int64_t first_key = RAGGED ? ragged.first_row(seq) : 0;
     if (VARLEN) {
         const int64_t first_row = cu_seqlens_q[seq * starts_step], end_row = cu_seqlens_q[(seq + 1) * starts_step];
         if (first_row < 0 || end_row > num_rows || row >= end_row) return;
@@ -89,7 +93,8 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
     float max_logit = minus_infinity(), exp_sum = 0.0f;
     const int end = splits.end(split);
     for (int token = max(splits.begin(split), splits.first) + warp; token < end; token += WARPS) {
-        const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        const int64_t number =
+            RAGGED ? first_key + token : block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
         if (number < 0 || number >= num_blocks) continue;
         if (SPARSE) {
             const int64_t sparse_block = int64_t(token / BLOCK_SIZE) * BLOCK_SIZE / blocksparse_block_size;

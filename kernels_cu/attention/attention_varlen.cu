@@ -1,5 +1,5 @@
 // attention_varlen: the query tokens of each sequence, any number of them, against its keys and values in a paged
-// cache.
+// cache or in ragged tensors (ragged.cuh).
 //
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
@@ -25,9 +25,10 @@
 //     scalar_t       T: element type of the queries and of out: half_t or bf16_t
 //     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
-//     HEAD_SIZE      a multiple of 16
+//     HEAD_SIZE      a multiple of 8; PACKED: of 16
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
-//     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8
+//     RAGGED         keys and values are ragged tensors, taken for blocks of one slot; else a paged cache
+//     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8; RAGGED: 1
 //     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
 //     GROUP          query heads of one key-value head
@@ -37,6 +38,7 @@
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 
+#include "ragged.cuh"
 #include "varlen_tiles.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -46,7 +48,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
                  const cache_t* key_cache,      // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
                  const cache_t* value_cache,    // likewise, of VALUE_SIZE
                  const table_t* block_tables,   // [num_seqs, max_tokens / BLOCK_SIZE]
-                 const length_t* seq_lens,      // [num_seqs]
+                 const length_t* seq_lens,      // [num_seqs]; RAGGED: cu_seqlens_k [num_seqs + 1]
                  const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                  const float* alibi_slopes,     // [num_heads]
                  const float* sinks,            // [num_heads]
@@ -84,7 +86,10 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
     if (tile_row >= num_rows) return;
 
-    const int length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    const int length =
+        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
     // The last key that a row sees. A row that does not exist is taken for the last row.
@@ -98,7 +103,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     // The queries go to shared memory.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
         const int64_t row = tile_row + i / CHUNKS;
-        const bool inside = row < num_rows;
+        const bool inside = row < num_rows && (ALL_KEY_CHUNKS || i % CHUNKS < HEAD_SIZE / 8);
         const int64_t token = inside ? first_token + row / GROUP : 0;
         const int64_t head = inside ? kv_head * GROUP + row % GROUP : 0;
         Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
@@ -111,7 +116,8 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
         if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
-        const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        const int64_t block =
+            RAGGED ? first_row + token : block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
         if (block < 0 || block >= num_blocks) return NOWHERE;
         if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
         return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
@@ -120,7 +126,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
     const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
                       value_cache + kv_head * value_head_stride};
 
-    constexpr int OUT_TILES = VALUE_SIZE / PRODUCT_COLUMNS;
+    constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
     constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
     float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
@@ -271,7 +277,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
 #pragma unroll
-            for (int step = 0; step < VALUE_SIZE / 16; ++step) {
+            for (int step = 0; step < VALUE_STEPS; ++step) {
                 uint32_t b[SHORT_WORDS];
                 load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
 #pragma unroll
@@ -302,6 +308,7 @@ attention_varlen(scalar_t* out,                 // [num_tokens, num_heads, VALUE
 #pragma unroll
         for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {
             const int m = l / ROW_SUMS, at = half * ROW_SUMS + l % ROW_SUMS;
+            if (!ALL_VALUE_CHUNKS && m * PRODUCT_COLUMNS + t + l % ROW_SUMS >= VALUE_SIZE) continue;
             Vec<scalar_t, 2> pair;
             store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);
             pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);

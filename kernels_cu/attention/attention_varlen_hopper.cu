@@ -23,9 +23,10 @@
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
 //     cache_t        element type of the caches: T or fp8_e4m3_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
-//     HEAD_SIZE      elements of a query or key of a head: a multiple of 16, at most 256
+//     HEAD_SIZE      elements of a query or key of a head: a multiple of 8, of codes of 16, at most 256
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
-//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS
+//     RAGGED         keys and values are ragged tensors (ragged.cuh), taken for blocks of one slot; else a paged cache
+//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
 //     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
 //     GROUP          query heads of one key-value head, at most ITEM_ROWS
 //     TOKENS         keys of a tile; a multiple of 16
@@ -49,7 +50,7 @@ using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
 #include "query_rows.cuh"
 #include "wgmma.cuh"
 
-constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = HEAD_SIZE / 16;
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = ceil_div(HEAD_SIZE, 16);
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
@@ -60,8 +61,9 @@ constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HA
 constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
 // docs/performance/prefill.md, "Queries as operands in registers".
 constexpr bool QUERIES_IN_REGISTERS = IS_FP8 && HEAD_SIZE <= 128 && CONSUMERS == 2 && !HAS_SOFTCAP && !HAS_ALIBI;
-static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
-static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
+static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
+static_assert(!IS_FP8 || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
+static_assert(BOX_TOKENS % 8 == 0 && (RAGGED || BLOCK_SIZE % BOX_TOKENS == 0) && BOXES <= WARP_SIZE);
 static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
 static_assert(!HEAD_SCALES || !(HAS_SOFTCAP || HAS_ALIBI));
 
@@ -72,12 +74,14 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                                                                       // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
                                                                       // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
                                                                       // panels of a token, 8, a panel]; 1 x
-                                                                      // BOX_TOKENS / 8 x PANELS x 8 x a panel
+                                                                      // BOX_TOKENS / 8 x PANELS x 8 x a panel.
+                                                                      // RAGGED: [num_blocks, num_kv_heads,
+                                                                      // HEAD_SIZE]; BOX_TOKENS x 1 x a panel
                         const __grid_constant__ TensorMap value_map,  // likewise, of VALUE_SIZE
                         scalar_t* out,                                // [num_tokens, num_heads, VALUE_SIZE]
                         float* lse,                                   // [num_heads, num_tokens]
                         const table_t* block_tables,                  // [num_seqs, max_tokens / BLOCK_SIZE]
-                        const length_t* seq_lens,                     // [num_seqs]
+                        const length_t* seq_lens,                     // [num_seqs]; RAGGED: cu_seqlens_k
                         const starts_t* cu_seqlens_q,                 // [num_seqs + 1]
                         const float* alibi_slopes,                    // [num_heads]
                         const float* sinks,                           // [num_heads]
@@ -142,7 +146,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
 
     const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
                           num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
-    float o[VALUE_SIZE / 2];
+    float o[VALUE_COLUMNS / 2];
     uint32_t q[QUERIES_IN_REGISTERS ? STEPS : 1][4];
     float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
     const auto start_logits = [&] {  // S = Q K^T
@@ -166,8 +170,8 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         warpgroup_arrive();
 #pragma unroll
         for (int i = 0; i < TOKENS / 16; ++i) {
-            wgmma<product_t, VALUE_SIZE, true>(o, softmax.p[i], advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE),
-                                               accumulate || i > 0);
+            const uint64_t of_values = advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE);
+            wgmma<product_t, VALUE_COLUMNS, true>(o, softmax.p[i], of_values, accumulate || i > 0);
             if constexpr (SUMS_BY_PRODUCTS) {
                 wgmma<product_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
                                     accumulate || i > 0);
@@ -215,7 +219,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 tiles.query.release(tiles.query.stage);
         };
 
-        uint32_t missing = holes[tiles.key.stage];
+        uint32_t missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
@@ -232,7 +236,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
             start_logits();
-            missing = holes[tiles.key.stage];
+            missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
             start_output(accumulate);
             accumulate = true;
             end_turn();
@@ -249,7 +253,7 @@ attention_varlen_hopper(const __grid_constant__ TensorMap query_map,  // [num_to
                 end_output();
                 if (softmax.rises) {
 #pragma unroll
-                    for (int i = 0; i < VALUE_SIZE / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
+                    for (int i = 0; i < VALUE_COLUMNS / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.shrink[i / 2];
                 }

@@ -13,7 +13,7 @@
 //     length_t, starts_t     element types of seq_lens and cu_seqlens_q
 //     VALUE_SIZE, GROUP      elements of a value; query heads of one key-value head
 //     TOKENS, CONSUMERS      keys of a tile, and warpgroups of 64 rows, of the kernel whose splits are joined
-//     CAUSAL, HAS_SPLITS     likewise
+//     CAUSAL, RAGGED, HAS_SPLITS    likewise
 
 #include "attention.cuh"
 #include "prefill_work.cuh"
@@ -27,7 +27,7 @@ attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, 
                       const float* tmp_out,          // [num_tokens, num_heads, max_splits, VALUE_SIZE]
                       const float* max_logits,       // [num_tokens, num_heads, max_splits]
                       const float* exp_sums,         // [num_tokens, num_heads, max_splits]
-                      const length_t* seq_lens,      // [num_seqs]
+                      const length_t* seq_lens,      // [num_seqs]; RAGGED: cu_seqlens_k [num_seqs + 1]
                       const starts_t* cu_seqlens_q,  // [num_seqs + 1]
                       const float* sinks,            // [num_heads]
                       int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_kv_heads,
@@ -37,8 +37,8 @@ attention_varlen_join(scalar_t* out,                 // [num_tokens, num_heads, 
     const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
                               min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
     Work work;
-    int seq, length;
-    if (!sequences.find(int(blockIdx.x * max_splits), Window{int(sliding_window)}, work, seq, length)) return;
+    int origin, length;
+    if (!sequences.find(int(blockIdx.x * max_splits), Window{int(sliding_window)}, work, origin, length)) return;
     const int row = blockIdx.y * WARPS + threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     if (work.splits <= 1 || row >= USED_ROWS || row / GROUP >= work.tokens) return;
 

@@ -17,6 +17,9 @@
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<product_t> > 0 && !HAS_SPLITS;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 
+// Columns of products with values, by sixteens: the last 8 may be those of zeros.
+constexpr int VALUE_COLUMNS = ceil_div(VALUE_SIZE, 16) * 16;
+
 // Two ones of type T in a word.
 template <typename T> constexpr uint32_t PAIR_OF_ONES = is_same<T, half_t> ? 0x3c003c00u : 0x3f803f80u;
 
@@ -28,7 +31,7 @@ struct Results {
     int64_t num_tokens, max_splits, out_stride, num_heads;
 
     // Stores the sums `o` of the warpgroup's rows. `max_logit` is in units of log 2; lanes of a row have parts of exp_sum.
-    DEVICE void store(const Work& work, const float (&o)[VALUE_SIZE / 2], const float (&max_logit)[2],
+    DEVICE void store(const Work& work, const float (&o)[VALUE_COLUMNS / 2], const float (&max_logit)[2],
                       const float (&exp_sum)[2]) const {
         // The thread's place is made anew here: products leave no registers that could keep it.
         const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;

@@ -6,6 +6,8 @@
 // becomes num_blocks, of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the item attends
 // to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
 //
+// RAGGED: the box is the tile, from any row of the tensor on, and rows of the next sequence are loaded with it.
+//
 // Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
 // tiles of T of them (prefill_codes.cuh). Products of e4m3 take codes of keys as they are, and values from transposed
 // tiles, which these warps make (prefill_transpose.cuh).
@@ -43,10 +45,14 @@ constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && VALUE_SIZE <= 192;
 // no warp.
 constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
 
+// Whether tokens may be missing among those of a sequence.
+constexpr bool HAS_HOLES = !RAGGED;
+static_assert(!RAGGED || (BOXES == 1 && BLOCK_SIZE == 1 && !WHOLE_HEADS));
+
 // An item of work that is found.
 struct Found {
     Work work;
-    int seq, length;
+    int origin, length;
     int blocks[WARP_SIZE];  // of the cache, of the boxes of the last tile
 };
 
@@ -124,20 +130,21 @@ struct Finder {
 
     // Finds the work of `number`, or of the next number that has work; false if there is none, and `work` then is the end:
     // zeros are loaded, and no values.
-    DEVICE bool find(Work& work, int& seq, int& length) {
+    DEVICE bool find(Work& work, int& origin, int& length) {
         for (; number < num_items; take()) {
-            if (sequences.find(num_items - 1 - number, window, work, seq, length)) return true;
+            if (sequences.find(num_items - 1 - number, window, work, origin, length)) return true;
         }
         work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};
-        seq = length = 0;
+        origin = length = 0;
         return false;
     }
     DEVICE void take() { number = next_item(items_taken, num_items); }
     // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
-    DEVICE int block_of(const Work& work, int seq, int tile) const {
+    DEVICE int block_of(const Work& work, int origin, int tile) const {
         const int token = tile * TOKENS + own_box() * BOX_TOKENS;
         if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
-        const int64_t block = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        const int64_t block =
+            RAGGED ? int64_t(origin) + token : block_tables[origin * table_stride + token / BLOCK_SIZE * table_step];
         return block < 0 || block >= num_blocks ? -1 : int(block);
     }
     // Of a warp of its own: one item after another to the producer, each found while the one before is loaded.
@@ -145,12 +152,12 @@ struct Finder {
         const int lane = threadIdx.x % WARP_SIZE;
         for (;;) {
             Work work;
-            int seq, length;
-            const bool more = find(work, seq, length);
-            tiles.found->blocks[own_lane()] = block_of(work, seq, work.last_tile);
+            int origin, length;
+            const bool more = find(work, origin, length);
+            tiles.found->blocks[own_lane()] = block_of(work, origin, work.last_tile);
             if (lane == 0) {
                 tiles.found->work = work;
-                tiles.found->seq = seq;
+                tiles.found->origin = origin;
                 tiles.found->length = length;
             }
             sync_warp();
@@ -183,11 +190,11 @@ struct Producer {
     DEVICE void run() {
         for (bool more = true; more;) {
             Work work;
-            int seq, length, block;
+            int origin, length, block;
             if constexpr (HAS_FINDER) {
                 tiles.next.wait();
                 work = tiles.found->work;
-                seq = tiles.found->seq;
+                origin = tiles.found->origin;
                 length = tiles.found->length;
                 block = tiles.found->blocks[own_lane()];
                 more = work.tokens > 0;
@@ -195,15 +202,15 @@ struct Producer {
                 tiles.next.release(0);
                 tiles.next.advance();
             } else {
-                more = finder.find(work, seq, length);
+                more = finder.find(work, origin, length);
                 if (!HAS_SPLITS && more) finder.take();
-                block = finder.block_of(work, seq, work.last_tile);
+                block = finder.block_of(work, origin, work.last_tile);
             }
             if (!EARLY_QUERIES) load_queries(work);
             // The keys of a tile, and then the values of the tile before.
             int values_block = 0;
             for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
-                const int next_block = finder.block_of(work, seq, tile - 1);
+                const int next_block = finder.block_of(work, origin, tile - 1);
                 if (tile >= work.first_tile) load_keys(work, tile, block);
                 if (tile < work.last_tile && more) load_values(work, tile + 1, values_block, length);
                 if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
@@ -237,7 +244,7 @@ private:
         ring.advance();
     }
     DEVICE void load_keys(const Work& work, int tile, int block) {
-        const uint32_t missing = ballot(block < 0 && lane < BOXES);
+        const uint32_t missing = ballot(HAS_HOLES && block < 0 && lane < BOXES);
         if constexpr (IS_FP8)
             return load_codes<KeyTile>(key_cache, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
         auto& ring = tiles.key;
@@ -296,8 +303,9 @@ private:
                 constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
                 for (int i = lane; i < Tile::PANELS * BOXES && lane < LOADERS; i += LOADERS) {
                     const int panel = i / BOXES;
-                    tma_load(to_box + panel * PANEL_STRIDE, cache.map, full, panel * PANEL_SIZE, work.kv_head, slot,
-                             from);
+                    uint8_t* const to_panel = to_box + panel * PANEL_STRIDE;
+                    if constexpr (RAGGED) tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, from);
+                    else tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, slot, from);
                 }
             }
         }

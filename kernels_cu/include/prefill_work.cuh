@@ -11,6 +11,7 @@
 // `min_tokens` query tokens have any.
 #pragma once
 #include "arith.cuh"
+#include "ragged.cuh"
 #include "vec.cuh"
 
 constexpr int ITEM_ROWS = 64 * CONSUMERS, ITEM_TOKENS = ITEM_ROWS / GROUP, USED_ROWS = ITEM_TOKENS * GROUP;
@@ -48,9 +49,10 @@ struct Sequences {
     DEVICE int64_t start_of(int seq) const { return cu_seqlens_q[seq * starts_step]; }
     DEVICE int64_t first_tile_of(int seq) const { return start_of(seq) / ITEM_TOKENS + seq; }
 
-    // Finds the work of a number, its sequence, and the sequence's length; false if the number has no work. Every lane of
-    // the warp calls.
-    DEVICE bool find(int number, const Window& window, Work& work, int& seq, int& length) const {
+    // Finds the work of a number, and the `length` and the `origin` of the keys of its sequence: the number of the sequence,
+    // which is its row of the block table, or, RAGGED, the first row of its keys. False if the number has no work. Every
+    // lane of the warp calls.
+    DEVICE bool find(int number, const Window& window, Work& work, int& origin, int& length) const {
         const int item = HAS_SPLITS ? number / int(max_splits) : number;
         const int section_tiles = int(num_tokens / ITEM_TOKENS + num_seqs), heads = int(section_heads);
         const int first_head = item / (section_tiles * heads) * heads;
@@ -68,13 +70,16 @@ struct Sequences {
             high = min(low + (steps + 1) * step - 1, high);
             low = min(low + steps * step, high);
         }
-        seq = low - 1;
+        const int seq = low - 1;
         if (seq < 0) return false;
         const int64_t begin = start_of(seq), end = start_of(seq + 1);
         if (begin < 0 || end > num_tokens || begin >= end || end - begin < min_tokens) return false;
         const int64_t token = begin + (tile - first_tile_of(seq)) * ITEM_TOKENS;
         if (token >= end) return false;
-        length = int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+        const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+        length = RAGGED ? ragged.length_of(seq)
+                        : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+        origin = RAGGED ? int(ragged.first_row(seq)) : seq;
         work.token = int(token);
         work.tokens = int(end - token);
         work.limit = CAUSAL ? length - work.tokens : length - 1;

@@ -11,8 +11,10 @@
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
-constexpr int CHUNKS = HEAD_SIZE / 8, VALUE_CHUNKS = VALUE_SIZE / 8;  // of 8 elements
-constexpr int STEPS = HEAD_SIZE / 16;
+// Products take 16 elements at a time. Where a head has 8 more, the last 8 of a row are zeros, which no tensor has.
+constexpr int STEPS = ceil_div(HEAD_SIZE, 16), VALUE_STEPS = ceil_div(VALUE_SIZE, 16);
+constexpr int CHUNKS = 2 * STEPS, VALUE_CHUNKS = 2 * VALUE_STEPS;  // of 8 elements
+constexpr bool ALL_KEY_CHUNKS = HEAD_SIZE % 16 == 0, ALL_VALUE_CHUNKS = VALUE_SIZE % 16 == 0;
 constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
 constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
 constexpr int64_t NOWHERE = int64_t(1) << 63;       // no address: negative, and aligned for any access
@@ -27,8 +29,9 @@ using dims_tile = dims_tile_of < ON_MATRIX_CORES&& TOKENS<64>::type;
 constexpr bool VALUES_BY_DIM = PACKED || ON_MATRIX_CORES;
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
 constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
-constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(VALUE_SIZE) : values_tile::bytes(TOKENS);
-static_assert(HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0 && VALUE_SIZE <= HEAD_SIZE);
+constexpr int VALUE_BYTES = VALUES_BY_DIM ? dims_tile::bytes(VALUE_CHUNKS * 8) : values_tile::bytes(TOKENS);
+static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && VALUE_SIZE <= HEAD_SIZE);
+static_assert(!PACKED || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
 static_assert(TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
 // Copies 8 elements of a cache to shared memory, as T; zeros, and nothing is read, if the elements do not exist.
@@ -121,7 +124,7 @@ struct Tiles {
         const rows_tile keys = keys_at(stage);
         each_item<TOKENS * CHUNKS>([&](int i, int n) {
             const int row = i / CHUNKS, chunk = i % CHUNKS, dim = chunk * 8;
-            const int64_t place = places[stage][row];
+            const int64_t place = ALL_KEY_CHUNKS || chunk < HEAD_SIZE / 8 ? places[stage][row] : NOWHERE;
             const cache_t* const from = key_cache + place + (PACKED ? dim / X * (BLOCK_SIZE * X) + dim % X : dim);
             if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
             else copy_chunk(keys.at(row, chunk), from, place >= 0);
@@ -172,7 +175,7 @@ struct Tiles {
         } else {
             each_item<TOKENS * VALUE_CHUNKS>([&](int i, int n) {
                 const int row = token_of(i), chunk = chunk_of(i);
-                const int64_t place = value_places[row];
+                const int64_t place = ALL_VALUE_CHUNKS || chunk < VALUE_SIZE / 8 ? value_places[row] : NOWHERE;
                 const cache_t* const from = value_cache + place + chunk * 8;
                 if constexpr (HOLDS_COPIES) hold<CODE_WORDS * 4>(held[n], from, place >= 0);
                 else copy_chunk(values_tile{to}.at(row, chunk), from, place >= 0);

@@ -1,12 +1,13 @@
-"""Attention over a paged key-value cache, and what goes with it."""
+"""Attention over a paged key-value cache or ragged keys and values, and what goes with it."""
 
 from __future__ import annotations
 
-from . import decode, merge, mla, partitioned, sparse, varlen
+from . import decode, merge, mla, partitioned, ragged, sparse, varlen
 from .decode import *
 from .merge import *
 from .mla import *
 from .partitioned import *
+from .ragged import *
 from .sparse import *
 from .varlen import *
 
@@ -15,5 +16,6 @@ __all__ += decode.__all__
 __all__ += merge.__all__
 __all__ += mla.__all__
 __all__ += partitioned.__all__
+__all__ += ragged.__all__
 __all__ += sparse.__all__
 __all__ += varlen.__all__

@@ -1,4 +1,4 @@
-"""The arguments that ops of paged attention have in common, in groups.
+"""The arguments that ops of attention have in common, in groups.
 
 A value is a tensor in a reference and a `TensorArg` in a plan. Fields have the names of the ops' arguments; the ops'
 docstrings explain them.
@@ -37,6 +37,15 @@ class PagedKV(Arguments):
     kv_cache_dtype: str
     k_scale: Any
     v_scale: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedKV(Arguments):
+    """Keys and values without a cache: rows of tokens, those of one sequence behind those of another."""
+
+    key: Any
+    value: Any
+    cu_seqlens_k: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
-from .arguments import Options, PagedKV
+from .arguments import Options, PagedKV, RaggedKV
 from .decode_choose import Config, blocks_of_one_split, shared_memory, wave_splits
 from .decode_problem import Problem
 from .join import TILE_TOKENS, launch_join
@@ -138,6 +138,7 @@ def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], ar
         NUM_WARPS=config.num_warps,
         VARLEN=False,
         CAUSAL=False,
+        RAGGED=False,
         SPARSE=problem.sparse.on,
         VALUE_SIZE=problem.head_size,
         X=problem.layout.x,
@@ -156,16 +157,16 @@ def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], ar
     )
 
 
-def kv_constants(query: TensorArg, kv: PagedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
-    """The constants of every kernel in which queries meet a paged cache."""
+def kv_constants(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
+    """The constants of every kernel in which queries meet a paged cache or ragged keys and values."""
     return {
         "scalar_t": query.dtype,
         "cache_t": layout.dtype,
-        "table_t": kv.block_tables.dtype,
-        "length_t": kv.seq_lens.dtype,
+        "table_t": int32 if isinstance(kv, RaggedKV) else kv.block_tables.dtype,
+        "length_t": lengths_of(kv).dtype,
         "HEAD_SIZE": query.shape[2],
-        "GROUP": query.shape[1] // kv.num_kv_heads,
-        "BLOCK_SIZE": kv.block_size,
+        "GROUP": query.shape[1] // layout.num_kv_heads,
+        "BLOCK_SIZE": layout.block_size,
         "PACKED": layout.packed,
         "HEAD_SCALES": layout.head_scales,
         "HAS_ALIBI": options.alibi_slopes is not None,
@@ -175,16 +176,24 @@ def kv_constants(query: TensorArg, kv: PagedKV, layout: CacheLayout, options: Op
     }
 
 
-def kv_arguments(query: TensorArg, kv: PagedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
-    """The arguments of every kernel in which queries meet a paged cache."""
-    return {
+def kv_arguments(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
+    """The arguments of every kernel in which queries meet a paged cache or ragged keys and values."""
+    found = {
         **absent(alibi_slopes=options.alibi_slopes),
         **layout.strides,
         "num_blocks": layout.num_blocks,
         "query_stride": heads_stride(query),
-        "table_stride": kv.block_tables.strides[0],
-        "table_step": kv.block_tables.strides[1],
     }
+    if isinstance(kv, RaggedKV):
+        unused = dict.fromkeys(("block_tables", "table_stride", "table_step", "k_scale", "v_scale"), 0)
+        return found | unused | {"key_cache": kv.key, "value_cache": kv.value, "seq_lens": kv.cu_seqlens_k}
+    return found | {"table_stride": kv.block_tables.strides[0], "table_step": kv.block_tables.strides[1]}
+
+
+def lengths_of(kv: PagedKV | RaggedKV) -> TensorArg:
+    """What kernels take for seq_lens."""
+    lengths: TensorArg = kv.cu_seqlens_k if isinstance(kv, RaggedKV) else kv.seq_lens
+    return lengths
 
 
 def workspace(rows: int, head_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The layout of a paged key-value cache, and the checks of what a call says of the cache."""
+"""The layout of keys and values, in a paged cache or ragged tensors, and the checks of what a call says of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..._core.dtypes import DType, float32
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
 from .._shared import fp8
-from .arguments import Options, PagedKV
+from .arguments import Options, PagedKV, RaggedKV
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,8 @@ class CacheLayout:
         head_scales: whether each key-value head of an fp8 cache has its own scales.
         strides: of the key and value cache, by the names of the kernels' parameters.
         aligned: every 16 bytes that a kernel may load at once lie at a multiple of 16.
+        ragged: keys and values are ragged tensors, [num_keys, num_kv_heads, head_size] and [num_keys, num_kv_heads,
+            value_size], whose rows are blocks of one slot.
     """
 
     packed: bool
@@ -47,6 +49,7 @@ class CacheLayout:
     head_scales: bool
     strides: dict[str, int]
     aligned: bool
+    ragged: bool = False
 
     @classmethod
     def of(cls, kv: PagedKV, query: TensorArg) -> CacheLayout:
@@ -86,6 +89,29 @@ class CacheLayout:
         sizes = num_blocks, block_size, num_kv_heads, value_size
         return cls(packed, dtype, *sizes, x, head_scales, strides, aligned)
 
+    @classmethod
+    def of_rows(cls, kv: RaggedKV, query: TensorArg) -> CacheLayout:
+        """The layout of ragged keys and values beside this query; OpError for tensors that are none."""
+        key, value, x = kv.key, kv.value, 16 // query.dtype.itemsize
+        check.sizes(key, num_keys=None, num_kv_heads=None, head_size=query.shape[2])
+        num_keys, num_kv_heads, _ = key.shape
+        check.sizes(value, num_keys=num_keys, num_kv_heads=num_kv_heads, value_size=None)
+        if num_keys > MAX_TOKENS:
+            raise key.error(f"expected at most {MAX_TOKENS} rows, got shape {key.shape}")
+        strides: dict[str, int] = {}
+        aligned = True
+        for name, rows in (("key", key), ("value", value)):
+            check.dtype(rows, query.dtype)
+            _check_cache(rows, rows.shape, (1,))
+            strides |= {f"{name}_block_stride": rows.strides[0], f"{name}_token_stride": 0}
+            strides[f"{name}_head_stride"] = rows.strides[1]
+            aligned &= rows.alignment == 16 and rows.shape[2] % x == 0
+            aligned &= all(
+                stride % x == 0 or size == 1 for stride, size in zip(rows.strides[:2], rows.shape, strict=False)
+            )
+        sizes = num_keys, 1, num_kv_heads, value.shape[2]
+        return cls(False, query.dtype, *sizes, x, False, strides, aligned, ragged=True)
+
 
 def _has_head_scales(kv: PagedKV) -> bool:
     """Whether scales are those of heads, as `reshape_and_cache_flash` tells them from one for all heads."""
@@ -110,7 +136,6 @@ def check_kv(query: TensorArg, kv: PagedKV, options: Options, *, short_values: b
     """
     check.floating(query)
     check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
-    _, num_heads, head_size = query.shape
     check.index(kv.block_tables, num_seqs=None, max_blocks=None)
     check.index(kv.seq_lens, num_seqs=kv.block_tables.shape[0])
     layout = CacheLayout.of(kv, query)
@@ -121,33 +146,54 @@ def check_kv(query: TensorArg, kv: PagedKV, options: Options, *, short_values: b
         if given != held:
             shape = kv.key_cache.shape
             raise check.refuse(query, name, f"expected {held} as in key_cache of shape {shape}, got {given}")
-    if kv.num_kv_heads == 0 or num_heads % kv.num_kv_heads or kv.block_size == 0 or head_size == 0:
-        raise query.error(
-            f"expected heads that are a multiple of num_kv_heads={kv.num_kv_heads}, got shape {query.shape}"
-        )
-    if head_size > _MAX_HEAD_SIZE:
-        raise query.error(f"expected a head_size of at most {_MAX_HEAD_SIZE}, got {head_size}")
-    if not (1 if short_values else head_size) <= layout.value_size <= head_size:
-        raise kv.value_cache.error(
-            f"expected values of {'at most ' * short_values}{head_size} elements like keys, got shape "
-            f"{kv.value_cache.shape}"
-        )
-    for per_head in (options.alibi_slopes, options.sinks):
-        check.shape(per_head, float32, num_heads=num_heads)
+    _check_heads(query, kv.value_cache, layout, short_values)
+    _check_options(query, options)
     for of_cache in (kv.k_scale, kv.v_scale):
         if layout.head_scales:
             check.shape(of_cache, float32, num_kv_heads=kv.num_kv_heads)
         else:
             check.at_least(of_cache, float32, 1)
+    return layout
+
+
+def check_rows(query: TensorArg, kv: RaggedKV, options: Options) -> CacheLayout:
+    """The layout of ragged keys and values, if query, keys, values, cu_seqlens_k and options fit together."""
+    check.floating(query)
+    check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
+    check.index(kv.cu_seqlens_k, num_seqs_and_one=None)
+    layout = CacheLayout.of_rows(kv, query)
+    _check_heads(query, kv.value, layout, short_values=True)
+    _check_options(query, options)
+    return layout
+
+
+def _check_heads(query: TensorArg, values: TensorArg, layout: CacheLayout, short_values: bool) -> None:
+    """Heads of queries share those of keys, and have sizes that kernels serve."""
+    _, num_heads, head_size = query.shape
+    num_kv_heads, value_size = layout.num_kv_heads, layout.value_size
+    if num_kv_heads == 0 or num_heads % num_kv_heads or layout.block_size == 0 or head_size == 0:
+        raise query.error(f"expected heads that are a multiple of num_kv_heads={num_kv_heads}, got shape {query.shape}")
+    if head_size > _MAX_HEAD_SIZE:
+        raise query.error(f"expected a head_size of at most {_MAX_HEAD_SIZE}, got {head_size}")
+    if not (1 if short_values else head_size) <= value_size <= head_size:
+        raise values.error(
+            f"expected values of {'at most ' * short_values}{head_size} elements like keys, got shape {values.shape}"
+        )
+
+
+def _check_options(query: TensorArg, options: Options) -> None:
+    for per_head in (options.alibi_slopes, options.sinks):
+        check.shape(per_head, float32, num_heads=query.shape[1])
     if options.sliding_window < 0:
         raise check.refuse(query, "sliding_window", f"expected 0 or more, got {options.sliding_window}")
     if not 0.0 <= options.logits_soft_cap < inf:
         raise check.refuse(query, "logits_soft_cap", f"expected 0 or more, finite, got {options.logits_soft_cap}")
-    return layout
 
 
-def max_tokens_of(kv: PagedKV) -> int:
-    """Tokens of a sequence that its row of the block table has room for."""
+def max_tokens_of(kv: PagedKV | RaggedKV) -> int:
+    """Tokens of a sequence that its row of the block table, or a ragged tensor, has room for."""
+    if isinstance(kv, RaggedKV):
+        return int(kv.key.shape[0])
     return min(int(kv.block_tables.shape[1]) * kv.block_size, MAX_TOKENS)
 
 

@@ -98,6 +98,49 @@ def attended_of(kv: PagedKV, s: int, window: int, max_tokens: int | None = None)
     return max(0, length - window) if window > 0 else 0, length
 
 
+def masked_logits(
+    query: Tensor, keys: Tensor, scale: float, tokens: Tensor, length: int, options: Options, causal: bool
+) -> Tensor:
+    """The logits of the last tokens of a sequence: [num_heads, rows, tokens], -inf where a row does not attend.
+
+    Args:
+        query: [rows, num_heads, head_size].
+        keys: [tokens, num_kv_heads, head_size], in float64.
+        tokens: [tokens], the place of each key in the sequence.
+        length: of the sequence.
+    """
+    count = len(query)
+    grouped = query.double().unflatten(1, (keys.shape[1], -1))
+    logits = (torch.einsum("nhgd,jhd->hgnj", grouped, keys) * scale).flatten(0, 1)
+    if options.logits_soft_cap > 0:
+        logits = options.logits_soft_cap * torch.tanh(logits / options.logits_soft_cap)
+    last = torch.full((count,), length - 1, device=query.device)  # token that a row attends to
+    if causal:
+        last = length - count + torch.arange(count, device=query.device)
+    if options.alibi_slopes is not None:
+        logits = logits + options.alibi_slopes.double()[:, None, None] * (tokens - last[:, None])
+    unseen = tokens > last[:, None]
+    if options.sliding_window > 0:
+        unseen = unseen | (tokens <= last[:, None] - options.sliding_window)
+    return logits.masked_fill(unseen, -torch.inf)
+
+
+def write_rows(out: Tensor, begin: int, end: int, logits: Tensor, values: Tensor, options: Options) -> None:
+    """Write the softmax of these logits over the values, and the log-sum-exp, to the rows begin <= i < end."""
+    max_logit = largest_of(logits)
+    if options.sinks is not None:
+        max_logit = torch.maximum(max_logit, options.sinks.double()[:, None])
+    base = max_logit.masked_fill(max_logit == -torch.inf, 0.0)
+    weights = torch.exp(logits - base[..., None])
+    z = weights.sum(-1)
+    if options.sinks is not None:
+        z = z + torch.exp(options.sinks.double()[:, None] - base)
+    total = weighted_sum(weights, logits, values)
+    out[begin:end] = (total / (z.T[..., None] + 1e-6)).to(out.dtype)
+    if options.lse is not None:
+        options.lse[:, begin:end] = (max_logit + torch.log(z)).float()
+
+
 class Attended:
     """What the query of one sequence attends to, in float64: logits [num_heads, tokens], and values of the tokens.
 

@@ -11,7 +11,7 @@ from ..._core.op import op
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
-from .reference import attended_of, float32_logits, gathered, largest_of, scales_of, weighted_sum
+from .reference import attended_of, float32_logits, gathered, masked_logits, scales_of, write_rows
 from .varlen_plan import choose, launch
 from .varlen_problem import check_varlen
 
@@ -111,47 +111,10 @@ def paged_attention_varlen(
     for s in range(len(seq_lens)):
         begin, end = starts[s : s + 2]
         if 0 <= begin < end <= len(query):
-            logits, values = _masked_logits(query[begin:end], scale, kv, s, options, causal)
-            _write_rows(out, begin, end, logits, values, options)
-
-
-def _masked_logits(
-    query: Tensor, scale: float, kv: PagedKV, s: int, options: Options, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Of the rows of sequence s: logits [num_heads, rows, tokens], -inf for tokens that a row does not attend to, and
-    values [tokens, num_kv_heads, value_size]."""
-    _, length = attended_of(kv, s, window=0)
-    tokens, keys, values = gathered(kv, s, 0, length)
-    count = len(query)
-    grouped = query.double().unflatten(1, (kv.num_kv_heads, -1))
-    logits = (torch.einsum("nhgd,jhd->hgnj", grouped, keys) * scale).flatten(0, 1)
-    if options.logits_soft_cap > 0:
-        logits = options.logits_soft_cap * torch.tanh(logits / options.logits_soft_cap)
-    last = torch.full((count,), length - 1, device=query.device)  # token that a row attends to
-    if causal:
-        last = length - count + torch.arange(count, device=query.device)
-    if options.alibi_slopes is not None:
-        logits = logits + options.alibi_slopes.double()[:, None, None] * (tokens - last[:, None])
-    unseen = tokens > last[:, None]
-    if options.sliding_window > 0:
-        unseen = unseen | (tokens <= last[:, None] - options.sliding_window)
-    return logits.masked_fill(unseen, -torch.inf), values
-
-
-def _write_rows(out: Tensor, begin: int, end: int, logits: Tensor, values: Tensor, options: Options) -> None:
-    """Write the softmax of these logits over the values, and the log-sum-exp, to the rows begin <= i < end."""
-    max_logit = largest_of(logits)
-    if options.sinks is not None:
-        max_logit = torch.maximum(max_logit, options.sinks.double()[:, None])
-    base = max_logit.masked_fill(max_logit == -torch.inf, 0.0)
-    weights = torch.exp(logits - base[..., None])
-    z = weights.sum(-1)
-    if options.sinks is not None:
-        z = z + torch.exp(options.sinks.double()[:, None] - base)
-    total = weighted_sum(weights, logits, values)
-    out[begin:end] = (total / (z.T[..., None] + 1e-6)).to(out.dtype)
-    if options.lse is not None:
-        options.lse[:, begin:end] = (max_logit + torch.log(z)).float()
+            _, length = attended_of(kv, s, window=0)
+            tokens, keys, values = gathered(kv, s, 0, length)
+            logits = masked_logits(query[begin:end], keys, scale, tokens, length, options, causal)
+            write_rows(out, begin, end, logits, values, options)
 
 
 @paged_attention_varlen.plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 from ..._core import check, tuning
@@ -62,8 +61,8 @@ class E4m3Config:
         codes, layout = problem.codes, problem.layout
         assert codes is not None
         device, (num_tokens, _, head_size) = codes.device, codes.shape
-        caches = problem.kv.key_cache, problem.kv.value_cache
-        item_tokens, box_tokens = 64 * self.consumers // problem.group, gcd(layout.block_size, self.tokens)
+        caches = problem.keys_and_values
+        item_tokens, box_tokens = 64 * self.consumers // problem.group, problem.box_tokens(self.tokens)
         row_bytes = -(-head_size // ROW_BYTES) * ROW_BYTES
         tile_bytes = self.tokens * row_bytes
         stages, query_stages, code_stages, shared = stages_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 from ..._core import tuning
@@ -12,7 +11,6 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .decode_launch import workspace
-from .layout import max_tokens_of
 from .varlen_problem import Problem
 
 _hopper = Kernel("attention/attention_varlen_hopper.cu")
@@ -58,8 +56,8 @@ class HopperConfig:
 
     def fits(self, problem: Problem, device: Device) -> bool:
         """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
-        registers = problem.value_size // 2 + self.tokens * 3 // 4
-        boxes = self.tokens // gcd(problem.layout.block_size, self.tokens)
+        registers = -(-problem.value_size // 16) * 8 + self.tokens * 3 // 4
+        boxes = self.tokens // problem.box_tokens(self.tokens)
         return (
             self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
         )
@@ -71,10 +69,10 @@ class HopperConfig:
         num_tokens, num_heads, _ = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
         stages, query_stages, code_stages, shared = self._stages(problem, device)
-        box_tokens = gcd(layout.block_size, self.tokens)
-        caches = problem.kv.key_cache, problem.kv.value_cache
+        box_tokens = problem.box_tokens(self.tokens)
+        caches = problem.keys_and_values
         is_fp8 = problem.is_fp8
-        whole_heads = not is_fp8 and has_whole_heads(*caches)
+        whole_heads = not is_fp8 and not layout.ragged and has_whole_heads(*caches)
         map_cache = _map_of_codes if is_fp8 else map_of_cache
         kernel = _hopper.for_arch(device.arch_feature)
         num_tiles = num_tokens // item_tokens + problem.num_seqs
@@ -116,7 +114,7 @@ class HopperConfig:
         )
         if not has_splits:
             return [attend]
-        names = ("scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "CAUSAL", "HAS_SINKS", "HAS_LSE")
+        names = "scalar_t", "length_t", "starts_t", "VALUE_SIZE", "GROUP", "RAGGED", "CAUSAL", "HAS_SINKS", "HAS_LSE"
         join = _join(**{name: constants[name] for name in names}, **shared_constants)
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
         return [attend, join.launch(grid, 32 * _JOIN_WARPS, **taken(_join, arguments))]
@@ -181,10 +179,13 @@ def map_of_queries(query: TensorArg, group: int, item_tokens: int) -> TensorMap:
 
 
 def map_of_cache(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
-    """Boxes of some tokens of a head: of all panels, or of one; what a last panel has beyond the head is zeros."""
+    """Boxes of some tokens of a head: of all panels, or of one; what a last panel has beyond the head is zeros.
+
+    Of a cache, or of ragged keys or values.
+    """
     if whole_heads:
         return _map_of_whole_heads(cache, box_tokens)
-    return _map(cache, cache.shape[::-1], (_panel_size(cache), 1, box_tokens, 1))
+    return _map(cache, cache.shape[::-1], (_panel_size(cache), 1, box_tokens, 1)[: len(cache.shape)])
 
 
 def _map_of_codes(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
@@ -203,7 +204,7 @@ def has_whole_heads(*caches: TensorArg) -> bool:
 
 def head_panels(cache: TensorArg) -> int:
     """Panels from one head of a token to the next."""
-    return (cache.strides[2] if cache.shape[2] > 1 else cache.shape[3]) // _panel_size(cache)
+    return (cache.strides[-2] if cache.shape[-2] > 1 else cache.shape[-1]) // _panel_size(cache)
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
@@ -242,7 +243,7 @@ def _choose_tile(problem: Problem) -> HopperConfig:
         return HopperConfig(tokens=128, consumers=2)
     if value_size <= 192:
         return HopperConfig(tokens=112 if is_plain else 96, consumers=2)
-    if problem.is_fp8 or not has_whole_heads(problem.kv.key_cache, problem.kv.value_cache):
+    if problem.is_fp8 or problem.layout.ragged or not has_whole_heads(*problem.keys_and_values):
         return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
     return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
 
@@ -256,7 +257,7 @@ def section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
     block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
     layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
-    head_bytes = max_tokens_of(problem.kv) * elements * layout.dtype.itemsize
+    head_bytes = problem.expected_tokens * elements * layout.dtype.itemsize
     heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // num_tiles))
     return max(1, min(layout.num_kv_heads, heads))
 
@@ -273,7 +274,7 @@ def choose_splits(problem: Problem, item_rows: int, tile_tokens: int, device: De
     empty_items = problem.num_seqs * problem.layout.num_kv_heads
     if items >= device.multiprocessors:
         return 1
-    window, max_tokens = problem.options.sliding_window, max_tokens_of(problem.kv)
+    window, max_tokens = problem.options.sliding_window, problem.expected_tokens
     attended = min(max_tokens, window + item_tokens) if window > 0 else max_tokens
     tiles = -(-attended // tile_tokens)
 

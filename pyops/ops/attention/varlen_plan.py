@@ -11,7 +11,7 @@ from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
 from . import decode_choose, decode_launch, varlen_e4m3, varlen_hopper
 from .arguments import Sparse
-from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants
+from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of
 from .layout import absent, heads_stride, max_tokens_of
 from .varlen_e4m3 import E4m3Config
 from .varlen_hopper import HopperConfig
@@ -98,7 +98,7 @@ def shared_memory(problem: Problem, config: Config) -> int:
     on_matrix_cores = not device.supports("mma")
     by_dim = problem.layout.packed or on_matrix_cores
     dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
-    value_bytes = problem.value_size * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
+    value_bytes = -(-problem.value_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     stages = 2 if device.supports("async_copies") else 1
     return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
@@ -135,6 +135,7 @@ def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, m
         "VALUE_SIZE": problem.value_size,
         "X": problem.layout.x,
         "CAUSAL": problem.causal,
+        "RAGGED": problem.layout.ragged,
     }
     arguments = {
         **absent(sinks=options.sinks, lse=options.lse),
@@ -142,7 +143,7 @@ def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, m
         "num_seqs": problem.num_seqs,
         "max_tokens": max_tokens_of(problem.kv),
         "out_stride": heads_stride(problem.out),
-        "length_step": problem.kv.seq_lens.strides[0],
+        "length_step": lengths_of(problem.kv).strides[0],
         "starts_step": problem.cu_seqlens_q.strides[0],
     }
     if isinstance(config, HopperConfig | E4m3Config):
@@ -165,7 +166,7 @@ def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arg
         OUT_ACCESS=2 if pairs else 1,
     )
     # Each sequence may leave one block with fewer rows.
-    grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.kv.num_kv_heads)
+    grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.layout.num_kv_heads)
     return kernel.launch(
         grid,
         config.num_warps * out.device.warp_size,
@@ -181,7 +182,7 @@ def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], ar
         **NO_STARTS
         | constants
         | {
-            "NUM_KV_HEADS": problem.kv.num_kv_heads,
+            "NUM_KV_HEADS": problem.layout.num_kv_heads,
             "PARTITION": 0,
             "DIRECT": True,
             "VARLEN": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 from ..._core import check, tuning
@@ -11,8 +12,8 @@ from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fn, float32
 from ..._core.tensor import TensorArg
 from . import decode_problem
-from .arguments import Options, PagedKV, Sparse
-from .layout import CacheLayout, check_kv, heads_stride
+from .arguments import Options, PagedKV, RaggedKV, Sparse
+from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
 
 # docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where a sequence has fewer
 # query tokens than these on average.
@@ -26,7 +27,7 @@ def _max_head_size(device: Device) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Query tokens of several sequences against a paged cache.
+    """Query tokens of several sequences against a paged cache, or against ragged keys and values.
 
     Attributes:
         query: of the type of out. In the place of queries of e4m3: a contiguous tensor of what they are in that type.
@@ -35,7 +36,7 @@ class Problem:
 
     out: TensorArg
     query: TensorArg
-    kv: PagedKV
+    kv: PagedKV | RaggedKV
     layout: CacheLayout
     options: Options
     cu_seqlens_q: TensorArg
@@ -45,18 +46,33 @@ class Problem:
 
     @property
     def num_seqs(self) -> int:
-        return int(self.kv.block_tables.shape[0])
+        return int(self.cu_seqlens_q.shape[0]) - 1
+
+    @property
+    def keys_and_values(self) -> tuple[TensorArg, TensorArg]:
+        kv = self.kv
+        return (kv.key_cache, kv.value_cache) if isinstance(kv, PagedKV) else (kv.key, kv.value)
+
+    @property
+    def expected_tokens(self) -> int:
+        """Keys of a sequence, as a plan counts them: the most that there may be, or of ragged keys the mean."""
+        max_tokens = max_tokens_of(self.kv)
+        return -(-max_tokens // max(1, self.num_seqs)) if self.layout.ragged else max_tokens
+
+    def box_tokens(self, tile_tokens: int) -> int:
+        """Keys of a tile that lie in one box of a tensor map."""
+        return tile_tokens if self.layout.ragged else gcd(self.layout.block_size, tile_tokens)
 
     @property
     def num_rows(self) -> int:
         """Rows of the matrix products of one key-value head."""
         num_tokens, num_heads, _ = self.query.shape
-        return num_tokens * num_heads // self.kv.num_kv_heads
+        return num_tokens * num_heads // self.layout.num_kv_heads
 
     @property
     def group(self) -> int:
         """Query heads of one key-value head."""
-        return int(self.query.shape[1]) // int(self.kv.num_kv_heads)
+        return int(self.query.shape[1]) // self.layout.num_kv_heads
 
     @property
     def value_size(self) -> int:
@@ -76,6 +92,7 @@ class Problem:
     def uses_mma(self) -> bool:
         """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
+        unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 a lane has all of an operand: with slopes or a soft cap beside short values, registers spill.
         has_registers = (
             self.value_size == head_size or self.has_plain_logits or not query.device.arch.startswith("gfx11")
@@ -86,7 +103,7 @@ class Problem:
             and self.layout.aligned
             and query.alignment == 16
             and heads_stride(query) % 8 == 0
-            and head_size % 16 == self.value_size % 16 == 0
+            and head_size % unit == self.value_size % unit == 0
             and head_size <= _max_head_size(query.device)
             and query.device.supports("products")
             and (not self.layout.packed or self.layout.block_size % 8 == 0)
@@ -103,13 +120,13 @@ class Problem:
             and self.uses_mma
             and layout.dtype in (query.dtype, float8_e4m3fn)
             and not layout.packed
-            and layout.block_size % 8 == 0
+            and (layout.ragged or layout.block_size % 8 == 0)
             and has_registers
             and has_one_unit
             and self.group <= 128
             and out.alignment == 16
             and heads_stride(out) % 8 == 0
-            and query.numel * self.kv.key_cache.numel > 0
+            and query.numel * self.keys_and_values[0].numel > 0
             and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
         )
 
@@ -119,6 +136,8 @@ class Problem:
         multiprocessors; None where the kernel of other sequences takes them. Only the device knows which they are.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
+        if not isinstance(self.kv, PagedKV):
+            return None
         single_rows = decode_problem.Problem(
             self.out,
             self.query,
@@ -142,8 +161,8 @@ class Problem:
         words = [
             "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
             f"{(self.codes or self.query).dtype.name}",
-            f"cache={layout.dtype.name}{'-packed' * layout.packed}",
-            f"heads={num_heads}/{self.kv.num_kv_heads}x{sizes}",
+            f"cache={'ragged' if layout.ragged else layout.dtype.name}{'-packed' * layout.packed}",
+            f"heads={num_heads}/{layout.num_kv_heads}x{sizes}",
             f"block={layout.block_size}",
             f"seqs={tuning.power_of_two(self.num_seqs)}",
             f"query_tokens={tuning.power_of_two(num_tokens)}",
@@ -160,16 +179,35 @@ def check_varlen(call: Mapping[str, Any]) -> Problem:
     if codes is not None:
         query = _widened(codes, out)
     layout = check_kv(query, kv, options, short_values=True)
-    num_tokens, num_heads, _ = query.shape
-    check.sizes(out, num_tokens=num_tokens, num_heads=num_heads, value_size=layout.value_size)
-    check.dtype(out, query.dtype)
+    _check_result(out, query, layout, options)
     if codes is not None:
         _check_codes(codes, q_scale, kv, layout)
     elif q_scale is not None:
         raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    check.shape(options.lse, float32, num_heads=num_heads, num_tokens=num_tokens)
     return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+
+
+def check_ragged(call: Mapping[str, Any]) -> Problem:
+    """The problem of a call of ragged keys and values, whose arguments are given by name; OpError for a call that no
+    kernel serves."""
+    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
+    kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
+    if not cu_seqlens_q.numel:
+        raise cu_seqlens_q.error(f"expected at least one element, got shape {cu_seqlens_q.shape}")
+    layout = check_rows(query, kv, options)
+    if options.sliding_window and not causal:
+        raise check.refuse(query, "sliding_window", f"expected 0 unless causal, got {options.sliding_window}")
+    _check_result(out, query, layout, options)
+    check.index(cu_seqlens_q, num_seqs_and_one=kv.cu_seqlens_k.shape[0])
+    return Problem(out, query, kv, layout, options, cu_seqlens_q, causal)
+
+
+def _check_result(out: TensorArg, query: TensorArg, layout: CacheLayout, options: Options) -> None:
+    num_tokens, num_heads, _ = query.shape
+    check.sizes(out, num_tokens=num_tokens, num_heads=num_heads, value_size=layout.value_size)
+    check.dtype(out, query.dtype)
+    check.shape(options.lse, float32, num_heads=num_heads, num_tokens=num_tokens)
 
 
 def _widened(codes: TensorArg, out: TensorArg) -> TensorArg:

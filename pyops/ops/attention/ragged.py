@@ -1,0 +1,127 @@
+"""Attention of many query tokens of each sequence against keys and values that are in no cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..._core import tuning
+from ..._core.kernel import Launch
+from ..._core.lazy import torch
+from ..._core.op import op
+from .arguments import Options
+from .examples import example_options, in_order
+from .reference import float32_logits, masked_logits, write_rows
+from .varlen_plan import choose, launch
+from .varlen_problem import check_ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["attention_varlen"]
+
+
+def _absolute_error(query: Tensor, key: Tensor, scale: float) -> float:
+    """The rounding errors of a softmax weight, which meets values in the element type of queries, and of its logit."""
+    return float(torch.finfo(query.dtype).eps) + float32_logits(query, key, scale)
+
+
+@op(inout=("out", "lse"), keyed="logits_soft_cap", atol=_absolute_error)
+def attention_varlen(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool = True,
+    *,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """Attention within each of several sequences, whose queries, keys and values lie one behind the other.
+
+    Sequence s has the rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, m of them, and the rows
+    ``cu_seqlens_k[s]`` up to ``cu_seqlens_k[s + 1]`` of `key` and `value`, n of them. If `causal`, its query tokens are
+    the last of its n tokens, and token i attends to the keys ``j <= n - m + i``; otherwise it attends to all n keys.
+    The formula and its rounding are those of `paged_attention_varlen`, which takes keys and values from a cache.
+
+    A query without keys gives zeros; rows of `out` that belong to no sequence are left as they are. NaN or infinity
+    among the values that one query of a sequence attends to may reach the sequence's other queries, and no others.
+
+    Args:
+        out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+        key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
+            multiple of num_kv_heads.
+        value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
+        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
+            they are.
+        cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence whose rows `key` does not have has no keys.
+        scale: of the logits.
+        causal: whether a token attends to none behind it.
+        alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
+        sliding_window: only the last so many of the tokens that it would attend to, if `causal`; 0 for all.
+        logits_soft_cap, sinks: as in `paged_attention_v1`.
+        lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
+    """
+    options = Options(alibi_slopes, sliding_window, logits_soft_cap, sinks, lse)
+    starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for s in range(len(starts) - 1):
+        (begin, end), (first, behind) = starts[s : s + 2], key_starts[s : s + 2]
+        if not 0 <= begin < end <= len(query):
+            continue
+        rows = slice(first, behind) if 0 <= first <= behind <= len(key) else slice(0)
+        keys, values = key[rows].double(), value[rows].double()
+        tokens = torch.arange(len(keys), device=key.device)
+        logits = masked_logits(query[begin:end], keys, scale, tokens, len(keys), options, causal)
+        write_rows(out, begin, end, logits, values, options)
+
+
+@attention_varlen.plan
+def plan_attention_varlen(**call: Any) -> list[Launch]:
+    problem = check_ragged(call)
+    return launch(problem, tuning.config("attention_varlen", problem, problem.query.device, choose))
+
+
+@attention_varlen.bad_indices
+def bad_indices_attention_varlen(
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> dict[str, Tensor]:
+    found = {}
+    for name, starts, rows in (("cu_seqlens_q", cu_seqlens_q, query), ("cu_seqlens_k", cu_seqlens_k, key)):
+        found[name] = (starts < 0) | (starts > rows.shape[0])
+        found[name][1:] |= starts.diff() < 0
+    return found
+
+
+@attention_varlen.example
+def example_attention_varlen(
+    make: Any,
+    *,
+    num_tokens: int = 16,
+    head_size: int = 128,
+    dtype: str = "bfloat16",
+    value_size: Literal[0, 48] = 0,
+    causal: bool = True,
+    options: bool = False,
+) -> tuple[Any, ...]:
+    values, num_kv_heads, num_heads = value_size or head_size, 2, 6
+    # Three sequences: most of the tokens behind five keys, keys alone, and the rest.
+    starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
+    key_starts = [0, starts[1] + 5, starts[1] + 12, num_tokens + 12]
+    call = {
+        "out": make.empty(num_tokens, num_heads, values, dtype=dtype),
+        "query": make.randn(num_tokens, num_heads, head_size, dtype=dtype),
+        "key": make.randn(num_tokens + 12, num_kv_heads, head_size, dtype=dtype),
+        "value": make.randn(num_tokens + 12, num_kv_heads, values, dtype=dtype),
+        "cu_seqlens_q": make.values(starts, dtype="int32"),
+        "cu_seqlens_k": make.values(key_starts, dtype="int32"),
+        "scale": head_size**-0.5,
+        "causal": causal,
+        **example_options(make, num_heads, num_tokens, options).named(),
+    }
+    return in_order(attention_varlen.op, call | ({} if causal else {"sliding_window": 0}))
