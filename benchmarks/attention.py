@@ -5,7 +5,8 @@ python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:
 python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-16384:32/8x128
 
 A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, or HEAD_SIZE/VALUE_SIZE for shorter values, the same
-with "capped" for "prompts", where a soft cap of 30 is on logits, or with "decode", one query token to a sequence, or
+with "capped" for "prompts", where a soft cap of 30 is on logits, or with "ragged", prompts without a cache, or with
+"full", the same where every token attends to all of its sequence, or with "decode", one query token to a sequence, or
 mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS, decode rows and a prompt of NEW tokens in one batch, beside a call of each, or
 mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is
 bf16, fp8, e4m3 (prompts: an fp8 cache, queries of e4m3) or, for MLA, ds_mla, entries of 656 bytes; other queries are
@@ -38,6 +39,9 @@ ROWS = (
     "prompts:bf16:1x256+32768:32/8x128",
     *(f"prompts:bf16:1x4096:128/128x{size}" for size in ("192/128", "192")),
     *(f"capped:bf16:{one}" for one in ("1x8192:32/8x128", "16x2048:32/8x128", "1x8192:32/8x64", "1x8192:16/4x256")),
+    *(f"ragged:bf16:{one}:32/8x128" for one in ("1x8192", "16x2048", "256x128")),
+    *(f"ragged:bf16:1x4096:{heads}/{heads}x192/128" for heads in (16, 128)),
+    *(f"full:bf16:{num_seqs}x1024:16/16x{size}" for num_seqs in (1, 16) for size in (72, 80)),
     *(f"decode:bf16:{one}:32/8x128" for one in ("16x4096", "64x2048", "256x1024", "64x8192", "64x1-16384")),
     *(f"mixed:bf16:{one}:32/8x128" for one in ("64x2048+512", "256x1024+2048")),
     *(f"mla:{cache}:64x4096:{heads}" for cache in ("bf16", "fp8", "ds_mla") for heads in (128, 16)),
@@ -81,6 +85,26 @@ def prompts(cache: str, num_seqs: int, new: int, heads: tuple[int, ...], block: 
         "kv_cache_dtype": "auto" if cache == "bf16" else "fp8",
         "k_scale": 1.0,
         "v_scale": 1.0,
+    }
+
+
+def ragged(
+    cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], *_: int, causal: bool = True
+) -> dict[str, Any]:
+    """The arguments of `attention_varlen`, by name."""
+    num_heads, num_kv_heads, *sizes = heads
+    query = _randn(num_seqs * tokens, num_heads, sizes[0])
+    key, value = (_randn(num_seqs * tokens, num_kv_heads, size) for size in sizes)
+    starts = torch.arange(0, num_seqs * tokens + 1, tokens, dtype=torch.int32, device="cuda")
+    return {
+        "out": query.new_empty(num_seqs * tokens, num_heads, sizes[1]),
+        "query": query,
+        "key": key,
+        "value": value,
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "scale": sizes[0] ** -0.5,
+        "causal": causal,
     }
 
 
@@ -134,14 +158,27 @@ def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> di
 _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "prompts": prompts,
     "capped": prompts,
+    "ragged": ragged,
+    "full": partial(ragged, causal=False),
     "decode": decode,
     "mixed": mixed,
     "mla": mla,
 }
 
 
+_OPS: dict[str, Any] = {
+    "decode": pyops.paged_attention_v1,
+    "ragged": pyops.attention_varlen,
+    "full": pyops.attention_varlen,
+}
+
+
 def _contiguous(call: dict[str, Any]) -> tuple[Any, ...]:
     """(queries, keys, values) [num_seqs, heads, tokens, head_size]."""
+    if "key" in call:
+        num_seqs = len(call["cu_seqlens_q"]) - 1
+        rows = (call[name].unflatten(0, (num_seqs, -1)) for name in ("query", "key", "value"))
+        return tuple(x.transpose(1, 2).contiguous() for x in rows)
     tables, num_seqs, tokens = call["block_tables"].long(), len(call["seq_lens"]), int(call["seq_lens"].max())
     caches = (call[name][tables].flatten(1, 2)[:, :tokens] for name in ("key_cache", "value_cache"))
     return tuple(x.transpose(1, 2).contiguous() for x in (call["query"].unflatten(0, (num_seqs, -1)), *caches))
@@ -151,10 +188,11 @@ def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
     from torch.nn.attention import sdpa_kernel
 
     query, keys, values = _contiguous(call)
+    causal = call.get("causal", True)
 
     def attend() -> Any:
         with sdpa_kernel([backend]):
-            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(query, keys, values, is_causal=causal, enable_gqa=True)
 
     return attend
 
@@ -190,9 +228,7 @@ def contenders(kind: str, cache: str, whole: bool) -> dict[str, Callable[[dict[s
     if kind == "mla":
         return {"pyops": lambda call: partial(pyops.sm100_cutlass_mla_decode, **call)}
     found: dict[str, Callable[[dict[str, Any]], Call]] = {
-        "pyops": lambda call: partial(
-            pyops.paged_attention_v1 if kind == "decode" else pyops.paged_attention_varlen, **call
-        )
+        "pyops": lambda call: partial(_OPS.get(kind, pyops.paged_attention_varlen), **call)
     }
     if kind == "mixed":
         found["two calls"] = _two_calls
@@ -224,6 +260,7 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, least]
         return kind, cache, sizes, operations
     operations = 1.0 * num_seqs * tokens * (2 * cached + tokens) * elements
+    operations *= 2 if kind == "full" else 1
     if kind == "mixed":
         operations = (2.0 * num_seqs * tokens + cached * cached) * elements
     sizes = [num_seqs, tokens, sizes_of_heads, int(block[0]) if block else 16, cached]
@@ -238,7 +275,11 @@ def measure(row: str) -> dict[str, float]:
         sets = [one | {"logits_soft_cap": _SOFT_CAP} for one in sets]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):
-        order = list(contenders(kind, cache, kind in ("prompts", "decode") and not {"+", "-"} & set(row)).items())
+        order = list(
+            contenders(
+                kind, cache, kind in ("prompts", "ragged", "full", "decode") and not {"+", "-"} & set(row)
+            ).items()
+        )
         for name, build in order if turn % 2 == 0 else order[::-1]:
             try:
                 times.setdefault(name, []).append(gpu_us([build(one) for one in sets], QUICK).median)
