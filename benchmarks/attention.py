@@ -166,7 +166,7 @@ _MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-_OPS = {
+_OPS: dict[str, Any] = {
     "decode": pyops.paged_attention_v1,
     "ragged": pyops.attention_varlen,
     "full": pyops.attention_varlen,

@@ -177,6 +177,17 @@ def test_any_batch_in_any_memory(data: st.DataObject) -> None:
     assert_matches_reference(RAGGED, schedules=SCHEDULES[:2], **call)
 
 
+@pytest.mark.parametrize("num_tokens", [5, 200])
+def test_no_sequences(hopper: str, num_tokens: int) -> None:
+    """Rows of no sequence stay as they are."""
+    call = _call([num_tokens], [9], on=hopper)
+    none = call["cu_seqlens_q"][:1]
+    RAGGED.wrapper(**call | {"cu_seqlens_q": none, "cu_seqlens_k": none})
+    caches = call["query"], call["key"][:8, None].repeat(1, 8, 1, 1), call["value"][:8, None].repeat(1, 8, 1, 1)
+    PAGED.wrapper(call["out"], *caches, 2, 0.1, none[:0, None], none[:0], none, 8, "auto", 1.0, 1.0)
+    assert call["out"].isnan().all()
+
+
 HOSTILE = [
     ([200, 140, 100, 170], [0, 200, 330, 500]),
     ([-7, 180, 9, 2**31 - 1], [0, 200, 330, 500]),

@@ -268,7 +268,7 @@ def test_cuda_graphs() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_of_segments_and_of_short_convolutions() -> None:
-    """Attention in segments with `max_seqlen`, and the short convolution, read no lengths on the host."""
+    """Attention in segments and the short convolution read no lengths on the host."""
     torch.manual_seed(0)
     with torch.device("cuda"), set_custom_ops("all"):
         attention = layers.MMEncoderAttention(4, 64)
@@ -281,7 +281,7 @@ def test_a_graph_of_segments_and_of_short_convolutions() -> None:
         initial = torch.tensor([True, False, True])
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        return attention(q, k, v, starts, 4), conv(x, state, starts, slots, initial)
+        return attention(q, k, v, starts), conv(x, state, starts, slots, initial)
 
     with torch.no_grad():
         expected_attention = attention.forward_native(q, k, v, starts)

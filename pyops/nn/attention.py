@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..ops.attention import paged_attention_varlen
+from ..ops.attention import attention_varlen
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ class MMEncoderAttention(CustomOp):
     ``h // (num_heads / num_kv_heads)``. With cu_seqlens [num_segments + 1] int32, the batch is 1, and segment i is the
     tokens from ``cu_seqlens[i]`` up to ``cu_seqlens[i + 1]`` of queries and of keys. The segments cover all tokens.
 
-    max_seqlen is the length of the longest segment, an int or a tensor on the CPU. With max_seqlen, `forward_cuda`
-    makes one call of `pyops.paged_attention_varlen` for all segments. Otherwise there is one call of PyTorch's
-    attention for each segment, and the lengths are read from the device. The op is always on.
+    With cu_seqlens, `forward_cuda` makes one call of `pyops.attention_varlen` for all segments, and `forward_native`
+    one of PyTorch's attention for each, for which it reads the lengths from the device. max_seqlen, which vLLM passes,
+    is not read. The op is always on.
 
     Args:
         num_heads: query heads.
@@ -86,28 +86,11 @@ class MMEncoderAttention(CustomOp):
         cu_seqlens: Tensor | None = None,
         max_seqlen: Tensor | int | None = None,
     ) -> Tensor:
-        if cu_seqlens is None or max_seqlen is None:
-            return self.forward_native(query, key, value, cu_seqlens)
+        if cu_seqlens is None:
+            return self.forward_native(query, key, value)
         q, k, v = (x[0] for x in self._heads(query, key, value, cu_seqlens))
-        # Keys and values are a paged cache whose blocks have one token each. The block table of a segment counts up.
-        blocks = cu_seqlens[:-1, None] + torch.arange(int(max_seqlen), dtype=torch.int32, device=cu_seqlens.device)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        paged_attention_varlen(
-            out,
-            q,
-            k.unsqueeze(1),
-            v.unsqueeze(1),
-            self.num_kv_heads,
-            self.scale,
-            blocks,
-            cu_seqlens.diff(),
-            cu_seqlens,
-            1,
-            "auto",
-            1.0,
-            1.0,
-            causal=False,
-        )
+        attention_varlen(out, q, k, v, cu_seqlens, cu_seqlens, self.scale, causal=False)
         return out.view(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> list[Tensor]:

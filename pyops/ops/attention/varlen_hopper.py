@@ -258,7 +258,7 @@ def section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
     layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
     head_bytes = problem.expected_tokens * elements * layout.dtype.itemsize
-    heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // num_tiles))
+    heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // max(1, num_tiles)))
     return max(1, min(layout.num_kv_heads, heads))
 
 
