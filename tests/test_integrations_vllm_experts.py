@@ -252,7 +252,7 @@ def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
 
 
 def test_the_choice_says_which_experts_are_kept(installed: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed._modular_experts, "keeps", lambda case: case != "bf16")
+    monkeypatch.setattr(installed._modular_experts, "keeps", lambda part, case: (part, case) != ("experts", "bf16"))
     theirs = installed.triton_moe.TritonExperts
     assert installed.unquantized.select_unquantized_moe_backend(layer(installed))[1] is theirs
 

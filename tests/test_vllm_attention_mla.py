@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import pyops
 from tests.vllm_attention import BLOCK_SIZE, attention, block_tables, common_metadata, cuda_platform
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
 NUM_BLOCKS, TABLE_WIDTH, WORKSPACE = 40, 64, 96
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAME = "layers.0.attn"
-needs_prefill = pytest.mark.skipif(not hasattr(pyops, "attention_varlen"), reason="no op of ragged keys")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -181,7 +179,6 @@ def test_decode_with_the_sums_of_ranks(config: Any) -> None:
     torch.testing.assert_close(out[0].double(), logits.softmax(-1) @ c.double(), rtol=2e-3, atol=2e-3)
 
 
-@needs_prefill
 @pytest.mark.parametrize(
     ("dtype", "cache"), [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "fp8")]
 )
@@ -243,7 +240,6 @@ def test_is_not_chosen_for(installed: None, platform: Any, more: dict[str, Any],
     assert choice(platform, **more) == other
 
 
-@needs_prefill
 def test_prefill_is_chosen_until_it_is_uninstalled(platform: Any, config: Any) -> None:
     from vllm.v1.attention.backends.mla.prefill import get_mla_prefill_backend
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,5 +44,5 @@ def capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
 
 def keep(monkeypatch: pytest.MonkeyPatch, part: str, *cases: str) -> None:
     """Have the table of what is faster keep these cases of a part, and nothing else."""
-    table = SimpleNamespace(keeps=lambda of, case: of == part and case in cases)
-    monkeypatch.setitem(sys.modules, "pyops.integrations.vllm.choice", table)
+    module = importlib.import_module(f"pyops.integrations.vllm.parts.{part}")
+    monkeypatch.setattr(module, "keeps", lambda of, case: of == part and case in cases)

@@ -23,7 +23,7 @@ from ....ops._shared.scalar_type import SCALAR_TYPES
 from ....ops.activation.gated import silu_and_mul_with_clamp
 from ....ops.linear.gemm_problem import SCALE_BLOCK
 from ....ops.linear.grouped_problem import ACTIVATIONS as ACTIVATIONS_OF_PRODUCTS
-from ._modular_experts import keeps
+from ..choice import keeps
 
 _OWN = {"uint4": "w4a16", "uint4b8": "w4a16", "uint8b128": "w8a16", "float4_e2m1f": "fp4_marlin"}
 _CASES = {SCALAR_TYPES[name].id: case for name, case in {**_OWN, "float8_e4m3fn": "fp8_marlin"}.items()}
@@ -32,7 +32,7 @@ _POSITIONAL, _POSITIONAL_OF_FUSED = 9, 5
 # What vLLM's callers give where they want the plain function.
 _PLAIN_ACTIVATIONS = None, apply_moe_activation, mk.FusedMoEExpertsModular.activation
 _PLAIN_SUMS = None, MarlinExperts.moe_sum
-_kept = cache(keeps)  # which is asked at every call
+_kept = cache(keeps)  # the callers ask at every call
 
 
 def marlin(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def marlin(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def with_pyops(*args: Any, **kwargs: Any) -> Any:
         case = _CASES.get(kwargs.get("quant_type_id", 0))
-        if case is None or len(args) > _POSITIONAL or not _kept(case):
+        if case is None or len(args) > _POSITIONAL or not _kept("experts", case):
             return original(*args, **kwargs)
         activation = kwargs.pop("activation", MoEActivation.SILU)
         function = _function(activation, kwargs.pop("activation_func", None), kwargs.pop("clamp_limit", None))
@@ -62,7 +62,7 @@ def fused(original: Callable[..., Any]) -> Callable[..., Any]:
         served = served and activation.value in ACTIVATIONS_OF_PRODUCTS and len(args) <= _POSITIONAL_OF_FUSED
         # A compiled model calls vLLM's operator of torch, which it knows.
         served = served and not torch.compiler.is_compiling() and not envs.VLLM_BATCH_INVARIANT
-        if not served or not _kept(str(case)):
+        if not served or not _kept("experts", str(case)):
             return original(hidden_states, *args, **kwargs)
         return fused_experts(hidden_states, *args, **kwargs | {"activation": activation.value})
 

@@ -15,12 +15,10 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from .... import ops
-from ....ops.attention import sm100_cutlass_mla_decode
+from ....ops.attention import attention_varlen, sm100_cutlass_mla_decode
 from ....ops.cache import concat_and_cache_mla
 from ._paged_attention import KV_CACHE_DTYPES, MIN_CAPABILITY, refused_combination, used_columns
 
-_attention_varlen: Any = getattr(ops.attention, "attention_varlen", None)
 _LATENT_SIZE, _ROPE_SIZE = 512, 64
 _BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with pages of 64 and 150 with pages of 16
 
@@ -148,10 +146,6 @@ class LatentPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
     def supports_compute_capability(cls, device_capability: DeviceCapability) -> bool:
         return bool(device_capability >= MIN_CAPABILITY)
 
-    @classmethod
-    def is_available(cls) -> bool:
-        return _attention_varlen is not None
-
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_softmax_lse: bool
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -180,5 +174,5 @@ class LatentPrefillBackend(MLAPrefillBackend):  # type: ignore[misc]
         out = query.new_empty(rows, heads, value.shape[2])
         lse = query.new_empty(heads, rows, dtype=torch.float32) if with_lse else None
         starts = self._prefill_metadata.query_start_loc
-        _attention_varlen(out, query, key, value, starts, key_starts, self.scale, causal, lse=lse)
+        attention_varlen(out, query, key, value, starts, key_starts, self.scale, causal, lse=lse)
         return out, lse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ....ops.linear.coded_experts import MX_BLOCK
 from ....ops.linear.gemm_problem import SCALE_BLOCK
 from ....ops.linear.grouped_problem import ACTIVATIONS
 from ....ops.moe.rows import moe_sum_experts
+from ..choice import keeps
 
 # {(weights, activations): the case of the choice}
 _CASES: dict[tuple[Any, Any], str] = {
@@ -60,7 +60,7 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             return False, reason
         case = _CASES[weight_key, activation_key]
         reason = _unsupported(case, moe_config)
-        if reason is None and not keeps(case):
+        if reason is None and not keeps("experts", case):
             reason = f"vLLM's own experts are kept for {case}"
         return reason is None, reason
 
@@ -202,15 +202,6 @@ def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tens
     places = torch.full((topk, block_size), topk, dtype=torch.int32, device=device)
     places[:, 0] = torch.arange(topk, device=device)
     return places.view(-1), torch.full((1,), topk * block_size, dtype=torch.int32, device=device)
-
-
-def keeps(case: str) -> bool:
-    """Whether experts of this case run on this library, as far as measurements say."""
-    try:
-        choice = importlib.import_module("pyops.integrations.vllm.choice")
-    except ImportError:
-        return True
-    return bool(choice.keeps("experts", case))
 
 
 def _unsupported(case: str, moe_config: Any) -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from ..choice import keeps
+
 _PACKAGE = __name__.rpartition(".")[0]
 
 _taken = ExitStack()  # what gives vLLM its own back
@@ -47,7 +49,9 @@ def install() -> str:
     from vllm.platforms import current_platform
 
     if not _line and current_platform.is_cuda():
-        _line = "; ".join(["decoders are CUSTOM"] * _install_decoders() + [_install_latent()])
+        installers = {"decoders": _install_decoders, "mla": _install_latent, "mla prefill": _install_latent_prefill}
+        lines = [installer() for case, installer in installers.items() if keeps("attention", case)]
+        _line = "; ".join(filter(None, lines))
     return _line
 
 
@@ -58,34 +62,37 @@ def uninstall() -> None:
     _taken.close()
 
 
-def _install_decoders() -> bool:
-    """Register the backend of decoders as vLLM's CUSTOM, the first choice; False where CUSTOM is another plugin's."""
+def _install_decoders() -> str:
+    """Register the backend of decoders as vLLM's CUSTOM, the first choice; "" where CUSTOM is another plugin's."""
     from vllm.platforms import cuda
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden():
-        return False
+        return ""
     register_backend(custom, f"{_PACKAGE}._paged_attention.PagedBackend")
     _taken.callback(custom.clear_override)
     _put_first(custom, cuda, "_get_backend_priorities", selector._cached_get_attn_backend)
-    return True
+    return "decoders are CUSTOM"
 
 
 def _install_latent() -> str:
-    """Put the backends of MLA first: that of decode, and that of prefill, which vLLM chooses apart.
-
-    The former is in the list of other backends, too: MLA or not is one of a backend's checks.
-    """
+    """Put the backend of MLA decode first, in the list of all backends: MLA or not is one of a backend's checks."""
     from vllm.platforms import cuda
     from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.mla.prefill import selector as prefill
 
     _put_first(_LATENT, cuda, "_get_backend_priorities", selector._cached_get_attn_backend)
+    return f"MLA decode is {_LATENT.name}"
+
+
+def _install_latent_prefill() -> str:
+    """Put the backend of MLA prefill first, which vLLM chooses apart from decode."""
+    from vllm.v1.attention.backends.mla.prefill import selector as prefill
+
     choices = prefill._auto_select_mla_prefill_backend
     _put_first(_LATENT_PREFILL, prefill, "_get_mla_prefill_backend_priorities", choices)
-    return f"MLA is {_LATENT.name}, its prefill {_LATENT_PREFILL.name}"
+    return f"MLA prefill is {_LATENT_PREFILL.name}"
 
 
 def _put_first(backend: Any, module: ModuleType, name: str, choices: Any) -> None:

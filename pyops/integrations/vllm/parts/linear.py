@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 import pyops
 
+from ..choice import keeps
 from . import _hopper
 from ._dense_linear import unquantized_gemm
 from ._packed_linear import PyopsMarlinLinearKernel
@@ -35,8 +36,6 @@ def install() -> str:
     Returns:
         What may be chosen, for the log; "" if nothing may.
     """
-    from ..choice import keeps
-
     if _undo or not current_platform.is_cuda() or _hopper.refusal() is not None:
         return ""
     offers = {case: offer for case, offer in _offers().items() if keeps("linear", case)}

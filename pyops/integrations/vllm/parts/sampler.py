@@ -26,6 +26,8 @@ from vllm.v1.sample.sampler import Sampler
 
 import pyops
 
+from ..choice import keeps
+
 _GREEDY = 1e-5  # vLLM takes the likeliest token at temperatures below this one
 # {logits processor: its attribute that is falsy while no request of the batch uses it}
 _USERS = {LogitBiasLogitsProcessor: "biases", MinPLogitsProcessor: "min_p_count", MinTokensLogitsProcessor: "min_toks"}
@@ -39,8 +41,6 @@ def install() -> str:
     Returns:
         What is replaced, for the log; "" if nothing is.
     """
-    from ..choice import keeps
-
     if _originals or not current_platform.is_cuda_alike():
         return ""
     methods: dict[str, Any] = {}
