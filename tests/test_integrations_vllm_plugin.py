@@ -327,6 +327,24 @@ print("vllm._C" in sys.modules, "vllm._moe_C" in sys.modules)
     assert lines[3:] == ["7.0", f"_C::rms_norm {site}/vllm/_moe_C.py", "False True", ""]
 
 
+@pytest.mark.slow
+def test_a_library_behind_register_is_not_loaded(site: Path) -> None:
+    """Defining in C++ what torch knows ends the process, so the file stays unread, and a line says so."""
+    without_libraries(site)
+    (site / "vllm/_C.py").write_text("import os\nos._exit(3)\n")
+    code = """
+import torch
+from pyops.integrations.vllm import register
+register("0.22")
+import vllm._C
+print(vllm._C.__file__ if hasattr(vllm._C, "__file__") else "a stand-in", torch.ops._C.rms_norm.default._schema.name)
+"""
+    done = run(site, None, code)
+    assert done.returncode == 0, done.stderr
+    assert f"{site}/vllm/_C.py is not loaded: pyops has defined its ops" in done.stdout
+    assert done.stdout.endswith("a stand-in _C::rms_norm\n")
+
+
 def test_a_package_of_flash_attention_without_libraries(site: Path) -> None:
     """Can be imported, with what it had when it raised; another ImportError is raised as ever."""
     package = site / "vllm/vllm_flash_attn"

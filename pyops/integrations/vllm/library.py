@@ -118,8 +118,13 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
     every = table(vllm).values()
     wanted = [one for one in every if one.kernel is not None and one.name not in DEFINED_IN_PYTHON]
     registered._add("FRAGMENT", [one for one in wanted if _known(one) is None])
-    stand_ins.provide(lambda: define_missing(vllm))
+    stand_ins.provide(lambda: define_missing(vllm), has_defined)
     return registered
+
+
+def has_defined() -> bool:
+    """Whether `register` has defined any op."""
+    return bool(registered.names)
 
 
 def define_missing(vllm: str) -> None:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from ..._core import config
 from . import parts, stand_ins
 from .choice import Choice
-from .library import Registration, define_missing, override, registered
+from .library import Registration, define_missing, has_defined, override, registered
 from .table import DEFINED_IN_PYTHON, VERSIONS, table
 
 _log = logging.getLogger("vllm.pyops")
@@ -32,7 +32,7 @@ def stand_in() -> None:
         None, by which vLLM knows that this is no platform of its own.
     """
     if config.vllm():
-        stand_ins.provide(lambda: define_missing(".".join(version("vllm").split(".")[:2])))
+        stand_ins.provide(lambda: define_missing(".".join(version("vllm").split(".")[:2])), has_defined)
 
 
 def activate() -> None:

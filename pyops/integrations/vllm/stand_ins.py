@@ -25,15 +25,19 @@ FLASH_ATTENTION = "vllm.vllm_flash_attn"
 _log = logging.getLogger("vllm.pyops")
 
 
-def provide(define: Callable[[], None]) -> None:
+def provide(define: Callable[[], None], has_defined: Callable[[], bool]) -> None:
     """From now on, where one of `OPS` is absent or cannot be loaded, its import makes an empty module.
+
+    A second call of `provide` changes nothing.
 
     Args:
         define: called when such a module is imported; defines the ops that torch lacks. What it raises is raised by
-            the import. A second call of `provide` changes nothing.
+            the import.
+        has_defined: whether this library has defined ops of `OPS` already. A library that is there is not loaded
+            then: torch ends the process where C++ defines an op that it knows.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(define))
+        sys.meta_path.insert(0, _Finder(define, has_defined))
 
 
 def remove() -> None:
@@ -74,8 +78,8 @@ def _stands_in(name: str) -> bool:
 class _Finder(MetaPathFinder):
     """Comes before other finders, and asks them: a library that is there is loaded as ever."""
 
-    def __init__(self, define: Callable[[], None]) -> None:
-        self._define = define
+    def __init__(self, define: Callable[[], None], has_defined: Callable[[], bool]) -> None:
+        self._define, self._has_defined = define, has_defined
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -85,7 +89,10 @@ class _Finder(MetaPathFinder):
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((found for found in others if found is not None), None)
         if fullname in OPS:
-            spec = spec or ModuleSpec(fullname, None)
+            if spec is None or self._has_defined():
+                if spec is not None:
+                    _log.warning("%s is not loaded: pyops has defined its ops before vLLM was imported", spec.origin)
+                spec = ModuleSpec(fullname, None)
             spec.loader = _OpsLoader(spec.loader, self._define)
         elif spec is not None:
             spec.loader = _Loader(spec.loader)
@@ -130,7 +137,7 @@ class _OpsLoader(_Loader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         if not self.has_loaded:
-            # A library that is there comes first: it would end the process if it found its ops defined.
+            # A library that is there comes first, because of `has_defined`.
             for name in OPS:
                 importlib.import_module(name)
             self._define()
