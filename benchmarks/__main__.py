@@ -186,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     if options.render:
         for path in sorted(options.render.glob("*.json")):
-            report.render_file(path)
+            if path.stem != "engine":  # python -m benchmarks.engine --render
+                report.render_file(path)
     if options.readme:
         readme.update(options.readme)
     if options.render or options.readme:

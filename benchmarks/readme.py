@@ -1,4 +1,4 @@
-"""The README's figures, from the saved JSON files: a table of some cases, and a plot of all cases that have a rival.
+"""The README's figures, from the saved JSON files: vLLM's engine, and the ops, of which a plot is made.
 
 The plot is an SVG for light pages and one for dark pages, beside the JSON files.
 """
@@ -14,32 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .report import OURS, Row, best_rival
+from .engine import report as engine
+from .report import OURS, best_rival
 
 README = Path(__file__).parents[1] / "README.md"
-START, END = "<!-- speed -->\n", "<!-- /speed -->"
 RIVALS = {"vllm": "vLLM", "flashinfer": "FlashInfer", "torch": "torch"}
-# (the case in words, op, axes that tell the case from others). Chosen to show what is won and what is lost.
-CASES: Sequence[tuple[str, str, Mapping[str, Any]]] = (
-    ("`rms_norm`, 16 x 4096", "rms_norm", {"num_tokens": 16, "hidden_size": 4096}),
-    ("`rms_norm`, 256 x 14336", "rms_norm", {"num_tokens": 256, "hidden_size": 14336}),
-    ("`silu_and_mul`, 256 x 4096", "silu_and_mul", {"num_tokens": 256, "hidden_size": 4096}),
-    (
-        "`dynamic_per_token_scaled_fp8_quant`, 4096 x 4096",
-        "dynamic_per_token_scaled_fp8_quant",
-        {"num_tokens": 4096, "hidden_size": 4096},
-    ),
-    (
-        "`paged_attention_v1`, 1 sequence of 1024 tokens",
-        "paged_attention_v1",
-        {"num_tokens": 1, "max_seq_len": 1024, "packed": False},
-    ),
-    (
-        "`paged_attention_v1`, 64 sequences of 2048 tokens",
-        "paged_attention_v1",
-        {"num_tokens": 64, "max_seq_len": 2048, "packed": False},
-    ),
-)
 THEMES = {
     "light": {
         "text": "#1f2328",
@@ -70,13 +49,23 @@ _FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, 
 
 
 def update(folder: Path) -> None:
-    """Write the plots of the JSON files in `folder` beside them, and `block` of the files into the README."""
+    """Write the plots of the JSON files in `folder` beside them, and what they say into the README."""
     results = read(folder)
     for theme in THEMES:
         (folder / f"speed-{theme}.svg").write_text(plot(results, theme))
-    before, rest = README.read_text().split(START)
-    _, after = rest.split(END)
-    README.write_text(f"{before}{START}{block(results, folder)}{END}{after}")
+    text = replaced(README.read_text(), "speed", block(results, folder))
+    if (engines := folder / "engine.json").exists():
+        at = os.path.relpath(folder / "engine.md", README.parent).replace(os.sep, "/")
+        text = replaced(text, "engine", engine.summary(json.loads(engines.read_text()), at))
+    README.write_text(text)
+
+
+def replaced(text: str, name: str, block: str) -> str:
+    """`text` with another block between the markers ``<!-- name -->`` and ``<!-- /name -->``."""
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, rest = text.split(start)
+    _, after = rest.split(end)
+    return f"{before}{start}{block}{end}{after}"
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -86,16 +75,15 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def block(results: Mapping[str, Mapping[str, Any]], folder: Path) -> str:
-    """The Markdown between the README's markers: how the cases went, the plot, and the table of `CASES`."""
+    """The Markdown between the README's markers: how the cases went, and the plot."""
     compared = [ratio for rows in ratios(results).values() for ratio, _, _ in rows]
     lead = sum(ratio >= 1 for ratio in compared)
     at = os.path.relpath(folder, README.parent).replace(os.sep, "/")
     lines = [
-        f"{len(compared)} cases were timed beside at least one rival. In {lead} of them no rival is faster; at worst",
-        f"the fastest rival takes {min(compared):.2f} of pyops' time. Microseconds of a call in CUDA graphs, bfloat16,",
-        f"{_versions(results)}; bold is the fastest:",
-        "",
-        *table(results),
+        f"Of single ops, {len(compared)} cases were timed beside at least one rival, most of which move memory; shapes",
+        f"were tuned. In {lead} no rival is faster; at worst the fastest takes {min(compared):.2f} of pyops' time. "
+        "Calls in CUDA graphs,",
+        f"bfloat16, {_versions(results)}:",
         "",
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{at}/speed-dark.svg">',
         f'<img alt="pyops beside the fastest rival, by case" src="{at}/speed-light.svg"></picture>',
@@ -109,37 +97,6 @@ def _versions(results: Mapping[str, Mapping[str, Any]]) -> str:
     for result in results.values():
         found |= result["environment"]
     return f"{found['gpu']}, vLLM {found['vllm']}, FlashInfer {found['flashinfer-python']}, torch {found['torch']}"
-
-
-def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of a Markdown table: microseconds of pyops and of every rival for each of `CASES`."""
-    lines = [f"| | pyops | {' | '.join(RIVALS.values())} |", f"|---|{'---:|' * (1 + len(RIVALS))}"]
-    for words, op, axes in CASES:
-        times = {name: float(one["us"][0]) for name, one in find(results, op, axes)["times"].items()}
-        fastest = min(times.values())
-        cells = [_cell(times.get(name), fastest) for name in (OURS, *RIVALS)]
-        lines.append(f"| {words} | {' | '.join(cells)} |")
-    return lines
-
-
-def find(results: Mapping[str, Mapping[str, Any]], op: str, axes: Mapping[str, Any]) -> Row:
-    """The one row of `op` in bfloat16 with these axes. Raises LookupError where there is none, or another one."""
-    rows: list[Row] = [
-        row
-        for result in results.values()
-        for row in result["gpu"]["rows"]
-        if row["op"] == op and row["dtype"] == "bfloat16" and axes.items() <= row["shape"].items()
-    ]
-    if len(rows) != 1:
-        raise LookupError(f"{op} {dict(axes)}: {len(rows)} rows")
-    return rows[0]
-
-
-def _cell(us: float | None, fastest: float) -> str:
-    if us is None:
-        return ""
-    text = f"{us:.2f}" if us < 100 else f"{us:.1f}"
-    return f"**{text}**" if us == fastest else text
 
 
 def ratios(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[float, str, str]]]:

@@ -81,6 +81,18 @@ print("@@ " + json.dumps({"asked": json.loads(sys.stdin.readline())}), flush=Tru
     assert "log of vLLM" in plugin.log.read_text()
 
 
+def test_what_the_plugin_took_over_is_read_from_the_log() -> None:
+    log = """INFO 11-28 20:06:06 [plugin.py:81] 157 ops of vLLM run on pyops
+INFO 11-28 20:06:26 [cuda.py:378] Using CUSTOM attention backend out of potential backends: ['CUSTOM'].
+INFO 11-28 20:06:26 [cuda.py:378] Using CUSTOM attention backend out of potential backends: ['CUSTOM'].
+INFO 11-28 20:06:26 [core.py:112] Initializing a V1 LLM engine
+ERROR 11-28 20:06:26 [plugin.py:81] 157 ops"""
+    assert main.took_over(log) == [
+        "157 ops of vLLM run on pyops",
+        "Using CUSTOM attention backend out of potential backends: ['CUSTOM'].",
+    ]
+
+
 def result() -> dict[str, Any]:
     def run(decode: float, **more: Any) -> dict[str, Any]:
         return {"ready": 10.0, "rows": {"decode 1": {"ms": [decode], "median": decode}}, **more}
@@ -102,7 +114,7 @@ def test_the_tables_say_ratios_differences_shares_and_failures() -> None:
     text = report.render(json.loads(json.dumps(result())))
     assert "geometric mean 0.750 of 1 rows, 0 above 1.00" in text
     assert "differ from vLLM's by 0.2500 on average, 0.500 at most; 1 of 2 greedy tokens are the same" in text
-    assert "75% of the GPU's time is this library's: a 75% (1); others: b 25%" in text
+    assert "75% of the kernels' time is this library's: a 75% (1); others: b 25%" in text
     assert "alone: **failed**: ValueError: no" in text
     assert " 0.750 |" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ import kernels_cu
 import pyops
 import pyops.models
 from benchmarks import readme
+from benchmarks.engine import report as engine
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
@@ -52,7 +54,7 @@ def test_the_page_of_ops_is_fresh() -> None:
 
 
 def test_the_readme_fits_a_minute() -> None:
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 135
 
 
 def test_the_readme_counts_the_ops_of_every_family() -> None:
@@ -72,21 +74,15 @@ def test_the_readme_counts_what_stands_in_for_vllm() -> None:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
-    _, rest = README.split(readme.START)
-    shown, _ = rest.split(readme.END)
     results = readme.read(RESULTS)
     mend = f"python -m benchmarks --readme {RESULTS.relative_to(ROOT)}"
-    assert shown == readme.block(results, RESULTS), mend
+    assert readme.replaced(README, "speed", readme.block(results, RESULTS)) == README, mend
+    engines = json.loads((RESULTS / "engine.json").read_text())
+    at = (RESULTS / "engine.md").relative_to(ROOT).as_posix()
+    assert readme.replaced(README, "engine", engine.summary(engines, at)) == README, mend
+    assert (RESULTS / "engine.md").read_text() == engine.render(engines), mend
     for theme in readme.THEMES:
         assert (RESULTS / f"speed-{theme}.svg").read_text() == readme.plot(results, theme), mend
-
-
-def test_the_bold_figure_is_the_least_of_its_row() -> None:
-    rows = [line.split("|")[2:-1] for line in README.splitlines() if re.match(r"\| `\w+`, ", line)]
-    assert len(rows) == 6
-    for row in rows:
-        figures = {float(cell.strip(" *")): "**" in cell for cell in row if cell.strip()}
-        assert [us for us, bold in figures.items() if bold] == [min(figures)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)

@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -93,9 +94,8 @@ class Worker:
         return self.answer()
 
     def took_over(self) -> list[str]:
-        """The lines of the plugin in the log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line.split("] ", 1)[-1].strip() for line in lines if "pyops" in line and " INFO " in line]
+        """What the plugin says in the log, and what vLLM chose of it."""
+        return took_over(self.log.read_text(encoding="utf-8", errors="replace"))
 
     def end(self) -> None:
         """Kill the process; what it printed stays in the log."""
@@ -106,6 +106,13 @@ class Worker:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+def took_over(log: str) -> list[str]:
+    """The lines by the plugin, and those by which vLLM says that it uses a backend of this library."""
+    lines = [line for line in log.splitlines() if line.startswith("INFO") and "] " in line]
+    chosen = [line for line in lines if re.search(r"\[(plugin|library)\.py:|Using (PYOPS|CUSTOM|Pyops)", line)]
+    return list(dict.fromkeys(line.split("] ", 1)[1].strip() for line in chosen))
 
 
 def without_libraries(folder: Path) -> Path:
@@ -122,11 +129,15 @@ def without_libraries(folder: Path) -> Path:
 def measure(model: str, runs: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The engines of a model: how long until each was ready, its rows, logprobs and kernels."""
     given = {"model": model, "small": options.small, "full_graphs": not options.compile}
-    workers = [Worker(run, given, folder) for run in runs]
-    results: dict[str, dict[str, Any]] = {worker.run: worker.answer() for worker in workers}
+    workers, results = [], dict[str, dict[str, Any]]()
+    for run in runs:
+        workers.append(Worker(run, given, folder))
+        if options.one_by_one:
+            results[run] = workers[-1].answer()
     for worker in workers:
-        worker_result = results[worker.run]
-        print(f"{model}, {worker.run}: {str(worker_result)[:300]}", flush=True)
+        if worker.run not in results:
+            results[worker.run] = worker.answer()
+        print(f"{model}, {worker.run}: {str(results[worker.run])[:300]}", flush=True)
 
     def ask(*words: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(the run's result, its answer) of every engine that is alive, one after the other."""
@@ -164,13 +175,12 @@ def environment() -> dict[str, str]:
     """The versions that times depend on."""
     import torch
 
-    packages = ("vllm", "cupy-cuda13x", "triton")
     versions = {}
-    for name in packages:
+    for name in ("vllm", "cupy-cuda13x", "triton", "flashinfer-python"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue
+            versions[name] = "absent"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {"gpu": gpu, "torch": torch.__version__, **versions}
 
@@ -185,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     add("--repeats", type=int, default=3)
     add("--compile", action="store_true", help="vLLM's default compile mode, not full graphs of custom ops")
+    add("--one-by-one", action="store_true", help="make an engine when the one before is ready: start-up alone")
     add("--small", action="store_true", help="two layers, to try the benchmark")
     add("--kernels", action="store_true", help="which kernels took how much of the GPU's time")
     add("--minutes", type=float, default=float("inf"), help="begin no model after so long")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..report import table
+from .worker import ROWS
 
 RUNS = {"own": "vLLM", "plugin": "with the plugin", "alone": "alone"}
 _SHOWN = 6  # kernels of a row
@@ -29,7 +30,14 @@ def ratios(result: Mapping[str, Any], run: str) -> Iterator[tuple[float, str, st
 def render(result: Mapping[str, Any]) -> str:
     """All tables of a result."""
     versions = ", ".join(f"{name} {value}" for name, value in result["environment"].items())
-    lines = ["# vLLM's engine", "", f"{versions}. Milliseconds: the median of each row's repetitions.", ""]
+    lines = [
+        "# vLLM's engine",
+        "",
+        f"{versions}.",
+        "Milliseconds: the median of each row's repetitions; the engines of a model took turns on one card. A kernel",
+        "under programmatic launch waits for its predecessor on the device: its share of the time has that, too.",
+        "",
+    ]
     for run, words in list(RUNS.items())[1:]:
         if found := sorted(ratios(result, run)):
             mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _, _ in found))
@@ -42,6 +50,35 @@ def render(result: Mapping[str, Any]) -> str:
     for one in result["models"].values():
         lines += ["", f"## {one['words']}", "", *_rows(one["runs"]), "", *_notes(one["runs"])]
     return "\n".join([*lines, ""])
+
+
+def summary(result: Mapping[str, Any], table_at: str) -> str:
+    """The README's paragraph and table: milliseconds with vLLM's kernels and with the plugin.
+
+    Args:
+        table_at: path of the whole table, as a link of the README has it.
+    """
+    means = {run: [ratio for ratio, _, _ in ratios(result, run)] for run in ("plugin", "alone")}
+    mean = {run: math.exp(statistics.fmean(map(math.log, found))) for run, found in means.items()}
+    slower = sum(ratio > 1 for ratio in means["plugin"])
+    environment = result["environment"]
+    names = [row for row in ROWS if "," not in row]
+    lines = []
+    for one in result["models"].values():
+        own, plugin = (one["runs"][run]["rows"] for run in ("own", "plugin"))
+        pairs = [(own[row]["median"], plugin[row]["median"]) for row in names]
+        lines.append([one["words"], *(f"{_ms(before)} → {_ms(after)}" for before, after in pairs)])
+    text = (
+        f"vLLM {environment['vllm']}'s engine on one {environment['gpu']}, random weights, milliseconds with vLLM's own"
+        f" kernels → with\n[the plugin](docs/integrations.md#the-plugin).\n"
+        f"[All {len(means['plugin'])} rows]({table_at}) take {mean['plugin']:.2f} of the time by geometric mean,"
+        f" {slower} of them\nmore than 1.00; alone, without a compiled library of vLLM, {mean['alone']:.2f}."
+    )
+    return "\n".join([text, "", table(["", *names], lines), ""])
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def _rows(runs: Mapping[str, Any]) -> list[str]:
@@ -89,8 +126,9 @@ def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _shares(kernels: list[Any]) -> str:
+    """In words. Kernels under programmatic launch wait for their predecessors on the device, which counts as theirs."""
     total = sum(us for _, _, us, _ in kernels)
     mine = sum(us for _, _, us, ours in kernels if ours)
     others = [f"{name[:60]} {us / total:.0%}" for name, _, us, ours in kernels if not ours][:_SHOWN]
     own = [f"{name} {us / total:.0%} ({count})" for name, count, us, ours in kernels if ours][: 2 * _SHOWN]
-    return f"{mine / total:.0%} of the GPU's time is this library's: {', '.join(own)}; others: {', '.join(others)}"
+    return f"{mine / total:.0%} of the kernels' time is this library's: {', '.join(own)}; others: {', '.join(others)}"
