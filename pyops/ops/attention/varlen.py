@@ -127,9 +127,9 @@ def _masked_logits(
     logits = (torch.einsum("nhgd,jhd->hgnj", grouped, keys) * scale).flatten(0, 1)
     if options.logits_soft_cap > 0:
         logits = options.logits_soft_cap * torch.tanh(logits / options.logits_soft_cap)
-    last = torch.full((count,), length - 1, device=query.device)  # token that a row attends to
+    last = torch.full((count,), length - 1, dtype=torch.int64, device=query.device)  # token that a row attends to
     if causal:
-        last = length - count + torch.arange(count, device=query.device)
+        last = length - count + torch.arange(count, dtype=torch.int64, device=query.device)
     if options.alibi_slopes is not None:
         logits = logits + options.alibi_slopes.double()[:, None, None] * (tokens - last[:, None])
     unseen = tokens > last[:, None]
