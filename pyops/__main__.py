@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +173,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script() -> int:
     """`main` as a program of its own: the script ``pyops`` and ``python -m pyops``."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
+    _open_missing_streams()
     try:
         status = main()
         sys.stdout.flush()
+        sys.stderr.flush()
     except OSError as error:
         if error.filename is not None:  # not of a stream
             raise
-        print(f"the output cannot be written: {error.strerror}", file=sys.stderr)
-        # What is left in the buffer cannot be written when the interpreter ends, either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError):
+            print(f"the output cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        # What is left in the buffers cannot be written when the interpreter ends, either.
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 2
     return status
+
+
+def _open_missing_streams() -> None:
+    """Have the null device stand for each standard stream that the program was started without.
+
+    In their order, so that each gets its own number back; otherwise the next file that is opened would get it, and what
+    a library prints would go there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the program runs
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -245,9 +246,31 @@ def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
     wrong: list[Any] = [[1], object(), 5 if p.kind == "str" else "x"]
     wrong += [1.5] if p.kind in ("int", "bool") else []
     wrong += [2**70] if p.kind == "int" else [1e300, -(10**400)] if p.kind == "float" else []
+    wrong += [2, -1, 2**70, numpy.int64(2), torch.tensor(2)] if p.kind == "bool" else []
     wrong += [] if p.optional else [None]
     for value in wrong:
         assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name
+
+
+@_each([case for case in SCALARS if case[1].kind == "bool"])
+def test_zero_and_one_are_false_and_true(op: Op, p: Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the caller's type, the plan and the reference are given a bool: the text of a kernel may hold it."""
+    args = _right_call(op, "cpu")
+    seen: list[Any] = []
+    launches = op.launches
+    position = [one.name for one in op.parameters].index(p.name)
+
+    def see(*described: Any) -> Any:
+        seen.append(described[position])
+        return launches(*described)
+
+    monkeypatch.setattr(op, "launches", see)
+    for value in (0, 1, numpy.int64(1), torch.tensor(0)):
+        op.forget()
+        with suppress(pyops.OpError):  # the value may not fit the other arguments
+            op(*replaced(op, args, **{p.name: value}))
+    assert seen
+    assert {type(value) for value in seen} == {bool}
 
 
 # Integers below 0 that say something, or that an op of this name takes because vLLM's has them, and never reads.

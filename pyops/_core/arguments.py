@@ -15,7 +15,7 @@ from .declaration import Declaration, Parameter
 from .errors import OpError
 from .tensor import TensorArg
 
-_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, int, numpy.bool_), "str": (str,)}
+_SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, numpy.bool_), "str": (str,)}
 _FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)
 # What makes a value of Python of a value that has passed `check_scalar`.
 _PYTHON: dict[str, Callable[[Any], Any]] = {
@@ -70,7 +70,7 @@ def numbers(declaration: Declaration, args: Sequence[Any]) -> list[Any]:
     for i, (p, value) in enumerate(zip(declaration.parameters, args, strict=True)):
         if not p.is_tensor:
             check_scalar(declaration.name, p, value)
-        if value is not None and p.kind in ("float", "int"):
+        if value is not None and p.kind in _PYTHON:
             made[i] = _PYTHON[p.kind](value)
     return made
 
@@ -85,6 +85,8 @@ def describe(
     for p, value in zip(declaration.parameters, args, strict=True):
         if not p.is_tensor:
             check_scalar(op, p, value)
+            if p.kind == "bool" and value is not None:
+                value = bool(value)  # the text of a kernel may hold it
         elif value is not None:
             found = library if type(value) is first_type else tensor.library_of(value)
             if found is None:
@@ -130,8 +132,14 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
         return
     elif p.kind == "int" and tensor.is_symbol(value):
         return
+    elif p.kind == "bool" and isinstance(value, int):
+        if value in (0, 1):
+            return
+        raise OpError(op, p.name, f"expected True or False, got {_shown(value)}")
     elif _is_index(p, value):
         _check_int(op, p, value)
+        if p.kind == "bool":
+            check_scalar(op, p, operator.index(value))
         return
     raise OpError(op, p.name, f"expected {p.kind}, got {type(value).__name__}")
 

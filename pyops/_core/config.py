@@ -8,9 +8,14 @@ from contextlib import contextmanager
 
 from .errors import SwitchError
 
+_OFF, _ON = ("", "0", "false", "off", "no"), ("1", "true", "on", "yes")
+
 
 def _flag(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
+    value = os.environ.get(name, "")
+    if (word := value.strip().lower()) not in _OFF + _ON:
+        raise SwitchError(f'{name}: expected {", ".join(_ON)}, {", ".join(_OFF[1:])} or nothing, got "{value}"')
+    return word in _ON
 
 
 def reference() -> bool:
@@ -42,8 +47,11 @@ def jit_forbidden() -> bool:
 
 
 def vllm() -> tuple[str, ...]:
-    """PYOPS_VLLM=all,-attention: the words by which vLLM's plugin chooses ops and parts; none where not set."""
-    return tuple(word for part in os.environ.get("PYOPS_VLLM", "").split(",") if (word := part.strip()))
+    """PYOPS_VLLM=all,-attention: the words by which vLLM's plugin chooses ops and parts; none where it is off."""
+    value = os.environ.get("PYOPS_VLLM", "")
+    if value.strip().lower() in _OFF:
+        return ()
+    return tuple(word for part in value.split(",") if (word := part.strip()))
 
 
 _cpu: str | None = None

@@ -6,6 +6,7 @@ The `args` of an error are those of its constructor, and `__str__` makes the mes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 import kernels_cu
@@ -61,7 +62,7 @@ class CompileError(RuntimeError):
 
     def __str__(self) -> str:
         message = f"{self.kernel} did not compile for {self.constants}\n{self.log}"
-        if self.kernel in kernels_cu.names():
+        if self.kernel.endswith(".cu") and files(kernels_cu).joinpath(self.kernel).is_file():
             message += f"\nprint the source with: python -m pyops source {self.kernel} {self.constants}"
         return message
 

@@ -24,7 +24,7 @@ class TorchMaker:
 
     def randn(self, *shape: int, dtype: str, scale: float = 1.0, shift: float = 0.0) -> Any:
         """Normal values times `scale` plus `shift`."""
-        values = torch.randn(shape, device=self.device, generator=self.generator)
+        values = torch.randn(shape, dtype=torch.float32, device=self.device, generator=self.generator)
         return (values * scale + shift).to(getattr(torch, dtype))
 
     def randint(self, low: int, high: int, *shape: int, dtype: str = "int64") -> Any:

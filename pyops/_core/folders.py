@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 SUFFIX = ".pyops.tmp"
 PATIENCE = 120.0  # seconds to wait for another process: several times what the slowest kernel takes to compile
+_PROBE_BYTES = 4 << 20
 _PAUSE = 0.02  # seconds between two looks at a folder that another process works in
 
 
@@ -85,14 +86,21 @@ def write_sealed(path: str, content: bytes) -> None:
 
 
 def read_sealed(path: str) -> bytes | None:
-    """What `write_sealed` wrote to the file, without the digest; None where there is no such file, or it is damaged."""
+    """What `write_sealed` wrote to the file, without the digest; None where it is damaged or cannot be read."""
     try:
         with open(path, "rb") as opened:
             whole = opened.read()
-    except FileNotFoundError:
+    except OSError:
         return None
     content = whole[: -hashlib.sha256().digest_size]
     return content if whole == content + hashlib.sha256(content).digest() else None
+
+
+def probe(folder: str) -> None:
+    """Raises OSError where the folder is gone, or cannot hold a file of several times what a kernel takes."""
+    with tempfile.TemporaryFile(dir=folder) as opened:
+        opened.write(bytes(_PROBE_BYTES))
+        opened.flush()
 
 
 def of_process(prefix: str) -> str:

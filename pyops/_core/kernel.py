@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from . import compiler, source
 from .compiler import Compiled
+from .errors import CompileError
 from .host import run as host
 from .host.run import HostFunction
 from .source import Signature
@@ -90,7 +92,8 @@ class Specialisation:
     @property
     def text(self) -> str:
         """The whole source that is compiled."""
-        return source.flatten(self.kernel.file, self.constants, self.kernel.text)
+        with self._needing_files():
+            return source.flatten(self.kernel.file, self.constants, self.kernel.text)
 
     def __str__(self) -> str:
         return source.describe(self.constants)
@@ -104,7 +107,8 @@ class Specialisation:
         found = self.loaded(device)
         if found is None:
             kernel = self.kernel
-            found = compiler.load(device, self.text, kernel.signature.entry, kernel.file, str(self), kernel.options)
+            with self._needing_files():
+                found = compiler.load(device, self.text, kernel.signature.entry, kernel.file, str(self), kernel.options)
             kernel._loaded[device, self.key] = found
         return found
 
@@ -114,7 +118,16 @@ class Specialisation:
 
     def load_on_host(self) -> HostFunction:
         """The kernel compiled for the CPU."""
-        return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
+        with self._needing_files():
+            return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
+
+    @contextmanager
+    def _needing_files(self) -> Iterator[None]:
+        """What the system refuses meanwhile, such as a file above the limit of open ones, is a CompileError."""
+        try:
+            yield
+        except OSError as error:
+            raise CompileError(self.kernel.file, str(self), f"the system refuses what this needs: {error}") from error
 
     def launch(
         self,

@@ -66,7 +66,7 @@ def demo() -> bool:
     equal, shortfall = 0, 0.0
     for prompt, text in zip(_PROMPTS, texts.values(), strict=True):
         logits = reference(model, text[:-1])[len(prompt) - 1 :]
-        chosen = logits.gather(1, torch.tensor(text[len(prompt) :], device=device)[:, None])[:, 0]
+        chosen = logits.gather(1, torch.tensor(text[len(prompt) :], dtype=torch.int64, device=device)[:, None])[:, 0]
         below = logits.amax(-1) - chosen
         equal, shortfall = equal + int((below == 0).sum()), max(shortfall, float(below.max()))
     good = shortfall <= _TOLERANCE[sizes.dtype]
@@ -94,7 +94,8 @@ def reference(model: Decoder, tokens: list[int]) -> Tensor:
     def normed(x: Tensor, name: str) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], weight(name), sizes.rms_norm_eps)
 
-    wavelengths = 2 * torch.pi * rope.theta ** (torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+    pairs = torch.arange(0, sizes.head_dim, 2, dtype=torch.float32, device="cpu")
+    wavelengths = 2 * torch.pi * rope.theta ** (pairs / sizes.head_dim)
     longest, shortest = (
         rope.original_max_position_embeddings / factor for factor in (rope.low_freq_factor, rope.high_freq_factor)
     )
@@ -102,7 +103,7 @@ def reference(model: Decoder, tokens: list[int]) -> Tensor:
     share = (original - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     slowed = torch.where(wavelengths > longest, 1 / rope.factor, (1 - share) / rope.factor + share)
     slowed = torch.where(wavelengths < shortest, 1.0, slowed)
-    angles = torch.arange(len(tokens))[:, None] * slowed * 2 * torch.pi / wavelengths
+    angles = torch.arange(len(tokens), dtype=torch.int64, device="cpu")[:, None] * slowed * 2 * torch.pi / wavelengths
     turns = torch.polar(torch.ones_like(angles), angles).to(model.device)
 
     def heads(x: Tensor, name: str, turned: bool = True) -> Tensor:
@@ -112,7 +113,7 @@ def reference(model: Decoder, tokens: list[int]) -> Tensor:
         pairs = torch.complex(*parts.chunk(2, -1)) * turns
         return torch.cat((pairs.real, pairs.imag), -1)
 
-    x = functional.embedding(torch.tensor(tokens, device=model.device), weight("model.embed_tokens"))
+    x = functional.embedding(torch.tensor(tokens, dtype=torch.int64, device=model.device), weight("model.embed_tokens"))
     for i in range(sizes.num_hidden_layers):
         at = f"model.layers.{i}"
         y = normed(x, f"{at}.input_layernorm")

@@ -39,9 +39,9 @@ class Attention:
         self.qkv = place.linear(named_sizes(config.names.qkv, self.sizes), config.hidden_size, config.qkv_bias)
         self.q_norm, self.k_norm = self._norm(heads), self._norm(kv_heads)
         self.o = place.linear({config.names.o: config.hidden_size}, self.sizes[0], config.o_bias)
-        self.sinks = torch.empty(heads, device=place.device) if config.sinks else None
+        self.sinks = torch.empty(heads, dtype=torch.float32, device=place.device) if config.sinks else None
         # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
-        self._one = torch.ones(1, device=place.device)
+        self._one = torch.ones(1, dtype=torch.float32, device=place.device)
         self.token_bytes = 2 * self.sizes[1] * place.dtype.itemsize
 
     def _norm(self, num_heads: int) -> Norm | None:

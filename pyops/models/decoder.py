@@ -264,7 +264,9 @@ def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iter
             columns = places[name.removesuffix("_scale")].shape[1]
             tensor.fill_(scale * columns**-0.5 / _RANDOM_CODE)
         elif tensor.itemsize == 1:
-            codes = torch.empty(tensor.shape, device=device).normal_(0.0, _RANDOM_CODE, generator=generator)
+            codes = torch.empty(tensor.shape, dtype=torch.float32, device=device).normal_(
+                0.0, _RANDOM_CODE, generator=generator
+            )
             tensor.copy_(codes.round_().clamp_(-_MAX_RANDOM_CODE, _MAX_RANDOM_CODE))
         else:
             tensor.normal_(0.0, scale * tensor.shape[-1] ** -0.5, generator=generator)

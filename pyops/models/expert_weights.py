@@ -46,8 +46,8 @@ def _weights(place: Place, quantization: Quantization | None, experts: int, rows
         scales = rows // SCALE_BLOCK, columns // SCALE_BLOCK
     return ExpertWeights(
         torch.empty(experts, rows, columns, dtype=getattr(torch, quantization.dtype), device=place.device),
-        torch.empty(experts, *scales, device=place.device),
-        torch.zeros(1, device=place.device) if quantization.activations == "static" else None,
+        torch.empty(experts, *scales, dtype=torch.float32, device=place.device),
+        torch.zeros(1, dtype=torch.float32, device=place.device) if quantization.activations == "static" else None,
     )
 
 
@@ -182,7 +182,7 @@ class Mxfp4AsPlain(PlainExperts):
 
     def prepare(self) -> None:
         for weight in (self.gate_up.weight, self.down.weight):
-            values = torch.tensor(E2M1_NUMBERS, device=weight.device)
+            values = torch.tensor(E2M1_NUMBERS, dtype=torch.float32, device=weight.device)
             for expert in weight:  # one by one: codes as indices take 16 times their memory
                 views = self._views(expert)
                 codes = torch.stack((views["blocks"] & 15, views["blocks"] >> 4), -1).flatten(-2)

@@ -67,7 +67,9 @@ class Experts:
         if mixture.router_in_float32:
             router = router._replace(dtype=torch.float32)
         self.router = router.linear({mixture.router: experts}, hidden_size, mixture.has_bias)
-        self.correction_bias = torch.empty(experts, device=place.device) if mixture.has_correction_bias else None
+        self.correction_bias = (
+            torch.empty(experts, dtype=torch.float32, device=place.device) if mixture.has_correction_bias else None
+        )
         self.weights = _weights(mixture, hidden_size, place)
         shared = mixture.shared_intermediate_size
         at = place._replace(module=f"{place.module}.shared_experts")

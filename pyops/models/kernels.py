@@ -45,16 +45,16 @@ def serving_kernels(
     max_seq_len = max_model_len or default_max_seq_len(config)
     found: dict[tuple[str, Any, Any], tuple[Op, Specialisation]] = {}
     place = "cpu" if device.index < 0 else f"cuda:{device.index}"
-    with FakeTensorMode(), torch.no_grad(), _planned(device, found), torch.device(place):
+    with FakeTensorMode(), torch.no_grad(), _planned(device, found):
         decoder = Decoder(config, dtype, place)
         decoder.layers = _kinds(decoder)
         decoder.prepare(checked=False)
         max_blocks = blocks_for(config, max_seq_len, block_size)
         cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
         tables = decoder.new_tables(max_seq_len)
-        rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64)
+        rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64, device=place)
         batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]
-        batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens)
+        batches += _prompts(max_num_seqs, max_blocks, max_num_batched_tokens, place)
         for batch in batches:
             decoder.logits(decoder.forward(batch, cache, tables))
     return list(found.values())
@@ -73,24 +73,25 @@ def _kinds(decoder: Decoder) -> list[Layer]:
     return list(found.values())
 
 
-def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int) -> Iterator[Batch]:
+def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int, place: str) -> Iterator[Batch]:
     """Batches of prompts of 1 to `max_num_batched_tokens` tokens, alone and behind the next tokens of other texts."""
+    indices: dict[str, Any] = {"dtype": torch.int64, "device": place}
     size = 1.0
     while size < max_num_batched_tokens * _GROWTH:
         num_tokens = min(int(size), max_num_batched_tokens)
         num_prompts = min(num_tokens, max_num_seqs)
         for prompts, decodes in {(1, 0), (num_prompts, 0), (1, min(num_tokens, max_num_seqs - 1))}:
-            tokens, positions, slots = (torch.empty(num_tokens + decodes, dtype=torch.int64) for _ in range(3))
+            tokens, positions, slots = (torch.empty(num_tokens + decodes, **indices) for _ in range(3))
             num_seqs = prompts + decodes
             yield Batch(
                 tokens=tokens,
                 positions=positions,
                 slot_mapping=slots,
-                block_tables=torch.empty(num_seqs, max_blocks, dtype=torch.int64),
-                seq_lens=torch.empty(num_seqs, dtype=torch.int64),
-                cu_seqlens_q=torch.empty(num_seqs + 1, dtype=torch.int64),
-                state_slots=torch.empty(num_seqs, dtype=torch.int32),
-                has_states=torch.empty(num_seqs, dtype=torch.bool),
+                block_tables=torch.empty(num_seqs, max_blocks, **indices),
+                seq_lens=torch.empty(num_seqs, **indices),
+                cu_seqlens_q=torch.empty(num_seqs + 1, **indices),
+                state_slots=torch.empty(num_seqs, dtype=torch.int32, device=place),
+                has_states=torch.empty(num_seqs, dtype=torch.bool, device=place),
                 num_decodes=decodes,
             )
         size = max(size * _GROWTH, size + 1)

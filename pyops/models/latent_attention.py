@@ -52,7 +52,9 @@ class LatentAttention:
         self.kv_norm = place.empty(rank)
         self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
-        self._one = torch.ones(1, device=place.device)  # the scale of an fp8 cache, for the signatures of ops
+        self._one = torch.ones(
+            1, dtype=torch.float32, device=place.device
+        )  # the scale of an fp8 cache, for the signatures of ops
         self.token_bytes = self.entry_size * place.dtype.itemsize
 
     def tensors(self) -> dict[str, Tensor]:

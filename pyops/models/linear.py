@@ -132,7 +132,9 @@ class Place(NamedTuple):
             weight=torch.empty(rows, columns, dtype=getattr(torch, quantization.dtype), device=self.device),
             weight_scale=torch.empty(scales, dtype=torch.float32, device=self.device),
             # `Decoder.write` takes the largest of those that stacked projections have.
-            input_scale=torch.zeros(1, device=self.device) if quantization.activations == "static" else None,
+            input_scale=torch.zeros(1, dtype=torch.float32, device=self.device)
+            if quantization.activations == "static"
+            else None,
             bias=own_bias,
             block_rows=block_rows,
         )

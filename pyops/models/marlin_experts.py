@@ -153,7 +153,7 @@ class MarlinWeight:
             if isinstance(self.quantization, Mxfp4Experts):
                 by_columns = codes.view(self.rows, -1).T.contiguous()
             gptq_marlin_repack(by_columns, None if self.perm is None else self.perm[i], *size, out=codes)
-        rows = torch.arange(self.rows, device=self.codes.device)
+        rows = torch.arange(self.rows, dtype=torch.int64, device=self.codes.device)
         self.scales.copy_(moved(self.scales, column_place(scale_order(self.kind, self.groups), rows)))
         if self.zeros is not None:
             fields = _fields(self.zeros, self.bits)[..., self._zero_places("awq" if is_awq else "gptq")]
@@ -169,7 +169,7 @@ class MarlinWeight:
 
     def _zero_places(self, layout: ZeroLayout) -> Tensor:
         """Which field of a row of zero points is that of each row of the weight."""
-        rows = torch.arange(self.rows, device=self.codes.device)
+        rows = torch.arange(self.rows, dtype=torch.int64, device=self.codes.device)
         places: Tensor = zero_bit(layout, self.bits, self.rows, 0, rows, 0) // self.bits
         return places
 
@@ -183,13 +183,13 @@ def moved(entries: Tensor, places: Tensor) -> Tensor:
 
 def _fields(words: Tensor, bits: int) -> Tensor:
     """[..., n * 32 / bits] of int32 words [..., n], from their lowest bits on."""
-    shifts = torch.arange(0, 32, bits, device=words.device)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=words.device)
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
 def _words(fields: Tensor, bits: int) -> Tensor:
     """The inverse of `_fields`."""
-    shifts = torch.arange(0, 32, bits, device=fields.device)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=fields.device)
     return (fields.unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1).to(torch.int32)
 
 
@@ -235,7 +235,11 @@ class MarlinExperts:
         for weight in (self.gate_up, self.down):
             weight.repack()
         for bias in self.biases or ():
-            bias.copy_(moved(bias, column_place("marlin_32", torch.arange(bias.shape[1], device=bias.device))))
+            bias.copy_(
+                moved(
+                    bias, column_place("marlin_32", torch.arange(bias.shape[1], dtype=torch.int64, device=bias.device))
+                )
+            )
 
     def __call__(self, hidden: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The sum over the chosen experts: hidden [num_tokens, hidden_size], weights and ids [num_tokens, top_k]."""

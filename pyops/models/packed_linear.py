@@ -135,7 +135,7 @@ def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -
     """
     if name.endswith(".g_idx") and not quantization.has_order:
         size = quantization.columns_of_group(len(tensor))
-        if (tensor.cpu() != torch.arange(len(tensor), device="cpu") // size).any():
+        if (tensor.cpu() != torch.arange(len(tensor), dtype=torch.int64, device="cpu") // size).any():
             raise ModelError(name, f"expected groups of {size} neighbours, as without desc_act")
     keeps_zeros = not quantization.is_symmetric or quantization.bits not in (4, 8) or ".experts." not in name
     if name.endswith(".qzeros") and not keeps_zeros and (tensor != _middle(quantization)).any():

@@ -74,7 +74,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[flo
         temperature = column([float(params[i].temperature) for i in drawn])
         scores, order = logits[drawn].float().sort(-1, descending=True)
         scores = (scores - scores[:, :1]) / temperature
-        ranks = torch.arange(scores.shape[-1], device=logits.device)
+        ranks = torch.arange(scores.shape[-1], dtype=torch.int64, device=logits.device)
         top_k = column([min(params[i].top_k or len(ranks), len(ranks)) for i in drawn])
         # Logits that are infinite or NaN give NaN here. A NaN gets no weight; the first token always has one.
         scores = scores.masked_fill((ranks >= top_k) | scores.isnan(), -torch.inf)

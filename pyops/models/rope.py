@@ -126,10 +126,11 @@ class Rope:
         if self.kind == "linear":
             return plain / self.factor
         if self.kind == "longrope":  # rounded as in transformers, which divides once
-            base = self.theta ** (torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
-            return 1.0 / (torch.tensor(self.long_divisors if is_long else self.divisors, device=device) * base)
+            base = self.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim)
+            divisors = self.long_divisors if is_long else self.divisors
+            return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device=device) * base)
         if self.kind == "divided":
-            return plain / torch.tensor(self.divisors, device=device)
+            return plain / torch.tensor(self.divisors, dtype=torch.float32, device=device)
         if self.kind == "llama3":
             edges = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
             return rope_tables.llama3(plain, self.factor, *edges)

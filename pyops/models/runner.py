@@ -78,7 +78,7 @@ def decode_batch(rows: Tensor) -> Batch:
         slot_mapping=rows[:, _SLOT],
         block_tables=rows[:, _BLOCKS:],
         seq_lens=rows[:, _LENGTH],
-        cu_seqlens_q=torch.arange(len(rows) + 1, device=rows.device),
+        cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int64, device=rows.device),
         state_slots=rows[:, _STATE].int(),
         has_states=None,
         num_decodes=len(rows),
@@ -187,7 +187,7 @@ class Runner:
         Over the rows of the step itself, states would move by a token here and by the same token in the replay.
         """
         rows = self._rows[:size].clone()
-        self._rows[:size, :_BLOCKS] = torch.tensor(_PADDING, device=self.model.device)
+        self._rows[:size, :_BLOCKS] = torch.tensor(_PADDING, dtype=torch.int64, device=self.model.device)
         self._forward(size)
         self._rows[:size] = rows
 

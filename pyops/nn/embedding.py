@@ -179,7 +179,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         shape = (self.num_embeddings_per_partition,)
         self.register_parameter("bias", new_parameter(shape, params_dtype, self.weight_loader) if bias else None)
         # Each rank has original tokens, then added ones. Without added tokens, concatenated rows are in token order.
-        rows = torch.tensor(self._token_rows()) if self.num_added_embeddings else None
+        rows = torch.tensor(self._token_rows(), dtype=torch.int64) if self.num_added_embeddings else None
         self.register_buffer("token_rows", rows, persistent=False)
 
     def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead:

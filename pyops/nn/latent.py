@@ -124,7 +124,7 @@ def expanded_attention(
     keys = kv_c.new_empty(*kv_c.shape[:2], heads, qk_head_dim)
     keys[..., plain_size:] = k_pe.unsqueeze(2)
     values = kv_c.new_empty(*kv_c.shape[:2], heads, up.shape[1] - plain_size)
-    blocks = torch.arange(block_tables.numel(), device=entries.device).view(block_tables.shape)
+    blocks = torch.arange(block_tables.numel(), dtype=torch.int64, device=entries.device).view(block_tables.shape)
     prompts = blocks, seq_lens, cu_seqlens_q, entries.shape[1], "auto", one, one
     out = query.new_empty(*query.shape[:2], values.shape[3])
     for first in range(0, num_heads, heads):
@@ -219,7 +219,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
                 raise ValueError(f"{name}: mla_modules: expected {module} with q_lora_rank={q_lora_rank}, got None")
         for module in (*with_rank, *without, "kv_a_layernorm", "kv_b_proj", "rotary_emb", "o_proj"):
             setattr(self, module, getattr(mla_modules, module))
-        self.register_buffer("_one", torch.ones(1), persistent=False)
+        self.register_buffer("_one", torch.ones(1, dtype=torch.float32), persistent=False)
 
     def forward_native(self, positions: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self._attend(self._natively, positions, hidden_states, *args, **kwargs)
@@ -299,7 +299,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
             expanded = functional.linear(latent, self.kv_b_proj.weight).unflatten(-1, (self.num_heads, -1))
             plain, values = expanded.split([self.qk_nope_head_dim, self.v_head_dim], -1)
             keys = torch.cat((plain, turned[:, None].expand(-1, self.num_heads, -1)), -1)
-            tokens = torch.arange(length, device=query.device)
+            tokens = torch.arange(length, dtype=torch.int64, device=query.device)
             seen = tokens <= tokens[length - len(rows) :, None]
             q, k, v = (x.transpose(0, 1) for x in (rows, keys, values))
             out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)

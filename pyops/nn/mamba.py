@@ -119,7 +119,7 @@ class MambaMixer(Mixer):
     ) -> Tensor:
         if ssm_state is None:
             num_seqs = len(prompts.starts) - 1
-            ssm_state = torch.zeros(num_seqs, *self.state_shape, device=x.device)
+            ssm_state = torch.zeros(num_seqs, *self.state_shape, dtype=torch.float32, device=x.device)
             prompts = prompts._replace(slots=None, has_initial=None)
         # The scan takes the tokens of a channel one after another.
         u, delta, B, C, gate = (rows.t().contiguous() for rows in (x, *self._parameters_of(x), *rest))

@@ -129,7 +129,7 @@ class Mixer(CustomOp):
         num_decodes: int,
     ) -> Tensor:
         if query_start_loc is None:
-            query_start_loc = torch.arange(2, device=hidden_states.device) * hidden_states.shape[0]
+            query_start_loc = torch.arange(2, dtype=torch.int64, device=hidden_states.device) * hidden_states.shape[0]
         num_seqs = len(query_start_loc) - 1
         self._check(hidden_states, conv_state, ssm_state, num_seqs, num_decodes)
         x, *others = self._project(hidden_states)

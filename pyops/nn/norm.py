@@ -104,7 +104,7 @@ class GemmaRMSNorm(OpLayer, op=gemma_rms_norm):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=torch.get_default_dtype()))
         self.variance_epsilon = eps
 
     def compute(self, op: Callable[..., None], x: Tensor, residual: Tensor | None = None) -> Any:

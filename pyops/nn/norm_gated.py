@@ -91,7 +91,8 @@ class Mixer2RMSNormGated(OpLayer, op=rms_norm_gated):
         self.group_size = divide(name, "full_hidden_size", full_hidden_size, full_n_groups)
         self.per_rank_hidden_size = divide(name, "full_hidden_size", full_hidden_size, self.tp_size)
         self.variance_epsilon, self.use_rms_norm = eps, use_rms_norm
-        self.register_parameter("weight", nn.Parameter(torch.ones(self.per_rank_hidden_size)) if use_rms_norm else None)
+        weight = torch.ones(self.per_rank_hidden_size, dtype=torch.get_default_dtype())
+        self.register_parameter("weight", nn.Parameter(weight) if use_rms_norm else None)
 
     def compute(self, op: Callable[..., None], x: Tensor, gate: Tensor) -> Tensor:
         if not self.use_rms_norm:
@@ -210,7 +211,10 @@ class MiniMaxText01RMSNormTP(OpLayer, op=rms_norm_gated):
         self.weight_shard_world = weight_shard_world_size or self.tp_world
         self.weight_shard_rank = self.tp_rank if weight_shard_rank is None else weight_shard_rank
         self.weight = nn.Parameter(
-            torch.ones(divide(type(self).__name__, "hidden_size", hidden_size, self.weight_shard_world))
+            torch.ones(
+                divide(type(self).__name__, "hidden_size", hidden_size, self.weight_shard_world),
+                dtype=torch.get_default_dtype(),
+            )
         )
         shard = {"shard_world_size": self.weight_shard_world, "shard_rank": self.weight_shard_rank}
         self.weight.weight_loader = partial(self.weight_loader, **shard)

@@ -262,7 +262,7 @@ class MRotaryEmbedding(RotaryEmbedding):
         if self.mrope_interleaved:
             axis = [j % 3 if j < 3 * (0, height, width)[j % 3] else 0 for j in range(len(axis))]
         cos, sin = table[positions].chunk(2, -1)  # [3, num_tokens, pairs]
-        which = torch.tensor(axis, device=table.device).expand(1, cos.shape[1], -1)
+        which = torch.tensor(axis, dtype=torch.int64, device=table.device).expand(1, cos.shape[1], -1)
         return cos.gather(0, which)[0], sin.gather(0, which)[0]
 
     def _turn(self, positions: Tensor, query: Tensor, key: Tensor | None, table: Tensor) -> None:
@@ -310,7 +310,7 @@ class DualChunkRotaryEmbedding(OpLayer, op=dual_chunk_rotary_embedding):
         self.chunk_size, self.local_size = chunk_size, local_size
         chunk_len = chunk_size - local_size
         frequencies = rope_tables.frequencies(rotary_dim, base)
-        position = torch.arange(max(max_position_embeddings, chunk_len))
+        position = torch.arange(max(max_position_embeddings, chunk_len), dtype=torch.int64)
         own, beyond = position[:chunk_len], position[:chunk_len] + chunk_len
         for name, turned_as in (
             ("k", position[:max_position_embeddings] % chunk_len),

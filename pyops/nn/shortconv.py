@@ -82,7 +82,7 @@ class ShortConv(CustomOp):
         device, num_tokens = x.device, x.shape[0]
         starts, ends = query_start_loc[:-1].long(), query_start_loc[1:].long()
         past = self._past(x, conv_state, len(starts), state_indices_tensor, has_initial_states)
-        token = torch.arange(num_tokens, device=device)
+        token = torch.arange(num_tokens, dtype=torch.int64, device=device)
         sequence = torch.searchsorted(ends, token, right=True).clamp(max=len(starts) - 1)
         before = self.L_cache - 1
         y = x.new_zeros(x.shape, dtype=torch.float32)
@@ -130,7 +130,7 @@ class ShortConv(CustomOp):
         if conv_state is not None:
             self._check(conv_state, x)
         if query_start_loc is None:
-            query_start_loc = torch.arange(2, device=x.device) * x.shape[0]
+            query_start_loc = torch.arange(2, dtype=torch.int64, device=x.device) * x.shape[0]
         return x, gate_out, query_start_loc
 
     def _past(
@@ -146,8 +146,8 @@ class ShortConv(CustomOp):
     ) -> None:
         """Write the last inputs of each sequence to its slot."""
         before, num_seqs = self.L_cache - 1, len(starts)
-        place = (ends - starts)[:, None] - before + torch.arange(before, device=x.device)
-        sequence = torch.arange(num_seqs, device=x.device)[:, None].expand_as(place)
+        place = (ends - starts)[:, None] - before + torch.arange(before, dtype=torch.int64, device=x.device)
+        sequence = torch.arange(num_seqs, dtype=torch.int64, device=x.device)[:, None].expand_as(place)
         kept = _inputs(x, past, sequence, place, starts).mT
         write_slots(conv_state, kept, torch.cat((starts, ends[-1:])), slots)
 

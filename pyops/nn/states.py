@@ -22,7 +22,7 @@ def read_slots(cache: Tensor, num_seqs: int, slots: Tensor | None, has_initial: 
     """
     if has_initial is None:
         return cache.new_zeros(num_seqs, *cache.shape[1:])
-    slots = torch.arange(num_seqs, device=cache.device) if slots is None else slots
+    slots = torch.arange(num_seqs, dtype=torch.int64, device=cache.device) if slots is None else slots
     found = cache[slots.clamp(min=0).long()]
     return torch.where(_as_column(has_initial & (slots >= 0), found), found, 0.0)
 
@@ -37,7 +37,7 @@ def write_slots(cache: Tensor, states: Tensor, starts: Tensor, slots: Tensor | N
         slots: [num_seqs] integers; None for slots 0, 1, 2, ...
     """
     num_seqs = len(states)
-    slots = torch.arange(num_seqs, device=cache.device) if slots is None else slots.long()
+    slots = torch.arange(num_seqs, dtype=torch.int64, device=cache.device) if slots is None else slots.long()
     # Shapes must not depend on data, so every sequence writes. A sequence without a slot or tokens writes to the
     # slot of the first sequence that has both, and writes the same values as that sequence.
     has_slot = (slots >= 0) & (starts.diff() > 0)

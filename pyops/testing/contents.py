@@ -44,8 +44,11 @@ def filled(x: Tensor, kind: str) -> Tensor:
         flat[53::193] = float("-inf")
     elif kind == "extreme":
         limits = torch.finfo(x.dtype)
-        low, high = (torch.tensor(limit).log2() for limit in (limits.tiny, limits.max))
-        spread = torch.arange(flat.numel(), device=x.device) * 0.6180339887 % 1  # evenly, in no order
+        low, high = (
+            torch.tensor(limit, dtype=torch.float32, device=x.device).log2() for limit in (limits.tiny, limits.max)
+        )
+        order = torch.arange(flat.numel(), dtype=torch.float32, device=x.device)
+        spread = order * 0.6180339887 % 1  # evenly, in no order
         flat.copy_(torch.exp2(low + (high - low) * spread).clamp(max=limits.max).copysign(flat))
     elif kind == "zero":
         flat *= 0.0

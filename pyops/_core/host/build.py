@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -69,10 +70,26 @@ def unit(text: str, entry: str, warp_size: int = 32) -> Unit:
 def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
     """Path of the shared object of `code`, compiled unless the cache folder holds it undamaged; see `Kind`.
 
-    Of several processes that need it, one compiles, and the others wait.
+    Of several processes that need it, one compiles, and the others wait. Where the cache folder cannot be written, a
+    folder of this process stands in for it.
     """
     chain = toolchain.preferred()
     flags = toolchain.compile_flags(chain, kind)
+    name = _name(chain, flags, code, libraries)
+    for place in filter(None, (_kept(), _stand_in)):
+        if folders.read_sealed(os.path.join(place, name)) is not None:  # loading a damaged one would kill the process
+            return os.path.join(place, name)
+    while True:
+        path = os.path.join(folder(), name)
+        try:
+            _make(chain, flags, kind, code, libraries, path, kernel, constants)
+            return path
+        except OSError as error:
+            _leave(error)
+
+
+def _name(chain: toolchain.Toolchain, flags: tuple[str, ...], code: Unit, libraries: tuple[str, ...]) -> str:
+    """The name of a shared object: the digest of all that it is made of."""
     parts = (
         *code,
         chain.name,
@@ -82,24 +99,37 @@ def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, const
         *toolchain.link_flags(chain),
         *map(os.path.basename, libraries),
     )
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    path = os.path.join(folder(), f"{digest}.so")
-    if folders.read_sealed(path) is not None:  # loading a damaged library would kill the process
-        return path
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".so"
+
+
+def _make(
+    chain: toolchain.Toolchain,
+    flags: tuple[str, ...],
+    kind: Kind,
+    code: Unit,
+    libraries: tuple[str, ...],
+    path: str,
+    kernel: str,
+    constants: str,
+) -> None:
+    """Compile a unit to `path`. Raises OSError where its folder is of no use, be it that the compiler says so."""
     started = time.perf_counter()
     with log.waiting(f"compiling {kernel} for the CPU"), folders.worked_in(path + folders.SUFFIX) as scratch:
         if folders.read_sealed(path) is not None:  # compiled by the process that was waited for
-            return path
+            return
         built = os.path.join(scratch, "built.so")
-        _compile(chain, flags, kind, code, f"{built}.o", kernel, constants)
         link = (f"{built}.o", *libraries, f"-Wl,-soname,{os.path.basename(path)}", *toolchain.link_flags(chain))
-        _run(chain, (*link, "-o", built), "", kernel, constants)
+        try:
+            _compile(chain, flags, kind, code, f"{built}.o", kernel, constants)
+            _run(chain, (*link, "-o", built), "", kernel, constants)
+        except CompileError:
+            folders.probe(scratch)
+            raise
         with open(built, "rb") as opened:
             content = opened.read()
         folders.write_sealed(built, content)
         os.replace(built, path)
     log.ready(kernel, constants, "host", f"compiled in {(time.perf_counter() - started) * 1e3:.0f} ms")
-    return path
 
 
 def _compile(
@@ -121,19 +151,39 @@ def _run(chain: toolchain.Toolchain, arguments: tuple[str, ...], code: str, kern
 
 
 @cache
+def _kept() -> str:
+    """The folder of shared objects inside that of CuPy's kernels."""
+    return os.path.join(cache_folder(), "pyops-host")
+
+
+_stand_in: str | None = None  # the folder of this process, once that of the cache could not be written
+
+
 def folder() -> str:
-    """Where shared objects are kept: a folder inside that of CuPy's kernels, or one for this process."""
-    path = os.path.join(cache_folder(), "pyops-host")
-    try:
-        os.makedirs(path, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-        folders.sweep(path)
-        return path
-    except OSError as error:
-        scratch = folders.of_process("pyops-host-")
-        warnings.warn(f"kernel cache {path}: {error}; kernels are cached in {scratch}", stacklevel=2)
-        return scratch
+    """Where shared objects are made: a folder inside that of CuPy's kernels, or one for this process."""
+    if _stand_in is None:
+        try:
+            _prepare()
+        except OSError as error:
+            _leave(error)
+    return _stand_in or _kept()
+
+
+@cache
+def _prepare() -> None:
+    os.makedirs(_kept(), exist_ok=True)
+    with tempfile.TemporaryFile(dir=_kept()):
+        pass
+    folders.sweep(_kept())
+
+
+def _leave(error: OSError) -> None:
+    """Make shared objects in a folder of this process from now on. Raises `error` where that would be of no help."""
+    global _stand_in
+    if _stand_in is not None or error.errno in (errno.EMFILE, errno.ENFILE):
+        raise error
+    _stand_in = folders.of_process("pyops-host-")
+    warnings.warn(f"kernel cache {_kept()}: {error}; kernels are cached in {_stand_in}", stacklevel=2)
 
 
 def load_library(

@@ -27,9 +27,12 @@ def options(chain: toolchain.Toolchain, flags: tuple[str, ...], text: str, folde
     header = os.path.join(folder, f"{digest}.h")  # by whose name g++ finds the file beside it; it need not be there
     path = f"{header}.gch"
     if folders.read_sealed(path) is None:
-        with folders.worked_in(path + folders.SUFFIX) as scratch:
-            if folders.read_sealed(path) is None and not _make(chain, flags, text, scratch, path):
-                return ()  # otherwise made here, or by the process that was waited for
+        try:
+            with folders.worked_in(path + folders.SUFFIX) as scratch:
+                if folders.read_sealed(path) is None and not _make(chain, flags, text, scratch, path):
+                    return ()  # otherwise made here, or by the process that was waited for
+        except OSError:  # the folder is full, or gone: what is compiled next says so
+            return ()
     return ("-include", header)
 
 

@@ -273,26 +273,35 @@ def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
 
 
 def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) -> HostFunction:
-    runtime, run = _runtime(_ASYNCHRONOUS in text)
-    path, library = load_library("kernel", unit(text, entry, warp_size), (runtime,), kernel, constants)
+    clocked = _ASYNCHRONOUS in text
+    run = _runtime(clocked)
+    path, library = load_library("kernel", unit(text, entry, warp_size), (_runtime_path(clocked),), kernel, constants)
     address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value
     assert address is not None
 
     def lines() -> str:
-        return build("lines", unit(text, entry, warp_size), (runtime,), kernel, constants)
+        return build("lines", unit(text, entry, warp_size), (_runtime_path(clocked),), kernel, constants)
 
     return HostFunction(kernel, constants, path, lines, warp_size, library.pyops_host_cluster(), address, run)
 
 
 @cache
-def _runtime(clocked: bool) -> tuple[str, Any]:
-    """The library that runs kernels: its path, and its one function.
+def _runtime(clocked: bool) -> Any:
+    """The one function of the library that runs kernels.
 
     One that is `clocked` runs kernels with mbarriers, TMA and wgmma, and takes longer for every access.
     """
-    code = Unit(f"#define PYOPS_HOST_CLOCKED {int(clocked)}\n", source.inline("host/runtime.cpp"))
-    path, library = load_library("runtime", code, (), "host/runtime.cpp", "")
-    run = library.pyops_host_run
+    run = ctypes.CDLL(_runtime_path(clocked)).pyops_host_run
     run.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     run.restype = ctypes.POINTER(_Fault)
-    return path, run
+    return run
+
+
+def _runtime_path(clocked: bool) -> str:
+    """Where that library lies, for kernels to be linked to: it is made anew where its folder has been deleted."""
+    return build("runtime", _runtime_code(clocked), (), "host/runtime.cpp", "")
+
+
+@cache
+def _runtime_code(clocked: bool) -> Unit:
+    return Unit(f"#define PYOPS_HOST_CLOCKED {int(clocked)}\n", source.inline("host/runtime.cpp"))

@@ -261,7 +261,7 @@ def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any, 
         }
         given = {name: value for name, value in known.items() if name in signature}
         if takes_more or "position_ids" in signature:
-            given["position_ids"] = POSITIONS + torch.arange(count, device="cpu")[None]
+            given["position_ids"] = POSITIONS + torch.arange(count, dtype=torch.int64, device="cpu")[None]
         for stand_in in stand_ins:
             stand_in.given.clear()
         found = tried(partial(forward, hidden, **given))

@@ -51,7 +51,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.max_cache_len = max_cache_len
         self.is_compileable = max_cache_len is not None
         # As in a static cache, a tensor: a compiled step must not be compiled again for the next length.
-        self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0, device="cpu")
+        self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0, dtype=torch.int64, device="cpu")
         self.is_regular = True  # whether the ops know every mask since the first token
         self._written = 0  # as far as Python knows: what compiled steps write is not counted
 
@@ -63,7 +63,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ValueError(f"PagedCache: expected keys and values of one shape, got {shapes[0]} and {shapes[1]}")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
-        self._one = torch.ones(1, device=self.device)  # what codes would be scaled by; not read for these
+        self._one = torch.ones(
+            1, dtype=torch.float32, device=self.device
+        )  # what codes would be scaled by; not read for these
         self._allocate(self.max_cache_len or -(-count // _STEP) * _STEP)
         self.is_initialized = True
 
@@ -121,7 +123,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def slots_for(self, count: int) -> Tensor:
         """[batch * count] slots of the next `count` tokens of each row; behind all slots where there is no room."""
-        positions = torch.arange(count, device=self.device) + self.cumulative_length
+        positions = torch.arange(count, dtype=torch.int64, device=self.device) + self.cumulative_length
         slots = self._firsts()[:, None] + positions
         if self.max_cache_len is not None:
             slots = torch.where(positions < self._room, slots, self._key_slots.shape[0])
@@ -159,12 +161,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
                 self.is_regular = False
                 return None
             window = found
-        blocks = torch.arange(0, self._room, _BLOCK, device=self.device)
+        blocks = torch.arange(0, self._room, _BLOCK, dtype=torch.int64, device=self.device)
         tables = (firsts + starts)[:, None] + blocks
         lengths = torch.clamp(past + count - starts, max=self._room)
         if count == 1:
             return Sequences(tables, lengths, None, window)
-        rows = torch.arange(0, len(firsts) + 1, device=self.device) * count
+        rows = torch.arange(0, len(firsts) + 1, dtype=torch.int64, device=self.device) * count
         if attention_mask is None:
             return Sequences(tables, lengths, rows, window)
         # Of each row the padding among the new tokens, which has no keys, and then the others.
@@ -217,7 +219,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _firsts(self) -> Tensor:
         """The first slot of each row of the batch."""
-        return torch.arange(self.batch_size, device=self.device) * self._room
+        return torch.arange(self.batch_size, dtype=torch.int64, device=self.device) * self._room
 
 
 def _readable(attended: Tensor) -> bool:
@@ -228,8 +230,8 @@ def _readable(attended: Tensor) -> bool:
 def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> bool:
     """Whether a mask is causal, of a sliding window or none, with padding on the left."""
     count, length = attended.shape[-2:]
-    keys = torch.arange(length, device=attended.device)
-    queries = (torch.arange(count, device=attended.device) + past)[:, None]
+    keys = torch.arange(length, dtype=torch.int64, device=attended.device)
+    queries = (torch.arange(count, dtype=torch.int64, device=attended.device) + past)[:, None]
     expected = (keys <= queries) & (keys >= starts[:, None, None])
     if sliding_window:
         expected &= keys > queries - sliding_window

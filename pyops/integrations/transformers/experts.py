@@ -139,7 +139,7 @@ def _form_by(module: Any, by_inputs: bool, has_biases: bool) -> _Form:
     small = twin(module, **weights)
     small.num_experts = _EXPERTS
     x, probabilities = randn(_TOKENS, _HIDDEN, seed=3), randn(_TOKENS, _TOP_K, seed=4).sigmoid()
-    firsts = torch.arange(_TOKENS, device="cpu")
+    firsts = torch.arange(_TOKENS, dtype=torch.int64, device="cpu")
     chosen = torch.stack((firsts % _EXPERTS, (firsts + 1) % _EXPERTS), 1)
     # The code of the class, and not what its decorator chooses for a GPU.
     theirs = tried(lambda: [forward_of(module)(small, scale * x, chosen, probabilities) for scale in _SCALES])

@@ -90,7 +90,9 @@ def _formats(module: Any) -> list[_Format]:
     if isinstance(order, Tensor) and order.numel():
         if order.dtype != torch.int32 or tuple(order.shape) != (columns,):
             return []
-        has_order = bool((order.cpu() != torch.arange(columns, device="cpu") // (columns // groups)).any())
+        has_order = bool(
+            (order.cpu() != torch.arange(columns, dtype=torch.int64, device="cpu") // (columns // groups)).any()
+        )
     return [_Format(bits, is_v2, columns, has_order) for is_v2 in (False, True)]
 
 
@@ -106,7 +108,13 @@ def _known(module: Any, dtype: torch.dtype) -> _Format:
     if not formats:
         shapes = ", ".join(f"{name} {tuple(getattr(module, name).shape)}" for name in ("qweight", "qzeros", "scales"))
         raise Unknown(f"its tensors are neither AWQ's nor GPTQ's of {_bits(module)} bits: {shapes}")
-    numbers = torch.rand(_TRIAL_ROWS, formats[0].columns, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    numbers = torch.rand(
+        _TRIAL_ROWS,
+        formats[0].columns,
+        generator=torch.Generator("cpu").manual_seed(0),
+        dtype=torch.float32,
+        device="cpu",
+    )
     x = numbers.to(module.scales.device, dtype)
     theirs = tried(lambda: module.forward(x)).double()
     errors = []

@@ -68,7 +68,7 @@ class Step:
         if key not in self._tables:
             cos, sin = (turn.angles(x).to(dtype) for x in self._angles)
             cos_sin_cache = torch.cat((cos, sin), -1).flatten(0, 1)
-            positions = torch.arange(len(cos_sin_cache), device=cos.device).view(cos.shape[:2])
+            positions = torch.arange(len(cos_sin_cache), dtype=torch.int64, device=cos.device).view(cos.shape[:2])
             self._tables[key] = positions.expand(self._shape), cos_sin_cache
         return self._tables[key]
 
@@ -107,7 +107,7 @@ def angles_of(
     Raises:
         Unknown: the module gives something else.
     """
-    positions = POSITIONS + torch.arange(count, device="cpu")[None]
+    positions = POSITIONS + torch.arange(count, dtype=torch.int64, device="cpu")[None]
     types = getattr(config, "layer_types", None)
     names = inspect.signature(forward_of(module)).parameters
     options = {"layer_type": types[layer_idx]} if types and "layer_type" in names else {}

@@ -32,7 +32,7 @@ class Unknown(Exception):
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers on the CPU, the same for a seed; PyTorch's own generators are left alone."""
-    numbers = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    numbers = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
     return numbers.to(dtype)
 
 

@@ -66,7 +66,7 @@ def decode(quant_type: int, weight: Tensor) -> Tensor:
     """float32 of the elements of a contiguous tensor of bytes, in order."""
     format = FORMATS[quant_type]
     blocks = weight.reshape(-1, format.nbytes).int()
-    return format.decode(blocks, torch.arange(format.length, device=weight.device)).reshape(-1)
+    return format.decode(blocks, torch.arange(format.length, dtype=torch.int64, device=weight.device)).reshape(-1)
 
 
 def of_rows(W: TensorArg, quant_type: int, m: int, n: int) -> Format:
@@ -222,7 +222,7 @@ _TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 
 
 def _iq4(nibbles: Tensor) -> Tensor:
-    return torch.tensor(_TABLE, device=nibbles.device)[nibbles]
+    return torch.tensor(_TABLE, dtype=torch.int64, device=nibbles.device)[nibbles]
 
 
 @cache
@@ -234,9 +234,9 @@ def _grids() -> dict[str, list[int]]:
 
 def _grid(name: str, index: Tensor, e: Tensor, bits: int, values: tuple[int, ...]) -> Tensor:
     """Element `e` of the entries at `index` of a grid: its fields of `bits` bits are indices into `values`."""
-    entries = torch.tensor(_grids()[name], device=index.device)
+    entries = torch.tensor(_grids()[name], dtype=torch.int64, device=index.device)
     levels = entries[index] >> bits * e & 2**bits - 1
-    return torch.tensor(values, device=index.device)[levels]
+    return torch.tensor(values, dtype=torch.int64, device=index.device)[levels]
 
 
 _IQ2 = 8, 25, 43

@@ -225,7 +225,7 @@ def bad_indices(
         max_tokens: a bound of the lengths beside the room in the block table.
     """
     room = block_tables.shape[1] * block_size
-    first_tokens = torch.arange(block_tables.shape[1], device=block_tables.device) * block_size
+    first_tokens = torch.arange(block_tables.shape[1], dtype=torch.int64, device=block_tables.device) * block_size
     begins = torch.where(torch.as_tensor(attended, device=seq_lens.device) > 0, seq_lens - attended, 0)
     used = (first_tokens < seq_lens[:, None]) & (first_tokens + block_size > begins[:, None])
     return {

@@ -60,7 +60,10 @@ def merge_attn_states(
     only_prefix, only_suffix = (s == -infinite) & ~p.isnan(), (p == -infinite) & ~s.isnan()
     lse = torch.where(max_logit == -infinite, max_logit, torch.log(total) + max_logit)
     if prefill_tokens_with_context is not None:
-        no_prefix = torch.arange(len(output), device=output.device)[:, None, None] >= prefill_tokens_with_context
+        no_prefix = (
+            torch.arange(len(output), dtype=torch.int64, device=output.device)[:, None, None]
+            >= prefill_tokens_with_context
+        )
         only_prefix, only_suffix = only_prefix & ~no_prefix, only_suffix | no_prefix
         lse = torch.where(no_prefix, suffix_lse.T[..., None], lse)
     if output_scale is not None:

@@ -93,7 +93,9 @@ def sm100_cutlass_mla_decode(
     num_pages, page_size, _ = cache.shape
     queries = torch.cat((q_nope.double(), q_pe.double()), -1)
     for s, length in enumerate(seq_lens.tolist()):
-        tokens = torch.arange(max(0, min(length, page_table.shape[1] * page_size)), device=out.device)
+        tokens = torch.arange(
+            max(0, min(length, page_table.shape[1] * page_size)), dtype=torch.int64, device=out.device
+        )
         pages = page_table[s][tokens // page_size]
         there = (pages >= 0) & (pages < num_pages)
         entries = cache[pages[there], tokens[there] % page_size].double()

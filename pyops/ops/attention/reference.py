@@ -77,7 +77,7 @@ def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tens
     packed, is_fp8 = kv.key_cache.ndim == 5, kv.kv_cache_dtype != "auto"
     if is_fp8:
         caches = [cache.view(fp8.cache_codes(cache, kv.kv_cache_dtype)) for cache in caches]
-    tokens = torch.arange(first, max(first, length), device=kv.key_cache.device)
+    tokens = torch.arange(first, max(first, length), dtype=torch.int64, device=kv.key_cache.device)
     numbers = kv.block_tables[s][tokens // kv.block_size]
     exists = (numbers >= 0) & (numbers < len(kv.key_cache))
     tokens, numbers = tokens[exists], numbers[exists]
@@ -114,9 +114,9 @@ def masked_logits(
     logits = (torch.einsum("nhgd,jhd->hgnj", grouped, keys) * scale).flatten(0, 1)
     if options.logits_soft_cap > 0:
         logits = options.logits_soft_cap * torch.tanh(logits / options.logits_soft_cap)
-    last = torch.full((count,), length - 1, device=query.device)  # token that a row attends to
+    last = torch.full((count,), length - 1, dtype=torch.int64, device=query.device)  # token that a row attends to
     if causal:
-        last = length - count + torch.arange(count, device=query.device)
+        last = length - count + torch.arange(count, dtype=torch.int64, device=query.device)
     if options.alibi_slopes is not None:
         logits = logits + options.alibi_slopes.double()[:, None, None] * (tokens - last[:, None])
     unseen = tokens > last[:, None]
@@ -174,7 +174,10 @@ class Attended:
 
     def _pages(self, num_heads: int, kv: PagedKV, sparse: Sparse) -> Tensor:
         """[num_heads, tokens] bool: whether a head attends to the page of a token."""
-        heads, step = torch.arange(num_heads, device=self.tokens.device), sparse.blocksparse_head_sliding_step
+        heads, step = (
+            torch.arange(num_heads, dtype=torch.int64, device=self.tokens.device),
+            sparse.blocksparse_head_sliding_step,
+        )
         steps = heads * step if step >= 0 else heads // (num_heads // kv.num_kv_heads) * -step
         offset = (sparse.first_step(num_heads, kv.num_kv_heads) + steps + 1)[:, None]
         size = sparse.blocksparse_block_size

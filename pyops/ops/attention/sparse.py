@@ -112,8 +112,10 @@ def convert_vertical_slash_indexes_mergehead(
             )
             block_count[b, h, row] = len(blocks)
             column_count[b, h, row] = len(columns)
-            block_offset[b, h, row, : len(blocks)] = torch.tensor(blocks, device=block_offset.device)
-            column_index[b, h, row, : len(columns)] = torch.tensor(columns, device=column_index.device)
+            block_offset[b, h, row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int64, device=block_offset.device)
+            column_index[b, h, row, : len(columns)] = torch.tensor(
+                columns, dtype=torch.int64, device=column_index.device
+            )
 
 
 def _row(
@@ -238,7 +240,7 @@ def bad_indices_convert_vertical_slash_indexes_mergehead(
     for kind, count in counts.items():
         if count is not None:
             indexes = found[f"{kind}_indexes"]
-            indexes &= torch.arange(indexes.shape[-1], device=count.device) < count[:, None]
+            indexes &= torch.arange(indexes.shape[-1], dtype=torch.int64, device=count.device) < count[:, None]
             found[f"{kind}_indices_count"] = (count < 0) | (count > indexes.shape[-1])
     return found
 

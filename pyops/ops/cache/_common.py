@@ -84,7 +84,7 @@ def bad_table_entries(
     Sequence b reads the entries of positions ``starts[b]`` to ``starts[b] + lengths[b] - 1``.
     """
     num_seqs, table = len(lengths), block_table[: len(lengths)]
-    first = torch.arange(block_table.shape[1], device=block_table.device) * block_size
+    first = torch.arange(block_table.shape[1], dtype=torch.int64, device=block_table.device) * block_size
     starts, ends = starts[:, None], (starts + lengths)[:, None]
     used = (first < ends) & (first + block_size > starts) & (starts < ends)
     wrong = torch.zeros_like(block_table, dtype=torch.bool)

@@ -20,7 +20,7 @@ def existing_rows(
     """(rows, blocks, offsets) of the rows 0, 1, ... whose entry exists; ``sequence[t]`` is the sequence of row t."""
     num_blocks, block_size = cache.shape[:2]
     num_seqs = min(len(cu_seq_lens) - 1, len(block_table))
-    row = torch.arange(len(sequence), device=sequence.device)
+    row = torch.arange(len(sequence), dtype=torch.int64, device=sequence.device)
     valid = (sequence >= 0) & (sequence < num_seqs)
     if num_seqs == 0:
         return existing_positions(block_table, torch.full_like(sequence, -1), row, num_blocks, block_size)

@@ -51,7 +51,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
         workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
         batch_size: sequences to gather.
     """
-    row = torch.arange(len(dst), device=dst.device)
+    row = torch.arange(len(dst), dtype=torch.int64, device=dst.device)
     starts, lengths = workspace_starts[:batch_size].long(), seq_lens[:batch_size].long()
     sequence, position = torch.full_like(row, -1), torch.zeros_like(row)
     for b in reversed(range(batch_size)):

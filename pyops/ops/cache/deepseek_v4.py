@@ -99,7 +99,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     data, scales = _entries(key)
     for part, size, start in ((data, _ENTRY_BYTES, 0), (scales, _SCALE_BYTES, cache_block_size * _ENTRY_BYTES)):
         first = start + offset[:, None] * size
-        k_cache[block[:, None], first + torch.arange(size, device=first.device)] = part
+        k_cache[block[:, None], first + torch.arange(size, dtype=torch.int64, device=first.device)] = part
 
 
 @fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.result

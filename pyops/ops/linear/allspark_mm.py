@@ -63,7 +63,7 @@ def rearrange_kn_weight_as_n32k16_order(
         return
     words = repacked(b_qweight, ("bytes", "n32k16"), 8, (K, N), columns=N_32align)
     b_qweight_reorder.copy_(words.view(torch.uint8).view(b_qweight_reorder.shape))
-    place = column_place("n32k16", torch.arange(N, device=b_scales.device))
+    place = column_place("n32k16", torch.arange(N, dtype=torch.int64, device=b_scales.device))
     pairs = [(b_scales_reorder, b_scales)]
     if has_zp:
         assert b_zeros is not None

@@ -138,9 +138,9 @@ def in_full(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, dtyp
         zeros = None if zeros is None else torch.stack((zeros & 15, zeros >> 4), 2).flatten(1, 2)
     size = codes.shape[2] // scales.shape[2]
     if kind == "float4_e2m1f":
-        numbers = torch.tensor(E2M1_NUMBERS, device=codes.device)[codes.long()]
+        numbers = torch.tensor(E2M1_NUMBERS, dtype=torch.float32, device=codes.device)[codes.long()]
         exponents = scales.view(torch.uint8).int()
-        factors = torch.ldexp(torch.ones(exponents.shape, device=codes.device), exponents - 127)
+        factors = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32, device=codes.device), exponents - 127)
         factors = factors.masked_fill(exponents == 255, torch.nan)
     else:
         middle = 2.0 ** (bits - 1) if zeros is None else zeros.repeat_interleave(size, 2).float()

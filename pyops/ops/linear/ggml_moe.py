@@ -169,7 +169,7 @@ def ggml_moe_a8_vec(
         tokens: rows of X.
         out: [tokens * top_k, row] of the dtype of X, returned; elements of a row lie one after another.
     """
-    rows = torch.arange(len(out), device=out.device)
+    rows = torch.arange(len(out), dtype=torch.int64, device=out.device)
     _multiply(out, X, W, quant_type, top_k, rows, topk_ids.reshape(-1).long())
 
 

@@ -98,7 +98,7 @@ def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, a_scales: Tensor | None,
 def block_scaled_product(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
     """float64 ``a @ b.T``, the products of each block of K under the scales of the block."""
     x = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
-    of_rows = torch.arange(len(b), device=b.device) // SCALE_BLOCK
+    of_rows = torch.arange(len(b), dtype=torch.int64, device=b.device) // SCALE_BLOCK
     for j in range(b_scales.shape[1]):
         block = slice(j * SCALE_BLOCK, (j + 1) * SCALE_BLOCK)
         factors = a_scales[:, j, None] * b_scales[of_rows, j]

@@ -51,7 +51,7 @@ def _multiply(
     b = by_rows(b, n, a.shape[1])
     b_scales = by_rows(b_scales, rounded_up(n, TILE_ROWS), a_scales.shape[1])
     for e, rows in each_expert(out, problem_sizes, expert_offsets):
-        place = int(scale_offsets[e]) + torch.arange(rows.stop - rows.start, device=a.device)
+        place = int(scale_offsets[e]) + torch.arange(rows.stop - rows.start, dtype=torch.int64, device=a.device)
         inside = (place >= 0) & (place < size)
         codes = torch.zeros(size, a.shape[1], dtype=a.dtype, device=a.device)
         codes[place[inside]] = a[rows][inside]

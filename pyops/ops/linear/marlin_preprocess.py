@@ -41,9 +41,9 @@ def marlin_int4_fp8_preprocess_out(out: Tensor, qweight: Tensor, qzeros_or_none:
         qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all zero
             points are 8.
     """
-    shifts = torch.arange(0, 32, 4, device=qweight.device)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int64, device=qweight.device)
     codes = qweight.long().unsqueeze(-1) >> shifts & 15
-    zeros = torch.full((), 8, device=qweight.device)
+    zeros = torch.full((), 8, dtype=torch.int64, device=qweight.device)
     if qzeros_or_none is not None:
         zeros = (qzeros_or_none.long().unsqueeze(-1) >> shifts & 15).repeat_interleave(
             qweight.shape[0] // max(1, qzeros_or_none.shape[0]), 0

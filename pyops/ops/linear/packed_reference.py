@@ -37,13 +37,16 @@ def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
 
 def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> Tensor:
     """int64 codes [K, N] of a weight of words or bytes."""
-    k, n = torch.arange(size[0], device=packed.device)[:, None], torch.arange(size[1], device=packed.device)[None]
+    k, n = (
+        torch.arange(size[0], dtype=torch.int64, device=packed.device)[:, None],
+        torch.arange(size[1], dtype=torch.int64, device=packed.device)[None],
+    )
     return _codes(packed, bits, lambda j: code_bit(layout, bits, size, k, n, j))
 
 
 def pack(codes: Tensor, layout: Layout, bits: int, size: tuple[int, int], num_words: int) -> Tensor:
     """int32 words of int64 codes, which are those of the first columns of a weight of this size."""
-    k, n = (torch.arange(count, device=codes.device) for count in codes.shape)
+    k, n = (torch.arange(count, dtype=torch.int64, device=codes.device) for count in codes.shape)
     words = torch.zeros(num_words, dtype=torch.int64, device=codes.device)
     for j in range(bits):
         place = code_bit(layout, bits, size, k[:, None], n[None], j)
@@ -81,9 +84,9 @@ def multiply(
     """
     w = values(weight)
     sums = _activations(a, weight) @ (w.float().to(out.dtype).double() if rounds else w)
-    one = torch.ones(1, device=out.device)
+    one = torch.ones(1, dtype=torch.float32, device=out.device)
     factor = one.double() * 2.0**scale_exponent
-    place = column_place(column_order, torch.arange(weight.n, device=out.device))
+    place = column_place(column_order, torch.arange(weight.n, dtype=torch.int64, device=out.device))
     if b_scales is not None:
         b_scales = b_scales.reshape(-1) if b_scales.numel() == 1 else b_scales.reshape(-1)[place]
         b_scales = (b_scales.double() * factor).float()
@@ -104,14 +107,17 @@ def _activations(a: Tensor, weight: Any) -> Tensor:
 def values(weight: Any) -> Tensor:
     """w [K, N] in float64, which holds it."""
     w, device = weight, weight.codes.device
-    rows, columns = torch.arange(w.k, device=device), torch.arange(w.n, device=device)
+    rows, columns = (
+        torch.arange(w.k, dtype=torch.int64, device=device),
+        torch.arange(w.n, dtype=torch.int64, device=device),
+    )
     groups = rows // max(1, w.group_size) if w.g_idx is None else w.g_idx.long()
     exists = (groups >= 0) & (groups < w.groups)
     g = groups.where(exists, 0)
     place = column_place(w.scale_order, columns)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     if w.zero_kind == "codes":
-        at = torch.arange(w.groups, device=device)[:, None], columns[None]
+        at = torch.arange(w.groups, dtype=torch.int64, device=device)[:, None], columns[None]
         zero = _codes(w.zeros, w.bits, lambda j: zero_bit(w.zero_layout, w.bits, w.n, *at, j))[g] + w.zero_offset
     elif w.zero_kind == "floats":
         zero = w.zeros[g][:, place].double()
@@ -153,9 +159,12 @@ def _numbers(w: Any, zero: Tensor) -> Tensor:
 def _spread(codes: Tensor, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Codes of two rows of four in the places of all rows, and whether a row has one."""
     columns = codes.shape[1]
-    quad, n = torch.arange(rows // 4, device=codes.device)[:, None], torch.arange(columns, device=codes.device)[None]
+    quad, n = (
+        torch.arange(rows // 4, dtype=torch.int64, device=codes.device)[:, None],
+        torch.arange(columns, dtype=torch.int64, device=codes.device)[None],
+    )
     kept = places.reshape(-1)[places_word(columns, quad, n)].long() >> quad % 4 * 4 & 15
-    each = torch.arange(4, device=codes.device)[None, :, None]
+    each = torch.arange(4, dtype=torch.int64, device=codes.device)[None, :, None]
     first, second = (kept & 3)[:, None] == each, (kept >> 2)[:, None] == each
     pairs = codes.view(rows // 4, 2, columns)
     spread = torch.where(second, pairs[:, 1:], pairs[:, :1])

@@ -55,8 +55,8 @@ def cutlass_scaled_mm(
     if a_scales.numel() in (1, a.shape[0]) and b_scales.numel() in (1, b.shape[1]):
         out.copy_(scaled(a.double() @ b.double(), a_scales, b_scales, bias))
         return
-    x = torch.zeros(out.shape, device=out.device)
-    columns = torch.arange(b.shape[1], device=b.device) // SCALE_BLOCK
+    x = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    columns = torch.arange(b.shape[1], dtype=torch.int64, device=b.device) // SCALE_BLOCK
     for j in range(b_scales.shape[0]):
         block = slice(j * SCALE_BLOCK, (j + 1) * SCALE_BLOCK)
         product = (a[:, block].double() @ b[block].double()).float()

@@ -45,7 +45,7 @@ def cutlass_sparse_compress(a: Tensor, *, a_nzs: Tensor, a_meta: Tensor) -> None
     places = torch.stack((low, high), -1)
     bits = groups.view(torch.uint8 if a.element_size() == 1 else torch.int16)
     a_nzs.copy_(bits.gather(-1, places).flatten(1).view(a.dtype))
-    shifts = torch.tensor((0, 2, 4, 6), device=a.device)
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.int64, device=a.device)
     a_meta.copy_((places.flatten(1).unflatten(1, (-1, 4)) << shifts).sum(-1))
 
 

@@ -185,7 +185,7 @@ def padded_places(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor,
     rows, counts = sorted_rows(bins, num_bins)
     blocks = (counts + block_size - 1) // block_size
     skipped = (blocks * block_size - counts).cumsum(0) - (blocks * block_size - counts)  # padding before each bin
-    return rows, torch.arange(len(rows), device=rows.device) + skipped[bins[rows]], blocks
+    return rows, torch.arange(len(rows), dtype=torch.int64, device=rows.device) + skipped[bins[rows]], blocks
 
 
 def max_places(num_rows: int, num_experts: int, block_size: int) -> int:

@@ -30,7 +30,7 @@ def align(
     rows, places, blocks = padded_places(experts, num_experts, block_size)
     sorted_token_ids.fill_(len(experts))
     sorted_token_ids[places] = rows.int()
-    numbers = torch.arange(num_experts, device=experts.device).repeat_interleave(blocks)
+    numbers = torch.arange(num_experts, dtype=torch.int64, device=experts.device).repeat_interleave(blocks)
     experts_ids.fill_(-1)
     experts_ids[: len(numbers)] = numbers.int()
     total.copy_(blocks.sum() * block_size)
@@ -205,8 +205,8 @@ def batched_moe_align_block_size(
         num_tokens_post_pad: one int32, written: places that experts take.
     """
     counts = expert_num_tokens.long().clamp(0, max_tokens_per_batch)
-    offsets = torch.arange(max_tokens_per_batch, device=counts.device)
-    batch = torch.arange(len(counts), device=counts.device)[:, None].expand(-1, max_tokens_per_batch)
+    offsets = torch.arange(max_tokens_per_batch, dtype=torch.int64, device=counts.device)
+    batch = torch.arange(len(counts), dtype=torch.int64, device=counts.device)[:, None].expand(-1, max_tokens_per_batch)
     align(
         sorted_ids,
         expert_ids,

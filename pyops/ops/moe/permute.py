@@ -76,7 +76,7 @@ def moe_permute(
     elsewhere = torch.where((ids >= 0) & (ids < num_ids), ids + (num_bins - 1 - num_ids), num_bins - 1)
     rows, counts = sorted_rows(experts.where(experts >= 0, elsewhere), num_bins)
     places = torch.empty_like(rows)
-    places[rows] = torch.arange(num_rows, device=rows.device)
+    places[rows] = torch.arange(num_rows, dtype=torch.int64, device=rows.device)
     inv_permuted_idx.view(-1).copy_(places)
     permuted_idx.view(-1).copy_(rows.where(experts[rows] >= 0, num_rows))
     expert_first_token_offset.copy_((counts.cumsum(0) - counts)[: n_local_expert + 1])

@@ -115,7 +115,7 @@ def topk_softplus_sqrt(
     known = (tokens >= 0) & (tokens < rows)
     experts = hash_indices_table.long()[tokens.where(known, 0)].where(known[:, None], -1) if rows else None
     if experts is None:
-        experts = torch.full(topk_ids.shape, -1, device=topk_ids.device)
+        experts = torch.full(topk_ids.shape, -1, dtype=torch.int64, device=topk_ids.device)
     exists = (experts >= 0) & (experts < gating_output.shape[1])
     scores = softplus_sqrt(as_logits(gating_output.float()))
     weights = scores.gather(1, experts.where(exists, 0)).where(exists, 0.0)
@@ -156,7 +156,9 @@ def _write(
     topk_weights.copy_(weights * scale)
     topk_ids.copy_(experts)
     num_tokens, topk = topk_ids.shape
-    token_expert_indices.copy_(torch.arange(num_tokens * topk, device=topk_ids.device).view(topk, num_tokens).T)
+    token_expert_indices.copy_(
+        torch.arange(num_tokens * topk, dtype=torch.int64, device=topk_ids.device).view(topk, num_tokens).T
+    )
 
 
 def _launches(

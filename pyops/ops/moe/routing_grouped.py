@@ -87,7 +87,7 @@ def grouped_topk(
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
     falls_back = order[:, topk_group - 1, None] == -torch.inf
     topk_weights.copy_(torch.where(falls_back, 1 / topk, weights * routed_scaling_factor))
-    topk_ids.copy_(torch.where(falls_back, torch.arange(topk, device=scores.device), experts))
+    topk_ids.copy_(torch.where(falls_back, torch.arange(topk, dtype=torch.int64, device=scores.device), experts))
 
 
 @grouped_topk.result

@@ -55,7 +55,7 @@ def _write_batched(
     k: int,
 ) -> None:
     """The reference of both ops."""
-    expert_offsets.copy_(torch.arange(num_local_experts, device=expert_offsets.device) * padded_m)
+    expert_offsets.copy_(torch.arange(num_local_experts, dtype=torch.int64, device=expert_offsets.device) * padded_m)
     rows = expert_num_tokens.clamp(0, padded_m)
     swap = num_local_experts * padded_m <= MAX_SWAPPED_ROWS
     write_sizes(problem_sizes1, problem_sizes2, rows, 2 * n, n, k, swap)

@@ -44,7 +44,7 @@ def awq_dequantize(
         split_k_iters, thx, thy: vLLM's; they have no effect.
         out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
     """
-    shifts = torch.tensor(_SHIFTS, device=qweight.device)
+    shifts = torch.tensor(_SHIFTS, dtype=torch.int64, device=qweight.device)
     codes, zero_points = (((x.unsqueeze(-1) >> shifts) & 15).flatten(-2) for x in (qweight, zeros))
     group_size = qweight.shape[0] // max(1, scales.shape[0])
     differences = codes - zero_points.repeat_interleave(group_size, 0)

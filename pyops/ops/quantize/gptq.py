@@ -56,7 +56,7 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor | None, bit: int) -> None:
         return
     words, fields = _unit(bit)
     columns = q_weight.shape[1]
-    places = torch.arange(32, device=q_weight.device).unsqueeze(1)
+    places = torch.arange(32, dtype=torch.int64, device=q_weight.device).unsqueeze(1)
     rows = ((q_weight.unsqueeze(1) >> places) & 1).to(torch.uint8).reshape(-1, bit, columns)
     if q_perm is not None and q_perm.numel():
         inside = (q_perm >= 0) & (q_perm < len(rows))

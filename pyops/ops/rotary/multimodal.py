@@ -52,7 +52,7 @@ def multimodal_rotary_embedding(
         mrope_interleaved: whether the pairs of the axes alternate.
     """
     positions = positions.expand(3, -1)
-    pair = torch.arange(cos_sin_cache.shape[1] // 2, device=positions.device)
+    pair = torch.arange(cos_sin_cache.shape[1] // 2, dtype=torch.int64, device=positions.device)
     if mrope_interleaved:
         sections = (0, mrope_section_h, mrope_section_w)
         axis = sum(n * ((pair % 3 == n) & (pair < 3 * sections[n])) for n in (1, 2))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def frequencies(rotary_dim: int, base: float, device: Any = None) -> Tensor:
     """Frequencies without scaling: ``base ** -(2 j / rotary_dim)`` for pair j."""
-    exponents = torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device=device).float() / rotary_dim
     return 1.0 / base**exponents
 
 
@@ -49,7 +49,7 @@ def ntk(plain: Tensor, factor: float, mixed_b: float = 1.0) -> Tensor:
     The last frequency is thus divided by `factor`; a base that is `factor` times as large divides it by less
     ("NTK-RoPE-fixed", or "NTK-RoPE-mixed" for a mixed_b other than 1: https://kexue.fm/archives/9706).
     """
-    pair = torch.arange(1, len(plain) + 1, device=plain.device).float()
+    pair = torch.arange(1, len(plain) + 1, dtype=torch.int64, device=plain.device).float()
     return plain / factor ** (pair / len(plain)) ** mixed_b
 
 
@@ -87,7 +87,7 @@ def yarn(
     if truncate:
         low, high = floor(low), ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    pair = torch.arange(rotary_dim // 2, device=device).float()
+    pair = torch.arange(rotary_dim // 2, dtype=torch.int64, device=device).float()
     unchanged = 1.0 - ((pair - low) / (high - low if high != low else 0.001)).clamp(0.0, 1.0)
     unchanged = unchanged * extrapolation_factor
     plain = frequencies(rotary_dim, base, device)
@@ -101,7 +101,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 def angles(frequencies: Tensor, num_positions: int) -> Tensor:
     """The angle of each pair at each position: [num_positions, rotary_dim / 2] float32, in radians."""
-    return torch.arange(num_positions, device=frequencies.device).float()[:, None] * frequencies
+    return torch.arange(num_positions, dtype=torch.int64, device=frequencies.device).float()[:, None] * frequencies
 
 
 def cos_sin(angles: Tensor, mscale: float = 1.0) -> Tensor:

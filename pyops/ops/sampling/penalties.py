@@ -144,7 +144,7 @@ def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None
         indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
             bits; indices of no row are ignored. None: every row.
     """
-    tokens = torch.arange(logits.shape[-1], device=logits.device)
+    tokens = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
     allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1
     if indices is None:
         logits.masked_fill_(allowed == 0, -torch.inf)

@@ -176,13 +176,13 @@ def top_k_per_row_prefill(
 
 def _select(logits: Tensor, starts: Tensor, ends: Tensor, indices: Tensor, numRows: int, topK: int) -> None:
     """The reference of both ops, for rows that begin at `starts` and end before `ends`."""
-    columns = torch.arange(logits.shape[1], device=logits.device)
+    columns = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
     starts, ends = starts[:, None], ends.clamp(max=logits.shape[1])[:, None]
     bits = logits[:numRows].view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     order = torch.where((columns >= starts) & (columns < ends), order, -(2**40))
     best = order.sort(dim=-1, descending=True, stable=True)[1][:, :topK].sort(dim=-1)[0] - starts
-    lengths, places = ends - starts, torch.arange(topK, device=logits.device)
+    lengths, places = ends - starts, torch.arange(topK, dtype=torch.int64, device=logits.device)
     whole = places.where(places < lengths, -1)
     best = torch.nn.functional.pad(best, (0, topK - best.shape[1]))
     indices.copy_(torch.where(lengths <= topK, whole, best))
@@ -240,7 +240,7 @@ def top_k_per_row_decode(
     """
     if seq_lens.ndim == 2:
         seq_lens, next_n = seq_lens.flatten(), 1
-    rows = torch.arange(numRows, device=logits.device)
+    rows = torch.arange(numRows, dtype=torch.int64, device=logits.device)
     ends = seq_lens[rows // next_n].long() - next_n + rows % next_n + 1
     _select(logits, torch.zeros_like(ends), ends, indices, numRows, topK)
 

@@ -44,8 +44,8 @@ def _lengths(longest: int) -> st.SearchStrategy[int]:
 def ragged_batches(draw: st.DrawFn, max_seqs: int = 8, max_seq_len: int = 300) -> RaggedBatch:
     """Batches of 1 to `max_seqs` sequences: empty, of one token, beside powers of two, of `max_seq_len` tokens."""
     lengths = draw(st.lists(_lengths(max_seq_len), min_size=1, max_size=max_seqs), label="lengths")
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
     offsets[1:] = seq_lens.cumsum(0)
     return RaggedBatch(seq_lens, offsets)
 
@@ -79,7 +79,7 @@ class PagedCache:
 
     def slots(self, sequence: int) -> Tensor:
         """[seq_len] int64: where the tokens lie, ``block * block_size + offset``; -1 where the table names no block."""
-        position = torch.arange(int(self.seq_lens[sequence]))
+        position = torch.arange(int(self.seq_lens[sequence]), dtype=torch.int64, device="cpu")
         block = self.block_tables[sequence].long()[position // self.block_size]
         slot = block * self.block_size + position % self.block_size
         return torch.where((block >= 0) & (block < self.num_blocks), slot, -1)
@@ -128,16 +128,18 @@ def paged_caches(
     num_blocks = sum(needed) + draw(st.integers(1, 3), label="blocks too many")
     random = generator(draw(seeds(), label="seed"))
 
-    unused = torch.randperm(num_blocks, generator=random).tolist()
+    unused = torch.randperm(num_blocks, generator=random, dtype=torch.int64, device="cpu").tolist()
     shared = draw(st.sampled_from([0.0, 0.5]), label="share of blocks in common")
     broken_share = draw(st.sampled_from([0.0, 0.3]), label="share of broken entries") if broken else 0.0
     hostile = st.sampled_from([-1, -_INT32_MAX - 1, num_blocks, num_blocks + 1, _INT32_MAX, 0, num_blocks - 1])
     max_blocks = max(needed) + draw(st.integers(0, 3), label="entries too many")
-    table = torch.empty(len(needed), max_blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64]), label="table"))
+    table = torch.empty(
+        len(needed), max_blocks, dtype=draw(st.sampled_from([torch.int32, torch.int64]), label="table"), device="cpu"
+    )
     given: list[int] = []
     for row, count in zip(table, needed, strict=True):
         for entry in range(max_blocks):
-            chance = float(torch.rand((), generator=random))
+            chance = float(torch.rand((), generator=random, dtype=torch.float32, device="cpu"))
             if entry >= count or chance < broken_share:
                 row[entry] = draw(hostile)
             elif given and chance > 1 - shared:
@@ -151,8 +153,10 @@ def paged_caches(
     used = torch.cat([cache.slots(sequence) for sequence in range(len(needed))])
     used = used[used >= 0].unique()
     for store in (key_cache, value_cache):
-        rows = torch.full((num_blocks * block_size, num_heads, head_size), float("nan"))
-        rows[used] = torch.randn(len(used), num_heads, head_size, generator=random)
+        rows = torch.full(
+            (num_blocks * block_size, num_heads, head_size), float("nan"), dtype=torch.float32, device="cpu"
+        )
+        rows[used] = torch.randn(len(used), num_heads, head_size, generator=random, dtype=torch.float32, device="cpu")
         blocks = rows.unflatten(0, (num_blocks, block_size))
         if layout == "packed":
             blocks = blocks.permute(0, 2, 3, 1)
@@ -170,14 +174,14 @@ def _empty_caches(
         if head_size % x:
             raise ValueError(f"head_size: expected a multiple of {x} for packed keys of {kind}, got {head_size}")
         return (
-            torch.empty(num_blocks, num_heads, head_size // x, block_size, x, dtype=kind),
-            torch.empty(num_blocks, num_heads, head_size, block_size, dtype=kind),
+            torch.empty(num_blocks, num_heads, head_size // x, block_size, x, dtype=kind, device="cpu"),
+            torch.empty(num_blocks, num_heads, head_size, block_size, dtype=kind, device="cpu"),
         )
     heads_first = draw(st.booleans(), label="heads before slots")
     inner = (num_heads, block_size) if heads_first else (block_size, num_heads)
     if draw(st.booleans(), label="keys and values in one buffer"):
-        caches = torch.empty(num_blocks, 2, *inner, head_size, dtype=kind).unbind(1)
+        caches = torch.empty(num_blocks, 2, *inner, head_size, dtype=kind, device="cpu").unbind(1)
     else:
-        caches = torch.empty(2, num_blocks, *inner, head_size, dtype=kind).unbind(0)
+        caches = torch.empty(2, num_blocks, *inner, head_size, dtype=kind, device="cpu").unbind(0)
     keys, values = (cache.transpose(1, 2) if heads_first else cache for cache in caches)
     return keys, values

@@ -42,7 +42,8 @@ def layouts() -> st.SearchStrategy[Layout]:
 def contents(draw: st.DrawFn, shape: Sequence[int], dtype: str = "float32", kinds: Sequence[str] = CONTENTS) -> Tensor:
     """Contiguous CPU tensors of a float type, filled in one of `kinds`: see `pyops.testing.filled`."""
     kind, seed = draw(st.sampled_from(kinds), label="contents"), draw(seeds(), label="seed")
-    return filled(torch.randn(tuple(shape), generator=generator(seed)).to(getattr(torch, dtype)), kind)
+    drawn = torch.randn(tuple(shape), generator=generator(seed), dtype=torch.float32, device="cpu")
+    return filled(drawn.to(getattr(torch, dtype)), kind)
 
 
 @st.composite

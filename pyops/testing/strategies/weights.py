@@ -47,7 +47,7 @@ def _packed(codes: Tensor, bits: int, dim: int, order: Sequence[int] | None = No
     fields = 32 // bits
     split = codes.long().movedim(dim, -1).unflatten(-1, (-1, fields))
     split = split[..., list(order or range(fields))]
-    words = (split << torch.arange(0, 32, bits)).sum(-1)
+    words = (split << torch.arange(0, 32, bits, dtype=torch.int64, device="cpu")).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).movedim(-1, dim).contiguous()
 
 
@@ -77,9 +77,9 @@ def quantised_weights(
     random = generator(draw(seeds(), label="seed"))
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high + 1, shape, generator=random)
+        return torch.randint(low, high + 1, shape, generator=random, dtype=torch.int64, device="cpu")
 
-    exponents = torch.rand(groups, n, generator=random) * 6 - 4
+    exponents = torch.rand(groups, n, generator=random, dtype=torch.float32, device="cpu") * 6 - 4
     scales = (10**exponents).float()
     if draw(st.booleans(), label="columns of scale 0"):
         scales[:, ::7] = 0.0

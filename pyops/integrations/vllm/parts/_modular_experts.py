@@ -200,7 +200,7 @@ def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tens
     topk, device = moe_config.experts_per_token, moe_config.device
     block_size = block_size_of(quant_config, topk, moe_config.num_local_experts)
     places = torch.full((topk, block_size), topk, dtype=torch.int32, device=device)
-    places[:, 0] = torch.arange(topk, device=device)
+    places[:, 0] = torch.arange(topk, dtype=torch.int64, device=device)
     return places.view(-1), torch.full((1,), topk * block_size, dtype=torch.int32, device=device)
 
 

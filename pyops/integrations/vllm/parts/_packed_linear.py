@@ -107,5 +107,7 @@ def _refusal(c: Any) -> str | None:
 def _placed(columns: Tensor, order: ColumnOrder) -> Tensor:
     """Scales [groups, N] or a bias [N] with its columns in one of Marlin's orders."""
     placed = torch.empty_like(columns, memory_format=torch.contiguous_format)
-    placed[..., column_place(order, torch.arange(columns.shape[-1], device=columns.device))] = columns
+    placed[..., column_place(order, torch.arange(columns.shape[-1], dtype=torch.int64, device=columns.device))] = (
+        columns
+    )
     return placed

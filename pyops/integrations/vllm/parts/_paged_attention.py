@@ -224,7 +224,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         self._cache_dtype = kv_cache_dtype if kv_cache_dtype.startswith("fp8") else "auto"
         self._writes = kv_sharing_target_layer_name is None
         self._sinks = sinks
-        self._alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        place = torch.get_default_device()  # that of the worker, under which vLLM makes its layers
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=place)
+        self._alibi_slopes = slopes
         self._options: dict[str, Any] = {
             "sliding_window": sliding_window or 0,
             "logits_soft_cap": float(logits_soft_cap or 0.0),
