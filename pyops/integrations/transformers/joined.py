@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from .replacement import hooked
 
+_FORWARD = nn.Linear.forward
+
 
 class Joined:
     """Projections of one input as one product: their weights lie one below the other in memory and stay theirs."""
@@ -28,7 +30,7 @@ class Joined:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The projections of `x` [..., in], side by side: a new tensor [..., all their outs]."""
-        if self.weights and self._intact() and not hooked(*self.linears):
+        if self.weights and self.obstacle() is None and not hooked(*self.linears):
             return nn.functional.linear(x, self.weights["weight"], self.weights.get("bias"))
         if len(self.linears) == 1:
             result: Tensor = self.linears[0](x)
@@ -39,8 +41,8 @@ class Joined:
         """Give every projection memory of its own again."""
         for name in self.weights:
             for linear in self.linears:
-                parameter = getattr(linear, name)
-                if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter = linear._parameters.get(name)
+                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
                     parameter.data = parameter.data.clone()
         self.weights = {}
 
@@ -48,19 +50,30 @@ class Joined:
         weights = [linear.weight for linear in self.linears if type(linear) is nn.Linear]
         return (
             len(weights) == len(self.linears)
+            and not any("forward" in vars(linear) for linear in self.linears)
             and len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) == 1
             and len({linear.bias is None for linear in self.linears}) == 1
             and all(type(weight) is nn.Parameter for weight in weights)
         )
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _intact(self) -> bool:
-        """Whether the projections' weights are still those parts: `to` and the merging of adapters give them others."""
+    def obstacle(self) -> str | None:
+        """Why this is no longer one product of what the projections hold; None if it is.
+
+        `to`, the merging of adapters, and pruning give the projections other weights, others give them other forwards.
+        """
+        for linear in self.linears:
+            if type(linear) is not nn.Linear or _FORWARD is not nn.Linear.forward or "forward" in linear.__dict__:
+                return "a projection has another forward"
         for name, whole in self.weights.items():
-            address = whole.data_ptr()
+            address, columns = whole.data_ptr(), whole.stride()
             for linear in self.linears:
-                part = getattr(linear, name)
-                if part.data_ptr() != address:
-                    return False
+                part = linear._parameters.get(name)
+                if part is None or part.data_ptr() != address or part.dtype is not whole.dtype:
+                    return "a projection has other weights"
+                if part.stride() != columns or part.shape[1:] != whole.shape[1:]:
+                    return "a projection has other weights"
                 address += part.nbytes
-        return True
+            if address != whole.data_ptr() + whole.nbytes:
+                return "a projection has other weights"
+        return None

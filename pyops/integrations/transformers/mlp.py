@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...ops import activation
 from .joined import Joined
-from .replacement import Replacement, served
-from .trial import Trials, Unknown, agree, nearest, projection, randn, twin, width
+from .replacement import Replacement, without_weights
+from .trial import Trials, Unknown, agree, nearest, projection, randn, refuse_tensors, twin, width
 
 _GATED = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
 _GATE_LAST = ("mul_and_silu",)
@@ -50,18 +50,21 @@ class MLP(Replacement):
         Unknown: its forward computes nothing that an op does.
     """
 
-    def __init__(self, module: Any, trials: Trials) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
+        super().__init__(module, dtype)
+        refuse_tensors(module, *(part for _, part in without_weights(module)))
         self.form = trials.outcome(module, _tried)
         self.op = self.form.op
         self.products = Joined(*(getattr(module, name) for name in self.form.inputs))
-        self.output = getattr(module, self.form.output)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not served(hidden_states):
+        if args or kwargs or not self.serves(hidden_states):
             result: Tensor = self.original(hidden_states, *args, **kwargs)
             return result
         return self.form(self.module, self.products(hidden_states))
+
+    def passed_over(self) -> Iterable[tuple[str, Any]]:
+        return without_weights(self.module)
 
     def remove(self) -> None:
         super().remove()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...ops.norm import fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_norm_gated
-from .replacement import Replacement, served
-from .trial import Trials, Unknown, forward_of, nearest, randn, settings, twin
+from .replacement import Replacement
+from .trial import Trials, Unknown, forward_of, nearest, randn, refuse_tensors, settings, twin
 
 _OPS = ("rms_norm", "gemma_rms_norm", "rms_norm_gated", "layer_norm")
 _LARGEST_EPSILON = 1e-2
@@ -52,7 +52,7 @@ class Norm(Replacement):
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
-        super().__init__(module)
+        super().__init__(module, dtype)
         weights = list(module.parameters(recurse=False))
         if any(weight.dtype != dtype for weight in weights):
             raise Unknown(f"its weight is {weights[0].dtype}, not {dtype}")
@@ -62,8 +62,7 @@ class Norm(Replacement):
         self.fuses = self.op == "rms_norm" or (self.op == "gemma_rms_norm" and dtype != torch.float16)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        weight = getattr(self.module, "weight", None)
-        if args or kwargs or not served(hidden_states) or (weight is not None and weight.dtype != hidden_states.dtype):
+        if args or kwargs or not self.serves(hidden_states):
             result: Tensor = self.original(hidden_states, *args, **kwargs)
             return result
         # Heads in front of tokens are a view of heads behind them, whose rows have one stride.
@@ -74,6 +73,14 @@ class Norm(Replacement):
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         self.form(self.module, out, rows)
         return out.transpose(1, 2) if heads_first else out
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def changed(self) -> str | None:
+        for weight in self.module._parameters.values():
+            if weight is not None and weight.dtype is not self.dtype:
+                return f"its weight is {weight.dtype}, not {self.dtype}"
+        why: str | None = super().changed()
+        return why
 
     def add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of the sum, the sum) of tensors that may both be written."""
@@ -93,6 +100,7 @@ def _has_one_stride(x: Tensor) -> bool:
 
 
 def _tried(module: Any) -> Form:
+    refuse_tensors(*module.modules())
     weight = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
     size = 64 if shape is None else tuple(shape)[-1]
