@@ -18,12 +18,14 @@ class Joined:
     def __init__(self, *linears: Any) -> None:
         self.linears = linears
         self.weights: dict[str, Tensor] = {}
+        self.rows: list[int] = []
         if len(linears) == 1 or not self._joinable():
             return
         for name in ("weight", "bias") if linears[0].bias is not None else ("weight",):
             parts = [getattr(linear, name) for linear in linears]
             self.weights[name] = whole = torch.cat([part.data for part in parts])
-            for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            self.rows = [len(part) for part in parts]
+            for part, view in zip(parts, whole.split(self.rows), strict=True):
                 part.data = view
             # A graph that reads it where it lies need not copy it at every step.
             torch._dynamo.mark_static_address(whole)
@@ -66,14 +68,12 @@ class Joined:
             if type(linear) is not nn.Linear or _FORWARD is not nn.Linear.forward or "forward" in linear.__dict__:
                 return "a projection has another forward"
         for name, whole in self.weights.items():
-            address, columns = whole.data_ptr(), whole.stride()
-            for linear in self.linears:
+            address, strides = whole.data_ptr(), whole.stride()
+            for linear, rows in zip(self.linears, self.rows, strict=True):
                 part = linear._parameters.get(name)
                 if part is None or part.data_ptr() != address or part.dtype is not whole.dtype:
                     return "a projection has other weights"
-                if part.stride() != columns or part.shape[1:] != whole.shape[1:]:
+                if part.stride() != strides or part.shape != (rows, *whole.shape[1:]):
                     return "a projection has other weights"
                 address += part.nbytes
-            if address != whole.data_ptr() + whole.nbytes:
-                return "a projection has other weights"
         return None

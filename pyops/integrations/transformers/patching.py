@@ -92,7 +92,9 @@ def _dtype(model: Any) -> torch.dtype:
     if len(devices) != 1 or torch.device("meta") in devices:
         found = ", ".join(sorted(map(str, devices)))
         raise ModelError("accelerate", f"model: expected all parameters on one device, found {found}")
-    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    # That of embeddings, because the scales of quantised weights may be of another.
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    dtype: torch.dtype = next((module.weight.dtype for module in embeddings), model.dtype)
     if dtype not in _DTYPES:
         raise ModelError("accelerate", f"model: expected float32, float16 or bfloat16, found {dtype}")
     return dtype

@@ -45,9 +45,12 @@ class Tried:
         self.parts = dict(module._modules)
         self.config, named = getattr(module, "config", None), _named(self.kind)
         self.counts = named | {"training", "forward"} | (self.attributes.keys() - OF_EVERY_MODULE)
-        self.configured = {key: _kept(value) for key, value in _settings_of(self.config).items() if key in named}
+        settings = {} if self.config is None else vars(self.config)
+        self.configured = tuple(sorted(settings.keys() & named))
+        self.settings = tuple(_kept(settings[key]) for key in self.configured)
         values = {key: self.function.__globals__.get(key) for key in self.function.__code__.co_names}
-        self.called = {key: value for key, value in values.items() if inspect.isroutine(value)}
+        self.called = tuple(key for key, value in values.items() if inspect.isroutine(value))
+        self.functions = tuple(map(values.get, self.called))
 
     def changed(self) -> str | None:
         """What is different now; None if nothing is that the trial depended on."""
@@ -64,14 +67,10 @@ class Tried:
             return self._of("its parts are others since")
         if self.name and (module._forward_hooks or module._forward_pre_hooks):
             return self._of("it has hooks")
-        names = self.function.__globals__
-        for key, value in self.called.items():
-            if names.get(key) is not value:
-                return self._of(f"its forward finds another {key} since")
-        settings = _settings_of(self.config) if self.configured else {}
-        for key, value in self.configured.items():
-            if settings.get(key) != value:
-                return self._of(f"its configuration has another {key} since")
+        if self.called and tuple(map(self.function.__globals__.get, self.called)) != self.functions:
+            return self._of(f"its forward finds others since under the names {', '.join(self.called)}")
+        if self.configured and tuple(map(vars(self.config).get, self.configured)) != self.settings:
+            return self._of(f"its configuration has other values since, of {', '.join(self.configured)}")
         return None
 
     def _difference(self) -> str | None:
@@ -98,10 +97,6 @@ def _same(before: Any, after: Any) -> bool:
         return before is after or (type(before) is type(after) and bool(before == after))
     except Exception:  # what compares element by element
         return False
-
-
-def _settings_of(config: Any) -> dict[str, Any]:
-    return {} if config is None else vars(config)
 
 
 def _named(kind: type) -> set[str]:
