@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
 
 from pyops._core.host import toolchain
 from pyops.integrations.transformers import PagedCache, Report, accelerate, report, restore
+from pyops.integrations.transformers.cache import CACHE
 from pyops.testing import cpu
 from tests.small_models import SIZES
 from tests.test_integrations_transformers import prompts, same_logits, steps
@@ -99,6 +100,31 @@ def test_tokens_are_the_same(family: str) -> None:
     assert torch.equal(model.generate(tokens, **options), before)
     restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def seen(model: Any, **options: Any) -> list[torch.Tensor]:
+    """Attention weights and hidden states of a model's call and of `generate`, where there are any."""
+    tokens, mask = prompts()
+    options |= {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        found = [model(tokens, **options)]
+    options |= {"return_dict_in_generate": True, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    written = model.generate(tokens[1:2], attention_mask=mask[1:2], **options | {CACHE: None})
+    steps = [each for name in ("attentions", "hidden_states") for each in getattr(written, name) or ()]
+    return [x for each in (found[0].attentions, found[0].hidden_states, *steps) for x in each or () if x is not None]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "GPTBigCode", "Persimmon"])
+def test_what_is_seen_on_the_way(family: str) -> None:
+    """By "eager", whose attentions give their weights whether they are told that somebody wants them or not."""
+    model = model_of(family)
+    model.set_attn_implementation("eager")
+    theirs = seen(model)
+    accelerate(model)
+    for options in ({}, {CACHE: PagedCache(model.config)}):
+        for ours, expected in zip(seen(model, **options), theirs, strict=True):
+            assert ours.shape == expected.shape
+            same_logits(ours, expected)
 
 
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")

@@ -1,6 +1,6 @@
 """Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
 
-replacement trial         what every replaced forward has; what a module computes, found out by running it
+trial replacement         what a module computes, found out by running it; what every replaced forward has
 cache joined              keys and values of a batch; several projections as one product
 norms mlp rotary          parts of layers, known by what they compute
 seams attention           what an attention asks of transformers, by the ops; the attentions themselves

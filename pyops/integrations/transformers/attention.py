@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 from ..._core.errors import OpError
 from .cache import PagedCache, PagedLayer
 from .joined import Joined
-from .replacement import CACHE_NAMES, Replacement, hooked, renamed, served
+from .replacement import CACHE_NAMES, Replacement, hooked, renamed
 from .rotary import POSITIONS, Step, angles_of
 from .seams import IGNORED, IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
 from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
@@ -39,11 +39,31 @@ def is_attention(module: Any) -> bool:
     return updates and is_one and any(width(part) for part in module.children())
 
 
+class Asked:
+    """An attention interface that keeps what a module says to its function.
+
+    Attributes:
+        function, eager: that the module has found, and that it has for "eager".
+        options: what it says to the function, beside dropout.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        self.eager, self.function = default, self.original.get_interface(name, default)
+        return self.keep
+
+    def keep(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        self.options = {name: value for name, value in options.items() if name in OPTIONS - {"dropout"}}
+        return query.transpose(1, 2), None
+
+
 class BoundAttention(Replacement):
     """The module's own forward, whose attention function and rotary embedding are ops.
 
     Args:
-        asked: what the module says to its attention function beside dropout, and its function of "eager".
+        asked: the attention function, and what the module says to it.
 
     Raises:
         Unknown: the forward has another form.
@@ -51,8 +71,9 @@ class BoundAttention(Replacement):
 
     paged = "reshape_and_cache_flash, paged_attention_v1, paged_attention_varlen"
 
-    def __init__(self, module: Any, asked: tuple[dict[str, Any], Any]) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, dtype: torch.dtype, asked: Asked) -> None:
+        super().__init__(module, dtype)
+        self.asked = asked
         function = forward_of(module)
         self.bound = bound_forward(function)
         self.parameters = tuple(inspect.signature(function).parameters)
@@ -61,8 +82,9 @@ class BoundAttention(Replacement):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden_states = args[0] if args else kwargs[self.parameters[1]]
-        if not served(hidden_states):
-            return self.original(*args, **kwargs)
+        return self._bound(args, kwargs) if self.serves(hidden_states) else self.original(*args, **kwargs)
+
+    def _bound(self, args: Any, kwargs: dict[str, Any]) -> Any:
         return self.bound(self.module, *args, **renamed(kwargs, self.parameters), **self._past(args, kwargs))
 
     def _past(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Past]:
@@ -71,15 +93,16 @@ class BoundAttention(Replacement):
         paged = next((value for value in values if isinstance(value, PagedCache)), None)
         if paged is None:
             return {}
+        paged.written = None  # by an attention that the ops did not serve
         step = next((value for value in values if isinstance(value, Step)), None)
-        return {PAST: Past(paged, step)}
+        return {PAST: Past(paged, step, self.asked.function)}
 
 
 class JoinedAttention(BoundAttention):
     """Queries, keys and values by one product, norms of their heads, and both turned in place by one op."""
 
-    def __init__(self, module: Any, asked: tuple[dict[str, Any], Any]) -> None:
-        super().__init__(module, asked)
+    def __init__(self, module: Any, dtype: torch.dtype, asked: Asked) -> None:
+        super().__init__(module, dtype, asked)
         function = forward_of(module)
         interface, turns = seams(function)
         strange = set(function.__code__.co_names) - _JOINED - {interface, *turns} - settings(module).keys()
@@ -87,8 +110,7 @@ class JoinedAttention(BoundAttention):
         linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
         if strange or turn is None or not all(map(width, linears)):
             raise Unknown("its forward is not that of one product")
-        self.turn, self.interface = turn, function.__globals__[interface]
-        self.options, self.eager = asked
+        self.turn, self.function, self.interface = turn, function, str(interface)
         # Arguments that the forward has a use of its own for, and the model may give.
         self.more = set(self.parameters[2:]) - {"position_embeddings", "attention_mask"} - OPTIONS - IGNORED
         self.qkv = Joined(*linears)
@@ -103,18 +125,20 @@ class JoinedAttention(BoundAttention):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.parameters[1:], args, strict=False)) | renamed(kwargs, self.parameters)
         hidden_states, step, module = given.pop(self.parameters[1]), given.pop("position_embeddings", None), self.module
+        if not self.serves(hidden_states):
+            return self.original(*args, **kwargs)
         name = next(name for name in CACHE_NAMES if name in self.parameters)
         cache, mask = given.pop(name, None), given.pop("attention_mask", None)
         is_known = cache is None or isinstance(cache, (PagedCache, DynamicCache, StaticCache))
         is_told_more = any(given.get(parameter) is not None for parameter in self.more)
-        if not isinstance(step, Step) or not is_known or is_told_more or module.training:
-            return super().forward(*args, **kwargs)
+        if not isinstance(step, Step) or not is_known or is_told_more:
+            return self._bound(args, kwargs)
         query, key, value = self._heads(hidden_states)
         if not self.turn.in_place(step, query, key):
-            return super().forward(*args, **kwargs)
+            return self._bound(args, kwargs)
         states, past = (key.transpose(1, 2), value.transpose(1, 2)), None
         if isinstance(cache, PagedCache):
-            past = Past(cache, step)
+            past = Past(cache, step, self.asked.function)
             cache.written = layer = cache.layers[module.layer_idx]
             layer.reserve(*states)
             if step.slots is None:
@@ -123,8 +147,9 @@ class JoinedAttention(BoundAttention):
             states = layer.kept()
         elif cache is not None:
             states = cache.update(*states, module.layer_idx)
-        function = self.interface.get_interface(module.config._attn_implementation, self.eager)
-        options = self.options | {"dropout": 0.0} | given
+        interface = self.function.__globals__[self.interface]
+        function = interface.get_interface(module.config._attn_implementation, self.asked.eager)
+        options = self.asked.options | {"dropout": 0.0} | given
         out, weights = attend(function, module, query.transpose(1, 2), *states, mask, pyops_past=past, **options)
         return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
@@ -143,18 +168,6 @@ class JoinedAttention(BoundAttention):
         self.qkv.part()
 
 
-class _Asked:
-    """An attention interface that keeps what a module says to its function."""
-
-    def get_interface(self, name: str, default: Any) -> Any:
-        self.default = default
-        return self.keep
-
-    def keep(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-        self.options = options
-        return query.transpose(1, 2), None
-
-
 def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -> BoundAttention:
     """What takes the place of an attention: the fastest that computes what it does for a prompt and for a token.
 
@@ -165,11 +178,20 @@ def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -
     Raises:
         Unknown: nothing does.
     """
-    names = [code.argval for code in dis.get_instructions(forward_of(module))]
     # A forward that names its layer for the cache alone does the same wherever the configuration says the same.
-    layer = module.layer_idx if names.count("layer_idx") > 1 else _settings_of_layer(module.config, module.layer_idx)
+    layer = module.layer_idx if _counts_layers(module) else _settings_of_layer(module.config, module.layer_idx)
     replacement, asked = trials.outcome(module, partial(_tried, rotary, dtype), rotary, layer)
-    return replacement(module, asked)
+    return replacement(module, dtype, asked)
+
+
+def _counts_layers(module: Any) -> bool:
+    """Whether an attention names its layer more than once, or other functions of its class or of its file do."""
+    function = forward_of(module)
+    named = [code.argval for code in dis.get_instructions(function)]
+    called = (function.__globals__.get(name) for name in function.__code__.co_names)
+    methods = (value for kind in type(module).__mro__ for name, value in vars(kind).items() if name != "__init__")
+    others = {inspect.unwrap(each) for each in (*called, *methods) if inspect.isfunction(each)} - {function}
+    return named.count("layer_idx") > 1 or any("layer_idx" in each.__code__.co_names for each in others)
 
 
 def _settings_of_layer(config: Any, layer_idx: int) -> Any:
@@ -179,7 +201,7 @@ def _settings_of_layer(config: Any, layer_idx: int) -> Any:
     return tuple((name, str(value[layer_idx])) for name, value in lists.items() if len(value) == count)
 
 
-def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], tuple[dict[str, Any], Any]]:
+def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], Asked]:
     """What may take the place of an attention, and what that is made with beside the module: see `BoundAttention`.
 
     Raises:
@@ -188,9 +210,8 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
     function = forward_of(module)
     bound_forward(function)  # what asks no interface need not be tried
     interface, _ = seams(function)
-    asked, played = _Asked(), _played(module, torch.float32)
+    asked, played = Asked(function.__globals__[interface]), _played(module, torch.float32)
     _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
-    said = {name: value for name, value in asked.options.items() if name in OPTIONS - {"dropout"}}, asked.default
     forms, why = [JoinedAttention, BoundAttention], "its attention function is not that of the ops"
     # CPUs of older versions of torch lack functions of float16.
     rounded = dtype if dtype == torch.float32 else torch.bfloat16
@@ -201,7 +222,7 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
             try:
                 paged = PagedCache(played.config)
                 paged.layers[module.layer_idx] = layer = _Watched(None)
-                ours = _results(played, tried(partial(form, played, said)).forward, paged, rotary, each)
+                ours = _results(played, tried(partial(form, played, each, asked)).forward, paged, rotary, each)
             except (Unknown, OpError) as reason:
                 why = str(reason)
                 forms.remove(form)
@@ -211,7 +232,7 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
                     forms.remove(form)
     if not forms:
         raise Unknown(why)
-    return forms[0], said
+    return forms[0], asked
 
 
 class _Watched(PagedLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...ops.cache import reshape_and_cache_flash
 # What transformers calls the cache of a forward and of `generate`: `cache` from version 5.24 on.
 CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 _BLOCK = 16  # slots of a block
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of keys and values that the ops write
 _STEP = 256  # slots by which a cache without a limit grows, at least
 
 
@@ -61,16 +63,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         shapes = tuple(key_states.shape), tuple(value_states.shape)
         if shapes[0] != shapes[1]:
             raise ValueError(f"PagedCache: expected keys and values of one shape, got {shapes[0]} and {shapes[1]}")
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.device = key_states.device
         self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
-        self._one = torch.ones(
-            1, dtype=torch.float32, device=self.device
-        )  # what codes would be scaled by; not read for these
-        self._allocate(self.max_cache_len or -(-count // _STEP) * _STEP)
+        self._one = torch.ones(1, dtype=torch.float32, device=self.device)  # the scale of codes, which these are not
+        room = self.max_cache_len or max(1, -(-count // _STEP)) * _STEP
+        self._allocate(room, (key_states.dtype, value_states.dtype))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep keys and values [batch, num_heads, count, head_dim]; all of them, as a dynamic or a static cache."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(
+                "PagedCache: keys and values would lose their gradients: call the model in torch.no_grad()"
+            )
         count = key_states.shape[2]
         self.reserve(key_states, value_states)
         self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots_for(count))
@@ -92,17 +97,44 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.max_cache_len or -1
 
     def reset(self) -> None:
+        """Forget all tokens; a layer that grows may be of another batch and dtype then."""
+        if self.max_cache_len is None:
+            self.is_initialized = False
         super().reset()
         self._written, self.is_regular = 0, True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens; their number counts whatever its sign."""
-        self.cumulative_length -= abs(tokens_to_remove)
-        self._written -= abs(tokens_to_remove)
+        """Forget the newest tokens, -tokens_to_remove of them, or all where that is more."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"PagedCache: crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
+        if self.is_initialized:
+            self.cumulative_length += max(tokens_to_remove, -int(self.cumulative_length))
+            self._written = max(0, self._written + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        for kept in (self.keys, self.values):
-            kept.copy_(kept.index_select(0, beam_idx.to(kept.device)))
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these rows of the batch, in this order; what indexes a tensor may say which."""
+        if not self.is_initialized:
+            return
+        rows = torch.arange(self.batch_size, device=self.device)[indices]
+        keys, values = (kept.index_select(0, rows) for kept in (self.keys, self.values))
+        if len(rows) != self.batch_size:
+            self.batch_size = len(rows)
+            self._allocate(self._room, (keys.dtype, values.dtype))
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        self._move(self.device)
 
     # What attention asks of it.
 
@@ -112,13 +144,22 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         if torch.compiler.is_compiling():
             return
-        needed = self._written + key_states.shape[2]
-        if needed <= self._room:
+        if key_states.shape[0] != self.batch_size:
+            raise ValueError(f"PagedCache: expected a batch of {self.batch_size} rows, got {key_states.shape[0]}")
+        needed, keys, values = self._written + key_states.shape[2], self.keys, self.values
+        given, dtypes = (key_states.dtype, value_states.dtype), (keys.dtype, values.dtype)
+        if needed <= self._room and given == dtypes:
             return
         if self.max_cache_len is not None:
-            raise ValueError(f"PagedCache: max_cache_len: expected at least {needed} tokens, got {self.max_cache_len}")
-        keys, values = self.keys, self.values
-        self._allocate(max(2 * self._room, -(-needed // _STEP) * _STEP))
+            if needed > self._room:
+                raise ValueError(f"PagedCache: max_cache_len: expected at least {needed} tokens, got {self._room}")
+            raise ValueError(f"PagedCache: expected keys and values of {dtypes}, got {given}")
+        promoted = tuple(map(torch.promote_types, dtypes, given))
+        if needed <= self._room and promoted == dtypes:
+            return
+        self._allocate(
+            self._room if needed <= self._room else max(2 * self._room, -(-needed // _STEP) * _STEP), promoted
+        )
         self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
 
     def slots_for(self, count: int) -> Tensor:
@@ -177,8 +218,13 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Keep the next tokens of each row: [batch, count, num_heads, head_dim], and `slots` for them."""
-        caches = self._key_slots[:, None], self._value_slots[:, None]
-        reshape_and_cache_flash(key.flatten(0, 1), value.flatten(0, 1), *caches, slots, "auto", self._one, self._one)
+        rows = key.flatten(0, 1), value.flatten(0, 1)
+        if key.dtype == value.dtype == self._key_slots.dtype == self._value_slots.dtype and key.dtype in _DTYPES:
+            caches = self._key_slots[:, None], self._value_slots[:, None]
+            reshape_and_cache_flash(*rows, *caches, slots, "auto", self._one, self._one)
+        else:
+            for kept, row in zip((self._key_slots, self._value_slots), rows, strict=True):
+                kept[slots] = row.to(kept.dtype)
         self.cumulative_length += key.shape[1]
         if not torch.compiler.is_compiling():
             self._written += key.shape[1]
@@ -202,20 +248,29 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             paged_attention_varlen(out, rows, *past, where.cu_seqlens_q, _BLOCK, *scales, **options)
         return out.view(query.shape)
 
-    def _allocate(self, room: int) -> None:
-        self._room, rows = room, self.batch_size * room
+    def _allocate(self, room: int, dtypes: Iterable[torch.dtype]) -> None:
+        self._room = room
         # The last block begins at the last slot.
-        shape = (rows + _BLOCK - 1, self.num_heads, self.head_dim)
-        self._key_slots, self._value_slots = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
-        self.keys, self.values = (
-            slots[:rows].unflatten(0, (self.batch_size, room)).transpose(1, 2)
-            for slots in (self._key_slots, self._value_slots)
-        )
+        shape = (self.batch_size * room + _BLOCK - 1, self.num_heads, self.head_dim)
+        self._hold(*(torch.zeros(shape, dtype=dtype, device=self.device) for dtype in dtypes))
         if self.max_cache_len is not None:
             self.cumulative_length = self.cumulative_length.to(self.device)
             if not torch.compiler.is_compiling():
                 for static in (self._key_slots, self._value_slots, self.cumulative_length, self._one):
                     torch._dynamo.mark_static_address(static)
+
+    def _hold(self, key_slots: Tensor, value_slots: Tensor) -> None:
+        """Have these slots, and views of them by rows [batch, num_heads, room, head_dim]."""
+        self._key_slots, self._value_slots = key_slots, value_slots
+        self.keys, self.values = (
+            slots[: self.batch_size * self._room].unflatten(0, (self.batch_size, self._room)).transpose(1, 2)
+            for slots in (key_slots, value_slots)
+        )
+
+    def _move(self, device: torch.device) -> None:
+        if self.is_initialized and self._key_slots.device != device:
+            slots = self._key_slots, self._value_slots
+            self._hold(*(each.to(device, non_blocking=True) for each in slots))
 
     def _firsts(self) -> Tensor:
         """The first slot of each row of the batch."""
@@ -263,6 +318,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.written = self.layers[layer_idx]
         return found
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """Keys, values and None of each layer, as a dynamic cache gives them."""
+        for layer in self.layers:
+            yield (*(layer.kept() if layer.is_initialized else (None, None)), None)
 
     def take_written(self) -> PagedLayer | None:
         """The layer whose keys and values an attention reads; None where the attention has written none before."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._experts import FusedMoEQuantConfig, fused_experts
-from .replacement import Replacement, served
-from .trial import Trials, Unknown, agree, forward_of, randn, tried, twin
+from .replacement import Replacement, without_weights
+from .trial import Trials, Unknown, agree, forward_of, randn, refuse_tensors, tried, twin
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _TOKENS, _TOP_K = 3, 16, 12, 5, 2  # sizes of a trial
 # Factors of the hidden states of a trial: among small ones GELU and its approximations differ, large ones reach bounds.
@@ -46,11 +47,14 @@ class Experts(Replacement):
     op = "fused_experts"
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
-        super().__init__(module)
+        super().__init__(module, dtype)
         if module.gate_up_proj.dtype != dtype:
             raise Unknown(f"its weights are {module.gate_up_proj.dtype}, not {dtype}")
         self._form: _Form = trials.outcome(module, _form_of)
         self._parameters = _parameters(module)
+
+    def passed_over(self) -> Iterable[tuple[str, Any]]:
+        return without_weights(self.module)
 
     def install(self) -> None:
         if self._form.by_inputs:
@@ -68,7 +72,7 @@ class Experts(Replacement):
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         weights, x = _tensors(self.module, _WEIGHTS), given["hidden_states"]
         is_laid_out = not self._form.by_inputs or all(weight.mT.is_contiguous() for weight in weights)
-        if not served(x) or x.ndim != 2 or not is_laid_out:
+        if not self.serves(x) or x.ndim != 2 or not is_laid_out:
             result: Tensor = self.original(*args, **kwargs)
             return result
         return _computed(self.module, self._form, *(given[name] for name in self._parameters))
@@ -101,6 +105,7 @@ def _computed(module: Any, form: _Form, x: Tensor, top_k_index: Tensor, top_k_we
 
 def _form_of(module: Any) -> _Form:
     """The form in which the op computes what small experts do."""
+    refuse_tensors(*module.modules())
     names = {name for name, _ in module.named_parameters(recurse=False)}
     has_biases = set(_BIASES) <= names
     others = names - {*_WEIGHTS, *(_BIASES if has_biases else ())}

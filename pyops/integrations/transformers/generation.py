@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import GenerationMode
@@ -20,14 +21,18 @@ class Generation(Replacement):
 
     op = "a PagedCache"
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.original = module, module._prepare_cache_for_generation
+    def original(self, *args: Any, **kwargs: Any) -> None:
+        type(self.module)._prepare_cache_for_generation(self.module, *args, **kwargs)
 
     def install(self) -> None:
         self.module._prepare_cache_for_generation = self.forward
 
+    def watch(self) -> None:
+        """A PagedCache is one for any forward."""
+
     def remove(self) -> None:
-        del self.module._prepare_cache_for_generation
+        if vars(self.module).get("_prepare_cache_for_generation") == self.forward:
+            del self.module._prepare_cache_for_generation
 
     def forward(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, max_cache_length: int
@@ -43,6 +48,10 @@ class Generation(Replacement):
             and generation_mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
             and not generation_config.is_assistant
             and generation_config.prefill_chunk_size is None
+            # Their width is that of the cache's layers.
+            and not generation_config.output_attentions
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(self.module.device.type)
             and self.module.config._attn_implementation in IMPLEMENTATIONS
             and _padded_on_the_left(model_kwargs.get("attention_mask"))
         ):

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from .replacement import hooked
 
+_FORWARD = nn.Linear.forward
+
 
 class Joined:
     """Projections of one input as one product: their weights lie one below the other in memory and stay theirs."""
@@ -16,19 +18,21 @@ class Joined:
     def __init__(self, *linears: Any) -> None:
         self.linears = linears
         self.weights: dict[str, Tensor] = {}
+        self.rows: list[int] = []
         if len(linears) == 1 or not self._joinable():
             return
         for name in ("weight", "bias") if linears[0].bias is not None else ("weight",):
             parts = [getattr(linear, name) for linear in linears]
             self.weights[name] = whole = torch.cat([part.data for part in parts])
-            for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            self.rows = [len(part) for part in parts]
+            for part, view in zip(parts, whole.split(self.rows), strict=True):
                 part.data = view
             # A graph that reads it where it lies need not copy it at every step.
             torch._dynamo.mark_static_address(whole)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The projections of `x` [..., in], side by side: a new tensor [..., all their outs]."""
-        if self.weights and self._intact() and not hooked(*self.linears):
+        if self.weights and self.obstacle() is None and not hooked(*self.linears):
             return nn.functional.linear(x, self.weights["weight"], self.weights.get("bias"))
         if len(self.linears) == 1:
             result: Tensor = self.linears[0](x)
@@ -39,8 +43,8 @@ class Joined:
         """Give every projection memory of its own again."""
         for name in self.weights:
             for linear in self.linears:
-                parameter = getattr(linear, name)
-                if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter = linear._parameters.get(name)
+                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
                     parameter.data = parameter.data.clone()
         self.weights = {}
 
@@ -48,19 +52,28 @@ class Joined:
         weights = [linear.weight for linear in self.linears if type(linear) is nn.Linear]
         return (
             len(weights) == len(self.linears)
+            and not any("forward" in vars(linear) for linear in self.linears)
             and len({(weight.dtype, weight.device, weight.shape[1]) for weight in weights}) == 1
             and len({linear.bias is None for linear in self.linears}) == 1
             and all(type(weight) is nn.Parameter for weight in weights)
         )
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _intact(self) -> bool:
-        """Whether the projections' weights are still those parts: `to` and the merging of adapters give them others."""
+    def obstacle(self) -> str | None:
+        """Why this is no longer one product of what the projections hold; None if it is.
+
+        `to`, the merging of adapters, and pruning give the projections other weights, others give them other forwards.
+        """
+        for linear in self.linears:
+            if type(linear) is not nn.Linear or _FORWARD is not nn.Linear.forward or "forward" in linear.__dict__:
+                return "a projection has another forward"
         for name, whole in self.weights.items():
-            address = whole.data_ptr()
-            for linear in self.linears:
-                part = getattr(linear, name)
-                if part.data_ptr() != address:
-                    return False
+            address, strides = whole.data_ptr(), whole.stride()
+            for linear, rows in zip(self.linears, self.rows, strict=True):
+                part = linear._parameters.get(name)
+                if part is None or part.data_ptr() != address or part.dtype is not whole.dtype:
+                    return "a projection has other weights"
+                if part.stride() != strides or part.shape != (rows, *whole.shape[1:]):
+                    return "a projection has other weights"
                 address += part.nbytes
-        return True
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from .attention import is_attention
 from .norms import Norm
-from .replacement import Replacement, hooked, renamed
+from .replacement import Replacement, hooked, renamed, without_weights
 from .rotary import Left, Step
-from .trial import Unknown, agree, forward_of, randn, settings, tried, twin
+from .trial import Unknown, agree, forward_of, randn, refuse_tensors, settings, tried, twin, width
 
 # The orders in which a layer may call its parts.
 _PLAIN = ("norm", "attention", "norm", "mlp")
@@ -67,9 +67,10 @@ class DecoderLayer(Replacement):
         Unknown: the layer does something else with its parts, or none of its sums is in front of a norm that adds.
     """
 
-    def __init__(self, module: Any, replaced: dict[Any, Replacement]) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, dtype: torch.dtype, replaced: dict[Any, Replacement]) -> None:
+        super().__init__(module, dtype)
         self.form = form = form_of(module, replaced)
+        refuse_tensors(module, *(part for _, part in self.passed_over()))
         signature = inspect.signature(forward_of(module)).parameters.values()
         self.defaults = {p.name: p.default for p in list(signature)[2:] if p.kind is not p.VAR_KEYWORD}
         self.following: DecoderLayer | None = None
@@ -82,13 +83,12 @@ class DecoderLayer(Replacement):
         self.op = "fused_add_rms_norm" if adding[0].op == "rms_norm" else adding[0].op
         if "position_embeddings" not in form.given.values():
             raise Unknown("it is given no rotary embedding")
-        self.passive = [getattr(module, name) for name in form.passive]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer, form = self.module, self.form
         given = dict(zip(self.defaults, args, strict=False)) | renamed(kwargs, self.defaults)
         step = next((value for value in given.values() if isinstance(value, Step)), None)
-        if step is None or layer.training or hooked(*self.passive):
+        if step is None or not self.serves(hidden_states):
             result: Tensor = self.original(hidden_states, *args, **kwargs)
             return result
         before_attention, before_mlp = getattr(layer, form.before_attention), getattr(layer, form.before_mlp)
@@ -113,6 +113,9 @@ class DecoderLayer(Replacement):
         step.left = Left(total, normalised, adding.module)
         return total
 
+    def passed_over(self) -> Iterable[tuple[str, Any]]:
+        return [found for found in without_weights(self.module) if found[0].split(".")[0] in self.form.passive]
+
     def _result(self, name: str, normalised: Tensor, given: dict[str, Any]) -> Tensor:
         """What is added to the residual: of the attention, called with what the layer is given, or of the MLP."""
         layer, form = self.module, self.form
@@ -131,9 +134,9 @@ class DecoderLayer(Replacement):
         return out if form.multiplier is None else out * getattr(layer, form.multiplier)
 
     def _replaced(self, name: str) -> Replacement | None:
-        """What takes the place of a part; None for a part that is left alone, has hooks or came later."""
-        part, module = self.parts.get(name), getattr(self.module, name)
-        return part if part is not None and part.module is module and not hooked(module) else None
+        """What takes the place of a part; None for a part that is left alone now, or has hooks."""
+        part = self.parts.get(name)
+        return part if part is not None and part.changed() is None and not hooked(part.module) else None
 
     def _adding(self, name: str) -> Norm | None:
         """A norm that computes the sum in front of it, too."""
@@ -147,7 +150,11 @@ class DecoderLayer(Replacement):
         if after is not None:
             return self._replaced(after) is not None
         part = self._replaced(name)
-        return part is not None and not hooked(*part.module.children())
+        if part is None:
+            return False
+        # An adapter may keep what it gives.
+        children = part.module._modules.values()
+        return not hooked(*children) and not any(width(child) and child._modules for child in children)
 
 
 def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from ...ops import activation
 from .joined import Joined
-from .replacement import Replacement, served
-from .trial import Trials, Unknown, agree, nearest, projection, randn, twin, width
+from .replacement import Replacement, without_weights
+from .trial import Trials, Unknown, agree, dimensions, nearest, projection, randn, refuse_tensors, twin, width
 
 _GATED = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
 _GATE_LAST = ("mul_and_silu",)
@@ -50,18 +51,21 @@ class MLP(Replacement):
         Unknown: its forward computes nothing that an op does.
     """
 
-    def __init__(self, module: Any, trials: Trials) -> None:
-        super().__init__(module)
-        self.form = trials.outcome(module, _tried)
+    def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
+        super().__init__(module, dtype)
+        refuse_tensors(module, *(part for _, part in without_weights(module)))
+        self.form, self.ndims = trials.outcome(module, _tried)
         self.op = self.form.op
         self.products = Joined(*(getattr(module, name) for name in self.form.inputs))
-        self.output = getattr(module, self.form.output)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or not served(hidden_states):
+        if args or kwargs or hidden_states.ndim not in self.ndims or not self.serves(hidden_states):
             result: Tensor = self.original(hidden_states, *args, **kwargs)
             return result
         return self.form(self.module, self.products(hidden_states))
+
+    def passed_over(self) -> Iterable[tuple[str, Any]]:
+        return without_weights(self.module)
 
     def remove(self) -> None:
         super().remove()
@@ -81,8 +85,8 @@ def _why(module: Any) -> str:
     return f"no op computes what it does with {acts[0]}" if acts else "no op computes what it does"
 
 
-def _tried(module: Any) -> Form:
-    """The form that computes what an MLP does, for hidden states of usual size and for large ones.
+def _tried(module: Any) -> tuple[Form, frozenset[int]]:
+    """The form that computes what an MLP does, and for hidden states of how many dimensions.
 
     Raises:
         Unknown: none does.
@@ -102,20 +106,22 @@ def _tried(module: Any) -> Form:
 
     x = randn(1, 64, _HIDDEN, seed=1) / _HIDDEN**0.5
 
-    def ours(form: Form, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        made, rows = small(form, dtype), (scale * x).to(dtype)
+    def ours(form: Form, dtype: torch.dtype, rows: Tensor = x) -> Tensor:
+        made, rows = small(form, dtype), rows.to(dtype)
         return form(made, torch.cat([getattr(made, name)(rows) for name in form.inputs], -1))
 
-    def theirs(form: Form, scale: float = 1.0) -> Callable[[torch.dtype], Tensor]:
-        return lambda dtype: small(form, dtype).forward((scale * x).to(dtype))
+    def theirs(form: Form, rows: Tensor = x) -> Callable[[torch.dtype], Tensor]:
+        return lambda dtype: small(form, dtype).forward(rows.to(dtype))
 
     for forms in _shapes(linears):
         try:
             found = nearest(forms, ours, theirs(forms[0]), _CLOSE)
         except Unknown:  # a forward for other shapes
             continue
-        if found and agree([ours(found, torch.float32, _LARGE)], [theirs(found, _LARGE)(torch.float32)]):
-            return found
+        # Large hidden states reach a bound, if there is one.
+        if found and agree([ours(found, torch.float32, _LARGE * x)], [theirs(found, _LARGE * x)(torch.float32)]):
+            computed = partial(ours, found, torch.float32)
+            return found, dimensions(computed, small(found, torch.float32).forward, x[0])
     raise Unknown(_why(module))
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...ops.norm import fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm, rms_norm_gated
-from .replacement import Replacement, served
-from .trial import Trials, Unknown, forward_of, nearest, randn, settings, twin
+from .replacement import Replacement
+from .trial import Trials, Unknown, dimensions, forward_of, nearest, randn, refuse_tensors, settings, twin
 
 _OPS = ("rms_norm", "gemma_rms_norm", "rms_norm_gated", "layer_norm")
 _LARGEST_EPSILON = 1e-2
@@ -52,18 +52,17 @@ class Norm(Replacement):
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
-        super().__init__(module)
+        super().__init__(module, dtype)
         weights = list(module.parameters(recurse=False))
         if any(weight.dtype != dtype for weight in weights):
             raise Unknown(f"its weight is {weights[0].dtype}, not {dtype}")
-        self.form = trials.outcome(module, _tried)
+        self.form, self.ndims = trials.outcome(module, _tried)
         self.op = self.form.op
         # gemma_rms_norm keeps the sum of float16 rows in float32, where transformers rounds it.
         self.fuses = self.op == "rms_norm" or (self.op == "gemma_rms_norm" and dtype != torch.float16)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        weight = getattr(self.module, "weight", None)
-        if args or kwargs or not served(hidden_states) or (weight is not None and weight.dtype != hidden_states.dtype):
+        if args or kwargs or hidden_states.ndim not in self.ndims or not self.serves(hidden_states):
             result: Tensor = self.original(hidden_states, *args, **kwargs)
             return result
         # Heads in front of tokens are a view of heads behind them, whose rows have one stride.
@@ -74,6 +73,14 @@ class Norm(Replacement):
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         self.form(self.module, out, rows)
         return out.transpose(1, 2) if heads_first else out
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def changed(self) -> str | None:
+        for weight in self.module._parameters.values():
+            if weight is not None and weight.dtype is not self.dtype:
+                return f"its weight is {weight.dtype}, not {self.dtype}"
+        why: str | None = super().changed()
+        return why
 
     def add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of the sum, the sum) of tensors that may both be written."""
@@ -92,7 +99,9 @@ def _has_one_stride(x: Tensor) -> bool:
     return x.stride(-1) == 1 and all(x.stride(i) == x.stride(j) * x.shape[j] for i, j in pairs)
 
 
-def _tried(module: Any) -> Form:
+def _tried(module: Any) -> tuple[Form, frozenset[int]]:
+    """What a norm computes, and for hidden states of how many dimensions."""
+    refuse_tensors(*module.modules())
     weight = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
     size = 64 if shape is None else tuple(shape)[-1]
@@ -111,7 +120,13 @@ def _tried(module: Any) -> Form:
     found = nearest(candidates, ours, theirs)
     if found is None:
         raise Unknown("no op computes what it does")
-    return found
+
+    def normalised(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        found(twin(module), out, x)
+        return out
+
+    return found, dimensions(normalised, twin(module).forward, rows[0])
 
 
 def _epsilons(module: Any) -> list[str | float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._core.errors import OpError
 from ..._packed_linear import PackedProduct
-from .replacement import Replacement, served
+from .replacement import Replacement
 from .trial import Unknown, tried
 
 _BITS = ("bits", "w_bit", "wbits")  # names that packages have for the bits of a code
@@ -48,7 +48,7 @@ class PackedProjection(Replacement):
     """
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        super().__init__(module)
+        super().__init__(module, dtype)
         if dtype not in _DTYPES:
             raise Unknown(f"its activations are {str(dtype).removeprefix('torch.')}, not float16 or bfloat16")
         if getattr(module, "adapter", None) is not None:
@@ -57,7 +57,7 @@ class PackedProjection(Replacement):
         self.op = "gptq_gemm" if self._format.bits else "awq_gemm"
 
     def forward(self, x: Tensor) -> Tensor:
-        if not served(x) or x.dtype not in _DTYPES:
+        if not self.serves(x):
             return self.original(x)
         return _multiplied(self.module, x, self._format)
 

@@ -58,19 +58,28 @@ def accelerate(model: _Model) -> _Model:
         found = _Found(model, dtype)
     for replacement in found.replacements.values():
         replacement.install()
-    vars(model)["_pyops"] = list(found.replacements.values()), found.report(model)
+    for replacement in found.replacements.values():
+        replacement.watch()
+    vars(model)["_pyops"] = found.replacements, found.why
     return model
 
 
 def report(model: nn.Module) -> Report:
-    """What is replaced in `model`; nothing if it is not accelerated."""
-    found: Report = vars(model).get("_pyops", ([], Report([])))[1]
-    return found
+    """What is replaced in `model` now; nothing if it is not accelerated."""
+    replacements, why = vars(model).get("_pyops", ({}, {}))
+    entries = []
+    for name, module in model.named_modules():
+        replacement = replacements.get(module)
+        changed = None if replacement is None else replacement.changed()
+        op, reason = ("", changed) if replacement is None or changed else (replacement.op, None)
+        if op or reason or module in why:
+            entries.append(Entry(name, type(module).__name__, op, reason or why.get(module, "")))
+    return Report(entries)
 
 
 def restore(model: _Model) -> _Model:
-    """Undo `accelerate`: every forward is that of its class, and every parameter has memory of its own."""
-    for replacement in vars(model).pop("_pyops", ([], None))[0]:
+    """Undo `accelerate`: every forward is what it was, and every parameter has memory of its own."""
+    for replacement in vars(model).pop("_pyops", ({}, {}))[0].values():
         replacement.remove()
     return model
 
@@ -83,7 +92,9 @@ def _dtype(model: Any) -> torch.dtype:
     if len(devices) != 1 or torch.device("meta") in devices:
         found = ", ".join(sorted(map(str, devices)))
         raise ModelError("accelerate", f"model: expected all parameters on one device, found {found}")
-    dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+    # That of embeddings, because the scales of quantised weights may be of another.
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    dtype: torch.dtype = next((module.weight.dtype for module in embeddings), model.dtype)
     if dtype not in _DTYPES:
         raise ModelError("accelerate", f"model: expected float32, float16 or bfloat16, found {dtype}")
     return dtype
@@ -114,10 +125,10 @@ class _Found:
         # Without one, nothing takes what a rotary embedding and a layer leave.
         why = None if served else "no attention is replaced"
         for module in filter(is_rotary, modules):
-            self._add(module, lambda module=module: RotaryEmbedding(module, self.config), why)
+            self._add(module, lambda module=module: RotaryEmbedding(module, self.config, self.dtype), why)
         layers = [layer for layer in modules if any(part in attentions for part in layer.children())]
         for layer in layers:
-            self._add(layer, lambda layer=layer: DecoderLayer(layer, self.replacements), why)
+            self._add(layer, lambda layer=layer: DecoderLayer(layer, self.dtype, self.replacements), why)
         for layer, following in pairwise(layers):
             one, after = (self.replacements.get(each) for each in (layer, following))
             if isinstance(one, DecoderLayer) and isinstance(after, DecoderLayer):
@@ -127,35 +138,26 @@ class _Found:
             layers_of_cache = range(self.config.get_text_config(decoder=True).num_hidden_layers)
             of_each = sorted(module.layer_idx for module in attentions) == list(layers_of_cache)
             if served and of_each and all(type(module) in served for module in attentions):
-                self.replacements = {model: Generation(model), **self.replacements}
+                self.replacements = {model: Generation(model, self.dtype), **self.replacements}
             else:
                 self.why[model] = "not every layer has an attention that reads a PagedCache"
-
-    def report(self, model: Any) -> Report:
-        """An entry for each module that is replaced or left with a reason."""
-        entries = []
-        for name, module in model.named_modules():
-            op = self.replacements[module].op if module in self.replacements else ""
-            if op or module in self.why:
-                entries.append(Entry(name, type(module).__name__, op, self.why.get(module, "")))
-        return Report(entries)
 
     def _try(self, module: Any) -> None:
         """Replace a module that is no layer and no rotary embedding, or say why not."""
         has_weights = next(module.parameters(), None) is not None
         if holds_codes(module):
             why = obstacle(module, self.dtype)
-            self._add(module, lambda: Projection(module), why)
+            self._add(module, lambda: Projection(module, self.dtype), why)
         elif is_attention(module):
             self._add(module, lambda: attention_of(module, self.rotary.get(module), self.dtype, self.trials))
         elif is_packed(module):
             self._add(module, lambda: PackedProjection(module, self.dtype))
         elif is_router(module):
-            self._add(module, lambda: Router(module, self.trials))
+            self._add(module, lambda: Router(module, self.dtype, self.trials))
         elif is_experts(module):
             self._add(module, lambda: Experts(module, self.dtype, self.trials))
         elif is_mlp(module):
-            self._add(module, lambda: MLP(module, self.trials))
+            self._add(module, lambda: MLP(module, self.dtype, self.trials))
         elif next(module.children(), None) is None and not (width(module) or is_rotary(module)):
             if not isinstance(module, nn.Embedding):
                 large = any(weight.ndim > 2 for weight in module.parameters())

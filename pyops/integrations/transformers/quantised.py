@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._quantised_linear import QuantisedLinear
 from ...ops.linear.gemm_problem import SCALE_BLOCK
-from .replacement import Replacement, served
+from .replacement import Replacement
 
 # {class: module of transformers.integrations}: fp8 as DeepSeek writes it; compressed-tensors, with optimised inference.
 _CLASSES = {"FP8Linear": "finegrained_fp8", "CompressedTensorsFP8Linear": "compressed_tensors"}
@@ -22,7 +22,7 @@ class Projection(Replacement):
     op = "scaled_fp8_quant or per_token_group_quant_fp8, and cutlass_scaled_mm"
 
     def forward(self, input: Tensor) -> Tensor:
-        if not served(input):
+        if not self.serves(input):
             return self.original(input)
         rows = input.reshape(-1, input.shape[-1])
         return _product(self.module)(rows).view(*input.shape[:-1], -1)

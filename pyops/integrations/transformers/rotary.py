@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ...ops.rotary import apply_rotary_emb, flashinfer_rotary_embedding, rotary_embedding
 from .cache import Sequences
-from .replacement import Replacement, served
+from .replacement import Replacement
 from .trial import Unknown, agree, forward_of, randn, tried, twin
 
 _LAYOUTS = ("halves", "pairs", "single")
@@ -30,8 +29,8 @@ class Left(NamedTuple):
     norm: Any
 
 
-class Step:
-    """What the layers of one forward pass share, in place of the pair of cosines and sines.
+class Step(tuple[Tensor, Tensor]):
+    """What the layers of one forward pass share: the pair of cosines and sines, and more.
 
     Attributes:
         slots: [batch * count] slots of the new tokens in a PagedCache, or None before a layer has found them.
@@ -40,22 +39,15 @@ class Step:
         left: by one layer for the next.
     """
 
+    def __new__(cls, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Step:
+        return super().__new__(cls, (cos, sin))
+
     def __init__(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> None:
-        self._angles, self._shape = (cos, sin), hidden_states.shape[:2]
+        self._shape = hidden_states.shape[:2]
         self._tables: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.slots: Tensor | None = None
         self.sequences: list[tuple[Tensor | None, int, Sequences | None]] = []
         self.left: Left | None = None
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Cosines and sines, for an attention that takes them."""
-        return iter(self._angles)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._angles[index]
-
-    def __len__(self) -> int:
-        return len(self._angles)
 
     def table(self, turn: Turn, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(positions [batch, count]: the row of each token; [rows, rotary_dim]: cosines, then sines, of its angles).
@@ -66,7 +58,7 @@ class Step:
         """
         key = turn.layout, dtype
         if key not in self._tables:
-            cos, sin = (turn.angles(x).to(dtype) for x in self._angles)
+            cos, sin = (turn.angles(x).to(dtype) for x in self)
             cos_sin_cache = torch.cat((cos, sin), -1).flatten(0, 1)
             positions = torch.arange(len(cos_sin_cache), dtype=torch.int64, device=cos.device).view(cos.shape[:2])
             self._tables[key] = positions.expand(self._shape), cos_sin_cache
@@ -82,13 +74,16 @@ class RotaryEmbedding(Replacement):
 
     op = "its angles, shared by all layers"
 
-    def __init__(self, module: Any, config: Any) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, config: Any, dtype: torch.dtype) -> None:
+        super().__init__(module, dtype)
         angles_of(module, config, torch.float32)
+
+    def watch(self) -> None:
+        """Its own forward runs, whatever it has become."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         angles = self.original(x, *args, **kwargs)
-        return Step(x, *angles) if served(x) else angles
+        return Step(x, *angles) if self.serves(x) else angles
 
 
 def is_rotary(module: Any) -> bool:

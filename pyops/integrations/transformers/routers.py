@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..._core.errors import OpError
 from ...ops.moe import grouped_topk, topk_sigmoid, topk_softmax
-from .replacement import Replacement, served
-from .trial import Trials, Unknown, agree, forward_of, randn, tried, twin
+from .replacement import Replacement
+from .trial import Trials, Unknown, agree, forward_of, randn, refuse_tensors, tried, twin
 
 _HIDDEN, _TOKENS = 16, 64  # sizes of a trial: of so many tokens some choose otherwise where groups count
 # Differences of logits in float32 and in bfloat16, as a part of the largest.
@@ -49,13 +49,13 @@ class Router(Replacement):
         Unknown: it is none that the ops make.
     """
 
-    def __init__(self, module: Any, trials: Trials) -> None:
-        super().__init__(module)
+    def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
+        super().__init__(module, dtype)
         self._choice: _Choice = trials.outcome(module, _choice_of)
         self.op = "grouped_topk" if _is_grouped(module, self._choice) else f"topk_{self._choice.scoring_func}"
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not served(hidden_states):
+        if not self.serves(hidden_states):
             result: tuple[Tensor, Tensor, Tensor] = self.original(hidden_states)
             return result
         return _chosen(self.module, hidden_states, self._choice)
@@ -106,6 +106,7 @@ def _candidates(module: Any) -> Iterator[_Choice]:
 
 def _choice_of(module: Any) -> _Choice:
     """What a router computes, by a small twin of it, and how it rounds, by another in bfloat16."""
+    refuse_tensors(module, read={"e_score_correction_bias"})
     weights = {"weight": randn(module.weight.shape[0], _HIDDEN, seed=1)}
     bias = getattr(module, "bias", None)
     weights |= {} if bias is None else {"bias": randn(*bias.shape, seed=2)}

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
 from .cache import PagedCache
-from .replacement import CACHE_NAMES
+from .replacement import CACHE_NAMES, hooked
 from .rotary import Step, Turn, turn_of
 from .trial import Unknown
 
@@ -26,10 +26,17 @@ IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states"
 
 
 class Past(NamedTuple):
-    """What an attention function needs beside its arguments: a PagedCache, and what layers share."""
+    """What an attention function needs beside its arguments.
+
+    Attributes:
+        cache: where keys and values are written.
+        step: what layers share, if they share it.
+        function: the attention function that the ops agreed with.
+    """
 
     cache: PagedCache
     step: Step | None
+    function: Callable[..., Any]
 
 
 def attend(
@@ -52,7 +59,9 @@ def attend(
         kwargs: what the module says to the function.
     """
     layer = None if pyops_past is None else pyops_past.cache.take_written()
-    if pyops_past is not None and layer is not None and not args and _plain(module, kwargs):
+    is_served = pyops_past is not None and original is pyops_past.function and not args
+    is_of_one_dtype = query.dtype is key.dtype is value.dtype
+    if pyops_past is not None and layer is not None and is_served and is_of_one_dtype and _plain(module, kwargs):
         step = pyops_past.step
         window, known = kwargs.get("sliding_window") or 0, [] if step is None else step.sequences
         found = [where for mask, size, where in known if mask is attention_mask and size == window]
@@ -72,6 +81,8 @@ def _plain(module: Any, kwargs: dict[str, Any]) -> bool:
     config = module.config
     return (
         config._attn_implementation in IMPLEMENTATIONS
+        # "eager" gives its weights to whoever looks, also where nothing tells the attention that they are wanted.
+        and not (config._attn_implementation == "eager" and hooked(module))
         and getattr(module, "is_causal", True)
         and kwargs.get("is_causal") is not False
         and not kwargs.get("dropout")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ _MAX_WEIGHTS = 1 << 20  # of a twin: a module with more of its own would take lo
 _SETTINGS = (bool, int, float, str, type(None))
 # Sums of float32 in another order are closer, and formulas that differ are further off.
 _CLOSE = 1e-5
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MAX_ROUNDED = 1 / 8  # of the elements of a bfloat16 result, where another order of sums rounds otherwise
 
 
@@ -57,12 +59,12 @@ class Trials:
         """What `trial` finds out about a module, or has found out about another of its kind.
 
         Args:
-            more: what else the outcome depends on.
+            more: what else the outcome depends on, the number of its layer included.
 
         Raises:
             Unknown: the trial raised it.
         """
-        key = more or trial, _kind(module)
+        key = more or trial, _kind(module, {"layer_idx"} if more else set())
         if key not in self._outcomes:
             try:
                 self._outcomes[key] = trial(module)
@@ -74,12 +76,42 @@ class Trials:
         return found  # type: ignore[no-any-return]
 
 
-def _kind(module: nn.Module) -> Any:
-    """What the outcome of a trial depends on: class, settings but for the layer's number, shapes of weights, parts."""
-    own = tuple(sorted((name, value) for name, value in settings(module).items() if name != "layer_idx"))
+def _kind(module: nn.Module, without: Container[str]) -> Any:
+    """What the outcome of a trial depends on: class, attributes but for some, buffers, shapes of weights, parts."""
+    names = sorted(name for name in vars(module).keys() - OF_EVERY_MODULE if name not in without)
+    own = tuple((name, _hashable(vars(module)[name])) for name in names)
+    # A twin has the buffers themselves.
+    buffers = tuple((name, id(buffer)) for name, buffer in module._buffers.items())
     shapes = tuple((name, weight.shape, weight.dtype) for name, weight in module.named_parameters(recurse=False))
-    parts = tuple((name, _kind(part)) for name, part in module.named_children())
-    return type(module), own, shapes, parts
+    parts = tuple((name, _kind(part, without)) for name, part in module.named_children())
+    return type(module), own, buffers, shapes, parts
+
+
+def _hashable(value: Any) -> Any:
+    """A key for a value: what it is and holds, or which one it is."""
+    if isinstance(value, _SETTINGS):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_hashable, value))
+    if type(value) is dict:
+        return dict, tuple((_hashable(key), _hashable(each)) for key, each in value.items())
+    return id(value)
+
+
+def refuse_tensors(*modules: nn.Module, read: Container[str] = ()) -> None:
+    """Refuse modules that hold tensors beside their parameters: they may be written later, which nobody would notice.
+
+    Args:
+        read: names of buffers that the op reads at every call.
+
+    Raises:
+        Unknown: there is one.
+    """
+    for module in modules:
+        names = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+        names += [name for name, buffer in module._buffers.items() if buffer is not None and name not in read]
+        if names:
+            raise Unknown(f"no op reads its {names[0]}")
 
 
 def twin(
@@ -105,10 +137,16 @@ def twin(
     }
     made._buffers = {name: None if buffer is None else buffer.cpu() for name, buffer in module._buffers.items()}
     made._modules = {
-        name: parts[name] if parts and name in parts else part if part is None else twin(part, None, dtype)
+        name: parts[name] if parts and name in parts else part if part is None else _part(part, dtype)
         for name, part in module._modules.items()
     }
     return made
+
+
+def _part(module: Any, dtype: torch.dtype) -> Any:
+    if "forward" in vars(module):
+        raise Unknown(f"the forward of its {type(module).__name__} is replaced already")
+    return twin(module, None, dtype)
 
 
 def width(module: Any) -> int | None:
@@ -171,6 +209,19 @@ def nearest(
             continue
     fewest, best = min(found, key=lambda pair: pair[0], default=(0, None))
     return best if fewest <= _MAX_ROUNDED * rounded.numel() else None
+
+
+def dimensions(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Any], rows: Tensor) -> frozenset[int]:
+    """How many dimensions hidden states may have, of two to four, for both to compute the same of `rows` [., .]."""
+    found = set()
+    for shape in ((-1,), (2, -1), (2, -1, 2)):
+        x = rows.view(*shape, rows.shape[-1])
+        try:
+            if agree([ours(x)], [tried(partial(theirs, x))]):
+                found.add(x.ndim)
+        except (Unknown, OpError, RuntimeError):  # a forward for other shapes
+            continue
+    return frozenset(found)
 
 
 def tried(call: Callable[[], _T]) -> _T:
