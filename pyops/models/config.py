@@ -206,10 +206,8 @@ class Config:
         (architecture,) = architectures
         families = FAMILIES | MIXED_FAMILIES
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
-        ends = values.get("eos_token_id")
         return cls(
             **found,
             quantization=Quantization.parse(values.get("quantization_config")),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
-            eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )

@@ -202,7 +202,7 @@ _FALCON_NAMES = Names(
     gate_up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
-_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
 _GEMMA2 = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA2_NAMES = Names(
     attention_out_norm="post_attention_layernorm",
@@ -211,20 +211,22 @@ _GEMMA2_NAMES = Names(
 )
 _GEMMA3_SIZES = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3_SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
-_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
+_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "eos_token_id": 255001}
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "eos_token_id": None}
 _MISTRAL = Family({"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_mistral)
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
     "MistralForCausalLM": _MISTRAL,
-    "Mistral3ForConditionalGeneration": _MISTRAL._replace(text="mistral"),
+    "Mistral3ForConditionalGeneration": _MISTRAL._replace(
+        text="mistral", defaults=_MISTRAL.defaults | {"tie_word_embeddings": True}
+    ),
     "MinistralForCausalLM": Family(
         {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_ministral
     ),
     "Qwen2ForCausalLM": Family(_QWEN, qkv_bias=True, o_bias=False, fields=_qwen2),
     "Qwen3ForCausalLM": Family(_QWEN | {"head_dim": 128}, fields=_qwen3),
     "Phi3ForCausalLM": Family(
-        {"rms_norm_eps": 1e-5},
+        {"rms_norm_eps": 1e-5, "eos_token_id": 32000},
         names=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
         qkv_bias=False,
         o_bias=False,
@@ -248,14 +250,14 @@ FAMILIES = {
         fields=_gemma3,
     ),
     "Olmo2ForCausalLM": Family(
-        {"rms_norm_eps": 1e-5},
+        {"rms_norm_eps": 1e-5, "eos_token_id": 50279},
         Norms("rms_once", place="after"),
         Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
         fields=_olmo2,
     ),
     "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=_granite),
     "SmolLM3ForCausalLM": Family(
-        {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True, "eos_token_id": 128001},
         mlp_bias="mlp_bias",
         fields=_smollm3,
     ),
@@ -266,7 +268,7 @@ FAMILIES = {
         _COHERE | {"sliding_window": 4096}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere2
     ),
     "StableLmForCausalLM": Family(
-        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
+        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32, "eos_token_id": 0},
         Norms("layer", has_bias=True),
         Names(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
         epsilon="layer_norm_eps",
@@ -277,7 +279,7 @@ FAMILIES = {
     ),
     "Starcoder2ForCausalLM": Family(
         {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "tie_word_embeddings": True}
-        | {"num_key_value_heads": 2},
+        | {"num_key_value_heads": 2, "eos_token_id": 50256},
         Norms("layer", has_bias=True),
         Names(gate_up=("c_fc",), down="c_proj"),
         epsilon="norm_epsilon",
@@ -291,6 +293,7 @@ FAMILIES = {
             "layer_norm_epsilon": 1e-5,
             "activation": "gelu",
             "max_position_embeddings": 2048,
+            "eos_token_id": 11,
             "tie_word_embeddings": True,
         },
         Norms("layer", has_bias=True),
