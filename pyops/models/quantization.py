@@ -171,9 +171,11 @@ def _not_converted(field: str, values: dict[str, Any]) -> tuple[str, ...]:
 def _awq(values: dict[str, Any]) -> PackedQuantization:
     """``quant_method: awq``, as AutoAWQ writes it."""
     _only("bits", values, 4, required=True)
-    _only("version", values, "gemm", "GEMM")
+    for name in ("version", "format"):
+        _only(name, values, "gemm", "GEMM")
     _only("zero_point", values, True)
-    _only("backend", values, "autoawq")
+    if values.get("backend") == "llm-awq":  # other backends are kernels, this one is a format
+        raise _refuse("backend", "a backend of the format 'gemm'", "llm-awq")
     ignored = _not_converted("modules_to_not_convert", values)
     return PackedQuantization("awq", 4, _group_size("group_size", values, 128), ignored=ignored)
 
@@ -181,12 +183,14 @@ def _awq(values: dict[str, Any]) -> PackedQuantization:
 def _gptq(values: dict[str, Any]) -> PackedQuantization:
     """``quant_method: gptq``, as AutoGPTQ and its successors write it."""
     _only("bits", values, 2, 3, 4, 8, required=True)
-    _only("checkpoint_format", values, "gptq", "gptq_v2")
+    for name in ("checkpoint_format", "format"):  # the older name counts, as in transformers
+        _only(name, values, "gptq", "gptq_v2")
     for name in ("lm_head", "is_marlin_format"):
         _absent(name, values)
     size = _group_size("group_size", values, 128)
     has_order = flag(values, "desc_act", False) and size != -1  # one group has no order
-    is_v2, is_symmetric = values.get("checkpoint_format") == "gptq_v2", flag(values, "sym", False)
+    is_v2 = first(values.get("checkpoint_format"), values.get("format")) == "gptq_v2"
+    is_symmetric = flag(values, "sym", False)
     ignored = _not_dynamic(first(values.get("dynamic"), {}))
     listed = _listed(first(values.get("modules_in_block_to_quantize"), []))
     return PackedQuantization("gptq", values["bits"], size, True, True, has_order, is_v2, is_symmetric, ignored, listed)
