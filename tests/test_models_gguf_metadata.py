@@ -33,7 +33,7 @@ def written(
 ) -> Path:
     """A file of a model of one layer, whose weights nobody reads; keys with a dot in front are the architecture's."""
     writer = gguf.GGUFWriter(path, arch)
-    add = {
+    add: dict[type, Any] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,
@@ -116,7 +116,7 @@ ROPES: dict[str, tuple[dict[str, Any], torch.Tensor, float]] = {
 @pytest.mark.parametrize("what", ROPES)
 def test_the_rotary_embedding_is_that_of_the_formula(what: str, tmp_path: Path) -> None:
     values, frequencies, factor = ROPES[what]
-    tensors = {"rope_freqs.weight": numpy.float32(values["tensor"])} if "tensor" in values else {}
+    tensors = {"rope_freqs.weight": numpy.array(values["tensor"], "float32")} if "tensor" in values else {}
     metadata = {f".rope.{key}": value for key, value in values.items() if key != "tensor"}
     rope = Config.read(written(tmp_path / "model.gguf", metadata, tensors)).rope
     torch.testing.assert_close(rope.frequencies(HEAD_DIM).double(), frequencies, rtol=1e-6, atol=0)
@@ -146,7 +146,7 @@ REFUSED_ROPES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", REFUSED_ROPES)
 def test_a_rotary_embedding_that_is_not_served(what: str, tmp_path: Path) -> None:
     values, message = REFUSED_ROPES[what]
-    tensors = {"rope_freqs.weight": numpy.float32(values["tensor"])} if "tensor" in values else {}
+    tensors = {"rope_freqs.weight": numpy.array(values["tensor"], "float32")} if "tensor" in values else {}
     metadata = {f".rope.{key}": value for key, value in values.items() if key != "tensor"}
     with pytest.raises(ModelError, match=message):
         Config.read(written(tmp_path / "model.gguf", metadata, tensors))

@@ -70,6 +70,11 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+def _step(values: _Values, default: int) -> Any:
+    """Every so many layers there is one without a window; the second name is that of transformers' own attribute."""
+    return first(values.get("sliding_window_pattern"), values.get("_sliding_window_pattern"), default)
+
+
 def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
     given = first(values.get("rope_parameters"), {})
@@ -79,7 +84,7 @@ def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
     own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
     sliding = Rope.parse(values | own)
-    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 6)))
+    kinds = layer_kinds(values, pattern(layers, _step(values, 6)))
     # Logits of attention have no bound here, whatever the file says.
     return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
         "qk_norm": "head",
@@ -113,7 +118,7 @@ def _cohere(values: _Values, layers: int) -> dict[str, Any]:
 
 def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
     """Cohere 2: Cohere with windows, and only layers with a window turn."""
-    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 4)))
+    kinds = layer_kinds(values, pattern(layers, _step(values, 4)))
     found, windows = _cohere(values | {"use_qk_norm": False}, layers), windows_of(values, kinds)
     ropes = tuple(found["rope"] if window else None for window in windows)
     return found | {"sliding_windows": windows, "layer_ropes": ropes}
@@ -163,9 +168,9 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
 def _renamed_falcon(values: _Values) -> _Values:
     """Falcon's names of sizes; keys have one head, or as many as queries, unless its new architecture says how many."""
     heads, hidden_size = values.get("num_attention_heads"), values.get("hidden_size")
-    kv_heads = 1 if flag(values, "multi_query", True) else heads
+    kv_heads, given = 1 if flag(values, "multi_query", True) else heads, values.get("num_kv_heads")
     if flag(values, "new_decoder_architecture"):
-        kv_heads = first(values.get("num_kv_heads"), heads)
+        kv_heads = first(given, heads)
     channels = values.get("ffn_hidden_size")
     if channels is None and isinstance(hidden_size, int):
         channels = 4 * hidden_size
@@ -218,7 +223,7 @@ FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
     "MistralForCausalLM": _MISTRAL,
     "Mistral3ForConditionalGeneration": _MISTRAL._replace(
-        text="mistral", defaults=_MISTRAL.defaults | {"tie_word_embeddings": True}
+        text="mistral", defaults={**_MISTRAL.defaults, "tie_word_embeddings": True}
     ),
     "MinistralForCausalLM": Family(
         {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_ministral

@@ -108,7 +108,9 @@ def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     if found.get("model_type", model_type) != model_type:
         raise refuse("text_config.model_type", repr(model_type), found["model_type"])
     of_model = {key: values[key] for key in ("tie_word_embeddings", "eos_token_id") if values.get(key) is not None}
-    return {key: value for key, value in found.items() if key != "tie_word_embeddings"} | of_model
+    text = found | {}
+    text.pop("tie_word_embeddings", None)
+    return text | of_model
 
 
 def eos_token_ids(values: dict[str, Any]) -> tuple[int, ...]:

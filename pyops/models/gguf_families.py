@@ -140,6 +140,10 @@ def _deepseek(file: Metadata, values: _Values) -> _Values:
     return found | {"topk_method": None if _is_by_sigmoid(file) else _method(found)}
 
 
+def _gpt_neox(file: Metadata, values: _Values) -> _Values:
+    return {"qkv_by_head": False}
+
+
 def _gpt_oss(file: Metadata, values: _Values) -> _Values:
     return {"rope_parameters": values["rope_parameters"] | {"truncate": False}}
 
@@ -195,7 +199,7 @@ GGUF_FAMILIES = {
     "cohere2": GgufFamily("Cohere2ForCausalLM", _WINDOW | {"logit_scale": "logit_scale"}),
     "stablelm": GgufFamily("StableLmForCausalLM", turns_parts=True, more=_stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", _WINDOW),
-    "gptneox": GgufFamily("GPTNeoXForCausalLM", _LAYER_NORM, turns_parts=True),
+    "gptneox": GgufFamily("GPTNeoXForCausalLM", _LAYER_NORM, turns_parts=True, more=_gpt_neox),
     "deepseek2": _DEEPSEEK,
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -254,7 +258,6 @@ def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
         "architectures": [family.architecture],
         "tie_word_embeddings": not file.has("output.weight"),
         "rope_parameters": _rope(family, file, found["head_dim"]),
-        "qkv_by_head": False,
     }
     found |= family.more(file, found)
     if family.turns_parts and found["rope_parameters"].get("rope_type") == "longrope":

@@ -101,7 +101,8 @@ def parse_deepseek_v2(values: dict[str, Any], layers: int) -> Mixture:
         raise refuse("topk_method", "greedy or group_limited_greedy", method)
     if flag(values, "norm_topk_prob"):
         raise refuse("norm_topk_prob", "false", True)
-    groups = (values.get("n_group"), values.get("topk_group")) if method == "group_limited_greedy" else (1, 1)
+    given = values.get("n_group"), values.get("topk_group")
+    groups = given if method == "group_limited_greedy" else (1, 1)
     return Mixture(
         top_k=size("num_experts_per_tok", values.get("num_experts_per_tok")),
         renormalize=False,

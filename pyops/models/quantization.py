@@ -152,6 +152,7 @@ def _fp8(values: dict[str, Any]) -> Quantization:
         raise _refuse("activation_scheme", " or ".join(map(repr, schemes)), scheme)
     for name, only in (("fmt", "e4m3"), ("scale_fmt", "float")):
         _only(name, values, only)
+    _only("expert_dtype", values, "fp8")
     for name in ("modules_to_convert", "kv_cache_scheme", "dequantize"):
         _absent(name, values)
     ignored = (*_not_converted("modules_to_not_convert", values), *_not_converted("ignored_layers", values))
@@ -198,7 +199,7 @@ def _gptq(values: dict[str, Any]) -> PackedQuantization:
 
 def _not_dynamic(rules: Any) -> tuple[str, ...]:
     """Regular expressions of ``dynamic``, GPTQModel's rules; those that leave modules as they are."""
-    for rule in _object("dynamic", rules):
+    for rule, _ in _object("dynamic", rules).items():
         if not rule.startswith("-:"):
             raise _refuse("dynamic", "rules that leave modules as they are ('-:...')", rule)
     return tuple(rf"(?:{rule[2:]}).*" for rule in _patterns("dynamic", {"dynamic": list(rules)}, "-:"))
@@ -254,9 +255,9 @@ def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantiza
     groups = _object("config_groups", values.get("config_groups"))
     if len(groups) != 1:
         raise _refuse("config_groups", "one group", list(groups))
-    ((name, group),) = groups.items()
+    (name,) = groups
     at = f"config_groups.{name}"
-    group = _object(at, group)
+    group = _object(at, groups[name])
     if group.get("targets") != ["Linear"]:
         raise _refuse(f"{at}.targets", "['Linear']", group.get("targets"))
     weights = _object(f"{at}.weights", group.get("weights"))
