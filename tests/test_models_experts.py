@@ -139,6 +139,7 @@ def mxfp4_model(folder: Path, experts_per_token: int = 2) -> Any:
     torch.manual_seed(5)
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     sizes |= {"num_experts_per_tok": experts_per_token}
+    del sizes["moe_intermediate_size"]
     config = transformers.GptOssConfig(**sizes | {"num_local_experts": 3, "initializer_range": 0.2})
     model = transformers.GptOssForCausalLM(config).eval()
     for name, parameter in model.named_parameters():

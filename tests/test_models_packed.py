@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor
 
 import pyops
 from pyops import ModelError, testing
 from pyops._core.host.toolchain import toolchains
-from pyops.models import Config, Decoder, Engine, PackedQuantization, SamplingParams, checkpoint, load
+from pyops.models import Config, Decoder, Engine, PackedQuantization, Quantization, SamplingParams, checkpoint, load
 from pyops.models.packed_linear import PackedLinear
 from tests import packed
 from tests.test_models_quantised import COUNT, DTYPES, PROMPT, TINY, projections, unquantised, within
@@ -194,13 +195,17 @@ def test_products_are_exact(kind: str, folder: Callable[..., Path]) -> None:
             assert ((out - product - bias).abs() <= allowed).all(), module
 
 
+AWQ_FORMATS = ("gemv", "gemv_fast", "llm-awq")
 REFUSED = [
     ("awq", within(bits=3), "bits: expected 4, got 3"),
     ("awq", within(version="gemv"), "version: expected 'gemm' or 'GEMM', got 'gemv'"),
+    *(("awq", within(format=name), f"format: expected 'gemm' or 'GEMM', got '{name}'") for name in AWQ_FORMATS),
+    ("awq", within(backend="llm-awq"), "backend: expected a backend of the format 'gemm', got 'llm-awq'"),
     ("awq", within(zero_point=False), "zero_point: expected True, got False"),
     ("awq", within(group_size=0), "group_size: expected -1, or 1 or more, got 0"),
     ("gptq", within(bits=5), "bits: expected 2 or 3 or 4 or 8, got 5"),
     ("gptq", within(checkpoint_format="marlin"), "checkpoint_format: expected 'gptq' or 'gptq_v2', got 'marlin'"),
+    ("gptq", within(format="marlin"), "format: expected 'gptq' or 'gptq_v2', got 'marlin'"),
     ("gptq", within(lm_head=True), "lm_head: expected null, got True"),
     ("gptq", within(dynamic={"+:a": {}}), r"dynamic: expected rules that leave modules as they are \('-:...'\)"),
     ("gptq", within(dynamic={"-:a(": {}}), "dynamic: expected regular expressions"),
@@ -222,6 +227,18 @@ def test_what_a_config_asks_for_beyond_what_is_served(kind: str, change: Callabl
     values = case.dequantised.config.to_dict() | {"architectures": [type(case.dequantised).__name__]}
     with pytest.raises(ModelError, match=rf"^config: quantization_config[:.].*{message}"):
         Config.parse(values | {"quantization_config": change(case.config)})
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_what_transformers_writes_of_a_packed_model(method: str) -> None:
+    """All fields of its classes. GPTQ's ``format`` says how zero points are stored where no older name does."""
+    kind = {"awq": transformers.AwqConfig, "gptq": transformers.GPTQConfig}[method]
+    written = kind(bits=4).to_dict()
+    assert isinstance(Quantization.parse(written), PackedQuantization)
+    v2 = {key: value for key, value in written.items() if key != "checkpoint_format"} | {"format": "gptq_v2"}
+    if method == "gptq":
+        found = [Quantization.parse(each) for each in (written, v2, v2 | {"checkpoint_format": "gptq"})]
+        assert [each.is_v2 for each in found if isinstance(each, PackedQuantization)] == [False, True, False]
 
 
 def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 parts                 norms, multipliers and names of a decoder
+fields                which fields of these files were read, and which change nothing
 family families       how the config.json of a family is read; dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
 quantization          quantised weights as config.json describes them
 gguf_families         GGUF files: what the metadata of each architecture have
+gguf_header           the header of a GGUF file
 gguf_names            where tensors of a Hugging Face folder are in a GGUF file
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file

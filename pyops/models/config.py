@@ -9,6 +9,7 @@ from typing import Any
 from .config_values import MAX_POSITIONS, first, is_integer, read_json, refuse, size
 from .families import FAMILIES
 from .family import ATTENTION_SIZES, SIZES
+from .fields import HARMLESS_OF_GENERATION, Fields, check_unread
 from .gguf_file import GgufFile, is_gguf
 from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
@@ -193,23 +194,33 @@ class Config:
         values = read_json(Path(folder) / "config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
-            ends = read_json(generation).get("eos_token_id")
+            said = Fields(read_json(generation))
+            ends = said.get("eos_token_id")
+            check_unread(said, "generation_config.json", HARMLESS_OF_GENERATION)
             values = values if ends is None else values | {"eos_token_id": ends}
         return cls.parse(values)
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Config:
-        """The config in the object of a ``config.json``. ModelError for options that are not supported."""
+        """The config in the object of a ``config.json``.
+
+        Fields that no part of this library knows are named in a warning.
+
+        Raises:
+            ModelError: an option, or a value of a field, that is not supported.
+        """
+        values = Fields(values)
         architectures = values.get("architectures")
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
         families = FAMILIES | MIXED_FAMILIES
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
-        ends = values.get("eos_token_id")
-        return cls(
+        quantized = first(values.get("quantization_config"), values.get("compression_config"))
+        config = cls(
             **found,
-            quantization=Quantization.parse(values.get("quantization_config")),
+            quantization=Quantization.parse(quantized),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
-            eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         )
+        check_unread(values, "config.json")
+        return config

@@ -70,6 +70,11 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+def _step(values: _Values, default: int) -> Any:
+    """Every so many layers there is one without a window; the second name is that of transformers' own attribute."""
+    return first(values.get("sliding_window_pattern"), values.get("_sliding_window_pattern"), default)
+
+
 def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
     given = first(values.get("rope_parameters"), {})
@@ -79,7 +84,7 @@ def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
     own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
     sliding = Rope.parse(values | own)
-    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 6)))
+    kinds = layer_kinds(values, pattern(layers, _step(values, 6)))
     # Logits of attention have no bound here, whatever the file says.
     return _gemma2(values | {"attn_logit_softcapping": None, "layer_types": kinds}, layers) | {
         "qk_norm": "head",
@@ -113,7 +118,7 @@ def _cohere(values: _Values, layers: int) -> dict[str, Any]:
 
 def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
     """Cohere 2: Cohere with windows, and only layers with a window turn."""
-    kinds = layer_kinds(values, pattern(layers, first(values.get("sliding_window_pattern"), 4)))
+    kinds = layer_kinds(values, pattern(layers, _step(values, 4)))
     found, windows = _cohere(values | {"use_qk_norm": False}, layers), windows_of(values, kinds)
     ropes = tuple(found["rope"] if window else None for window in windows)
     return found | {"sliding_windows": windows, "layer_ropes": ropes}
@@ -163,9 +168,9 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
 def _renamed_falcon(values: _Values) -> _Values:
     """Falcon's names of sizes; keys have one head, or as many as queries, unless its new architecture says how many."""
     heads, hidden_size = values.get("num_attention_heads"), values.get("hidden_size")
-    kv_heads = 1 if flag(values, "multi_query", True) else heads
+    kv_heads, given = 1 if flag(values, "multi_query", True) else heads, values.get("num_kv_heads")
     if flag(values, "new_decoder_architecture"):
-        kv_heads = first(values.get("num_kv_heads"), heads)
+        kv_heads = first(given, heads)
     channels = values.get("ffn_hidden_size")
     if channels is None and isinstance(hidden_size, int):
         channels = 4 * hidden_size
@@ -202,7 +207,7 @@ _FALCON_NAMES = Names(
     gate_up=("dense_h_to_4h",),
     down="dense_4h_to_h",
 )
-_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True}
+_GEMMA = {"hidden_act": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True, "eos_token_id": 1}
 _GEMMA2 = _GEMMA | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096}
 _GEMMA2_NAMES = Names(
     attention_out_norm="post_attention_layernorm",
@@ -211,20 +216,22 @@ _GEMMA2_NAMES = Names(
 )
 _GEMMA3_SIZES = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3_SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072}
-_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32}
+_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "eos_token_id": 255001}
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28, "num_key_value_heads": 32, "eos_token_id": None}
 _MISTRAL = Family({"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_mistral)
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias="mlp_bias"),
     "MistralForCausalLM": _MISTRAL,
-    "Mistral3ForConditionalGeneration": _MISTRAL._replace(text="mistral"),
+    "Mistral3ForConditionalGeneration": _MISTRAL._replace(
+        text="mistral", defaults={**_MISTRAL.defaults, "tie_word_embeddings": True}
+    ),
     "MinistralForCausalLM": Family(
         {"sliding_window": 4096, "num_key_value_heads": 8}, qkv_bias=False, o_bias=False, fields=_ministral
     ),
     "Qwen2ForCausalLM": Family(_QWEN, qkv_bias=True, o_bias=False, fields=_qwen2),
     "Qwen3ForCausalLM": Family(_QWEN | {"head_dim": 128}, fields=_qwen3),
     "Phi3ForCausalLM": Family(
-        {"rms_norm_eps": 1e-5},
+        {"rms_norm_eps": 1e-5, "eos_token_id": 32000},
         names=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
         qkv_bias=False,
         o_bias=False,
@@ -248,14 +255,14 @@ FAMILIES = {
         fields=_gemma3,
     ),
     "Olmo2ForCausalLM": Family(
-        {"rms_norm_eps": 1e-5},
+        {"rms_norm_eps": 1e-5, "eos_token_id": 50279},
         Norms("rms_once", place="after"),
         Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
         fields=_olmo2,
     ),
     "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=_granite),
     "SmolLM3ForCausalLM": Family(
-        {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True, "eos_token_id": 128001},
         mlp_bias="mlp_bias",
         fields=_smollm3,
     ),
@@ -266,7 +273,7 @@ FAMILIES = {
         _COHERE | {"sliding_window": 4096}, Norms("layer"), epsilon="layer_norm_eps", fields=_cohere2
     ),
     "StableLmForCausalLM": Family(
-        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
+        {"layer_norm_eps": 1e-5, "num_key_value_heads": 32, "eos_token_id": 0},
         Norms("layer", has_bias=True),
         Names(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
         epsilon="layer_norm_eps",
@@ -277,7 +284,7 @@ FAMILIES = {
     ),
     "Starcoder2ForCausalLM": Family(
         {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "tie_word_embeddings": True}
-        | {"num_key_value_heads": 2},
+        | {"num_key_value_heads": 2, "eos_token_id": 50256},
         Norms("layer", has_bias=True),
         Names(gate_up=("c_fc",), down="c_proj"),
         epsilon="norm_epsilon",
@@ -291,6 +298,7 @@ FAMILIES = {
             "layer_norm_epsilon": 1e-5,
             "activation": "gelu",
             "max_position_embeddings": 2048,
+            "eos_token_id": 11,
             "tie_word_embeddings": True,
         },
         Norms("layer", has_bias=True),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .config_values import first, flag, number, refuse, size
+from .config_values import first, flag, is_integer, number, refuse, size
 from .parts import Names, Norms
 from .rope import Rope
 
@@ -71,7 +71,7 @@ class Family(NamedTuple):
         """Fields of the `Config` of a decoder with attention. ModelError for options that are not supported."""
         if self.text:
             values = _text_of(values, self.text)
-        values = self.renamed({"rms_norm_eps": 1e-6, **self.defaults} | values)
+        values = self.renamed({"rms_norm_eps": 1e-6, "eos_token_id": 2, **self.defaults} | values)
         found: dict[str, Any] = _sizes(values)
         found |= {
             "rms_norm_eps": number(self.epsilon, values.get(self.epsilon)),
@@ -80,6 +80,7 @@ class Family(NamedTuple):
             "o_bias": _has_bias(values, self.o_bias),
             "mlp_bias": _has_bias(values, self.mlp_bias),
             "tie_word_embeddings": flag(values, "tie_word_embeddings"),
+            "eos_token_ids": eos_token_ids(values),
             "norms": self.norms,
             "names": self.names,
             "not_read": _IMAGES if self.text else (),
@@ -97,15 +98,28 @@ class Family(NamedTuple):
 
 
 def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """What a file says of the decoder in a model; whether embeddings are tied, it says of the model."""
+    """What a file says of the decoder in a model, and what it says of the model that counts for the decoder.
+
+    Whether embeddings are tied is said of the model alone, and its ends of texts count before those of the decoder.
+    """
     found = values.get("text_config")
     if not isinstance(found, dict):
         raise refuse("text_config", "an object", found)
     if found.get("model_type", model_type) != model_type:
         raise refuse("text_config.model_type", repr(model_type), found["model_type"])
-    tied = values.get("tie_word_embeddings")
-    rest = {key: value for key, value in found.items() if key != "tie_word_embeddings"}
-    return rest if tied is None else rest | {"tie_word_embeddings": tied}
+    of_model = {key: values[key] for key in ("tie_word_embeddings", "eos_token_id") if values.get(key) is not None}
+    text = found | {}
+    text.pop("tie_word_embeddings", None)
+    return text | of_model
+
+
+def eos_token_ids(values: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text. A file whose ``eos_token_id`` is null has none."""
+    found = values.get("eos_token_id")
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(is_integer(token) and token >= 0 for token in tokens):
+        raise refuse("eos_token_id", "a token or several", found)
+    return tuple(tokens)
 
 
 def _has_bias(values: dict[str, Any], what: str | bool) -> bool:

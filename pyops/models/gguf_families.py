@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from .._model_error import ModelError
+from ..ops.rotary.tables import yarn_mscale
+from .config_values import number
 from .families import FAMILIES
 from .family import FULL, SLIDING, Family
 from .mixed_families import MIXED_FAMILIES
@@ -20,6 +22,7 @@ ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     f"rope_{kind}.weight" for kind in ("freqs", "factors_long", "factors_short")
 )
 _SIGMOID = 2  # of `expert_gating_func`
+_SCALINGS = ("none", "linear", "yarn", "longrope")
 _YARN_LOG_FACTOR = 0.1  # which `yarn_log_multiplier` has beside ``mscale_all_dim``
 _NO_KEYS: Mapping[str, Any] = MappingProxyType({})
 # What ``config.json`` calls what metadata have under ``<architecture>.``.
@@ -137,6 +140,10 @@ def _deepseek(file: Metadata, values: _Values) -> _Values:
     return found | {"topk_method": None if _is_by_sigmoid(file) else _method(found)}
 
 
+def _gpt_neox(file: Metadata, values: _Values) -> _Values:
+    return {"qkv_by_head": False}
+
+
 def _gpt_oss(file: Metadata, values: _Values) -> _Values:
     return {"rope_parameters": values["rope_parameters"] | {"truncate": False}}
 
@@ -192,7 +199,7 @@ GGUF_FAMILIES = {
     "cohere2": GgufFamily("Cohere2ForCausalLM", _WINDOW | {"logit_scale": "logit_scale"}),
     "stablelm": GgufFamily("StableLmForCausalLM", turns_parts=True, more=_stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", _WINDOW),
-    "gptneox": GgufFamily("GPTNeoXForCausalLM", _LAYER_NORM, turns_parts=True),
+    "gptneox": GgufFamily("GPTNeoXForCausalLM", _LAYER_NORM, turns_parts=True, more=_gpt_neox),
     "deepseek2": _DEEPSEEK,
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
@@ -251,7 +258,6 @@ def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
         "architectures": [family.architecture],
         "tie_word_embeddings": not file.has("output.weight"),
         "rope_parameters": _rope(family, file, found["head_dim"]),
-        "qkv_by_head": False,
     }
     found |= family.more(file, found)
     if family.turns_parts and found["rope_parameters"].get("rope_type") == "longrope":
@@ -269,19 +275,42 @@ def _rope(family: GgufFamily, file: Metadata, head_dim: int) -> _Values:
             raise file.refuse("rope.dimension_count", f"all {head_dim} elements of a head", turned)
         part = turned / head_dim
         found["partial_rotary_factor"] = part if int(head_dim * part) == turned else nextafter(part, 1.0)
-    kind = file.own_value("rope.scaling.type", "none")
-    if file.has(ROPE_FACTORS):
-        return found | {"rope_type": "divided", "divisors": file.numbers(ROPE_FACTORS)}
+    return found | _scaling(file)
+
+
+def _scaling(file: Metadata) -> _Values:
+    """How frequencies are scaled, as llama.cpp reads it: linearly if no type is given, not at all by a factor of 0."""
+    kind = file.own_value("rope.scaling.type", "linear")
+    if kind not in _SCALINGS:
+        raise file.refuse("rope.scaling.type", " or ".join(map(repr, _SCALINGS)), kind)
     if file.has(SHORT_FACTORS):
         factors = {"short_factor": SHORT_FACTORS, "long_factor": LONG_FACTORS}
-        found |= {name: file.numbers(tensor) for name, tensor in factors.items()}
+        found: _Values = {name: file.numbers(tensor) for name, tensor in factors.items()}
         return found | {"rope_type": "longrope", "attention_factor": file.own_value("rope.scaling.attn_factor")}
-    if kind == "none":
-        return found
-    found |= {"rope_type": kind, "factor": file.own_value("rope.scaling.factor")}
+    factor = file.own_value("rope.scaling.factor", file.own_value("rope.scale_linear")) or 1.0
+    factor = 1.0 if kind == "none" else number(f"rope.scaling.factor of {kind!r}", factor)
     if kind == "yarn":
-        found["original_max_position_embeddings"] = file.own_value("rope.scaling.original_context_length")
-        found |= {name: file.own_value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        if log_multiplier := file.own_value("rope.scaling.yarn_log_multiplier"):
-            found |= dict.fromkeys(("mscale", "mscale_all_dim"), log_multiplier / _YARN_LOG_FACTOR)
+        return _yarn(file, factor)
+    attention_factor = file.own_value("rope.scaling.attn_factor", 1.0)
+    if attention_factor != 1.0:
+        raise file.refuse("rope.scaling.attn_factor", "1.0 without 'yarn' or factors of 'longrope'", attention_factor)
+    if file.has(ROPE_FACTORS):
+        return {"rope_type": "divided", "divisors": [factor * one for one in file.numbers(ROPE_FACTORS)]}
+    return {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(file: Metadata, factor: float) -> _Values:
+    """YaRN. Cosines and sines are multiplied by ``attn_factor``, too, which replaces nothing."""
+    if file.has(ROPE_FACTORS):
+        raise file.refuse("rope.scaling.type", f"'linear' or 'none' beside {ROPE_FACTORS}", "yarn")
+    found = {"rope_type": "yarn", "factor": factor}
+    found["original_max_position_embeddings"] = file.own_value("rope.scaling.original_context_length")
+    found |= {name: file.own_value(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    log_multiplier = file.own_value("rope.scaling.yarn_log_multiplier")
+    if log_multiplier:
+        found |= dict.fromkeys(("mscale", "mscale_all_dim"), log_multiplier / _YARN_LOG_FACTOR)
+    attention_factor = file.own_value("rope.scaling.attn_factor")
+    if attention_factor is not None:
+        own = 1.0 if log_multiplier else yarn_mscale(factor, 1.0)  # with the multiplier, both mscales are one
+        found["attention_factor"] = own * number("rope.scaling.attn_factor", attention_factor)
     return found

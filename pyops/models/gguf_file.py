@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 _PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FACTORS = ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS  # tensors that config.json has
 _OF_MXFP4 = tuple(f"_{kind}" for kind in MXFP4_PARTS)
+SPECIAL = CONTROL, USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is cut
+# Ends of texts: {name}_token_id in the metadata, and texts of tokens, of turns, of documents and of files.
+END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+END_TEXTS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"}
+END_TEXTS |= {"<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|endoftext|>", "<|end_of_text|>"}
+END_TEXTS |= {"<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>"}
+END_TEXTS |= {"<fim-repo>", "<|repo_name|>", "<reponame>", "<|file_sep|>"}
 _HALF = 16  # bytes of the codes of a block of MXFP4, which has its power of two before them
 
 
@@ -131,10 +138,9 @@ class GgufFile:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelError(self.path, "token_embd.weight: is missing")
-        ends = {self.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
         return config_values(self._family, self) | {
             "vocab_size": int(embedding.shape[1]) if len(embedding.shape) == 2 else 0,
-            "eos_token_id": sorted(ends),
+            "eos_token_id": self._ends(),
             "dtype": "bfloat16",
             "quantization_config": {"quant_method": "gguf", "types": self._types()},
         }
@@ -143,6 +149,17 @@ class GgufFile:
         """The error for a value of the metadata; the caller raises it."""
         of = of or self.value("general.architecture")
         return ModelError(self.path, f"{of}.{key}: expected {expected}, got {got!r}")
+
+    def _ends(self) -> list[int]:
+        """Tokens that end a text: those that keys name, and those that llama.cpp knows by their text.
+
+        Files of chat models may name the end of a document only, and not that of a turn.
+        """
+        tokens, types = (self.value(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
+        found = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in SPECIAL}
+        texts = END_TEXTS - ({"<|end|>"} if {"<|return|>", "<|call|>"} <= found.keys() else set())
+        named = {self.value(f"tokenizer.ggml.{name}_token_id") for name in END_KEYS} - {None}
+        return sorted(named | {i for token, i in found.items() if token in texts})
 
     def _count(self, key: str) -> int:
         return int(self.own_value(key, self.own_value("attention.head_count")))

@@ -6,31 +6,63 @@ from typing import Any
 
 from .._core.lazy import optional
 from .._model_error import ModelError
-from .gguf_file import GgufFile
+from .gguf_file import CONTROL, USER_DEFINED, GgufFile
 
 _AT = "tokenizer.ggml"
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is cut
 _NORMAL = 1
 _SPACE = "\u2581"  # SentencePiece's
 
 # What the merges of a byte-level vocabulary were learned within, by the file's name for it (``tokenizer.ggml.pre``).
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3, _QWEN2 = (f"{_LETTERS}{digits}{_OTHERS}" for digits in (r"\p{N}{1,3}", r"\p{N}"))
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORDS = "|".join(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")
+# Each expression cuts what those before it left; between two matches is a piece, too.
+_DIGIT, _DIGITS, _SPACES = r"\p{N}", r"\p{N}{1,3}", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3, _QWEN2 = (
+    rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    for digits in (_DIGITS, _DIGIT)
 )
-_O200K = rf"{_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DIGITS = r"\p{N}"  # each of which is cut off before GPT-2's words are
-_PATTERNS = {
-    **dict.fromkeys(("llama-bpe", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "gpt-4o": _O200K,
-    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm"), _DIGITS),
-    **dict.fromkeys(("gpt-2", "olmo", "default"), None),
+
+
+def _cased(suffix: str, digits: str, ends: str, besides: str = "") -> str:
+    """Words that end where lower case turns to upper; punctuation has `ends` behind it; letters but for `besides`."""
+    upper, lower = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}{besides}]" for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{word}{suffix}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
+    return rf"{'|'.join(words)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{ends}]*|{_SPACES}"
+
+
+_KIMI = r"\p{Han}+|" + _cased(f"{_SUFFIX}?", _DIGITS, "", r"&&[^\p{Han}]")
+_DEEPSEEK3 = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_ASIAN = r"[\u0800-\u9fa5\uac00-\ud7ff]+"
+# Letters that have a case in the version of Unicode that the tokenizer of DeepSeek LLM was made with.
+_CASED = (
+    r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\u10d0-\u10ff\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    r"\x{10570}-\x{105bc}\x{16e40}-\x{16e7f}\x{1d400}-\x{1d7cb}\x{1df00}-\x{1df2a}]]"
+)
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    "gpt-4o": (_cased(f"{_SUFFIX}?", _DIGITS, "/"),),
+    "tekken": (_cased("", _DIGIT, "/"),),
+    "kimi-k2": (_KIMI,),
+    "deepseek-v3": (_DIGITS, r"[\u3040-\u30ff\u4e00-\u9fa5]+", _DEEPSEEK3),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, _DIGIT),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _ASIAN,
+        _DIGIT,
+    ),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "smollm"), (_DIGIT, _GPT2)),
+    **dict.fromkeys(("gpt-2", "olmo", "default"), (_GPT2,)),
 }
+# Here a word that is a token is not made of merges, and texts begin with a first token if the file does not say.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts in NFC
 
 
 def tokenizer_of(file: GgufFile) -> Any:
@@ -40,7 +72,8 @@ def tokenizer_of(file: GgufFile) -> Any:
     Llamas want it.
 
     Raises:
-        ModelError: the file has none, one of another kind, or one whose cuts are not known.
+        ModelError: the file has none, one of another kind, or one whose cuts are not known; or texts are to end with a
+            token.
     """
     optional("tokenizers", "text", "models")
     try:
@@ -54,16 +87,18 @@ def tokenizer_of(file: GgufFile) -> Any:
 def _tokenizer(file: GgufFile) -> Any:
     tokenizers = optional("tokenizers", "text", "models")
     kind, tokens = file.value(f"{_AT}.model"), file.value(f"{_AT}.tokens")
+    if file.value(f"{_AT}.add_eos_token"):
+        raise ModelError(file.path, f"{_AT}.add_eos_token: expected false, got true")
     if kind not in ("gpt2", "llama") or not tokens:
         raise ModelError(file.path, f"{_AT}.model: expected 'gpt2' or 'llama' and its tokens, got {kind!r}")
     types = file.value(f"{_AT}.token_type") or [_NORMAL] * len(tokens)
     tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens, types)
-    for wanted, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+    for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
         found = [token for token, own in zip(tokens, types, strict=True) if own == wanted]
-        add([tokenizers.AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in found])
+        add([tokenizers.AddedToken(token, normalized=False, special=wanted == CONTROL) for token in found])
     bos = file.value(f"{_AT}.bos_token_id")
-    is_llama = kind == "llama" or file.value(f"{_AT}.pre") == "llama-bpe"
-    if bos is not None and file.value(f"{_AT}.add_bos_token", is_llama):
+    wants_bos = kind == "llama" or file.value(f"{_AT}.pre") in _WHOLE_WORDS
+    if bos is not None and file.value(f"{_AT}.add_bos_token", wants_bos):
         first = tokens[bos]
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=[first, "$A"], pair=[first, "$A", "$B"], special_tokens=[(first, bos)]
@@ -78,22 +113,21 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
         raise ModelError(file.path, f"{_AT}.pre: expected {' or '.join(map(repr, _PATTERNS))}, got {pre!r}")
     merges = [tuple(merge.split(" ", 1)) for merge in file.value(f"{_AT}.merges") or []]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
+    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS)
     tokenizer, cut = tokenizers.Tokenizer(model), tokenizers.pre_tokenizers
-    pattern = _PATTERNS[pre]
-    if pattern is None:
-        tokenizer.pre_tokenizer = cut.ByteLevel(add_prefix_space=False)
-    else:
-        words, has_words = cut.Split(tokenizers.Regex(pattern), "isolated"), pattern != _DIGITS
-        tokenizer.pre_tokenizer = cut.Sequence([words, cut.ByteLevel(add_prefix_space=False, use_regex=not has_words)])
-    if pattern == _QWEN2:
+    words = [cut.Split(tokenizers.Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
+    tokenizer.pre_tokenizer = cut.Sequence([*words, cut.ByteLevel(add_prefix_space=False, use_regex=False)])
+    if pre in _COMPOSED:
         tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
 
 
 def _sentence_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
-    """The best-scored pair of neighbours is merged first. Characters that are no tokens become tokens of bytes."""
+    """The best-scored pair of neighbours is merged first. Characters that are no tokens become tokens of bytes.
+
+    A space is put in front of every text, also of one that begins with a space, and of one behind a special token.
+    """
     tokenizers = optional("tokenizers", "text", "models")
     scores = file.value(f"{_AT}.scores")
     if scores is None or len(scores) != len(tokens):
@@ -109,9 +143,9 @@ def _sentence_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
     unknown = file.value(f"{_AT}.unknown_token_id", 0)
     model = tokenizers.models.BPE(vocabulary, pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     tokenizer, decode = tokenizers.Tokenizer(model), tokenizers.decoders
-    prefix = file.value(f"{_AT}.add_space_prefix", True)
-    scheme = "first" if prefix else "never"
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    prefix, normal = file.value(f"{_AT}.add_space_prefix", True), tokenizers.normalizers
+    spaces = normal.Replace(" ", _SPACE)
+    tokenizer.normalizer = normal.Sequence([normal.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decode.Replace(_SPACE, " "), decode.ByteFallback(), decode.Fuse()]
     tokenizer.decoder = decode.Sequence([*steps, decode.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer

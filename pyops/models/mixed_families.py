@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, refuse, size
-from .family import ATTENTION_SIZES, FULL, SLIDING, Family, one_window, windows_by_layer
+from .family import ATTENTION_SIZES, FULL, SLIDING, Family, eos_token_ids, one_window, windows_by_layer
 from .latent import Latent
 from .mixture import Mixture, parse_deepseek_v2, parse_deepseek_v3, parse_gpt_oss, parse_mixtral, parse_qwen3_moe
 from .parts import Names
@@ -15,6 +15,7 @@ from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
 _Values = dict[str, Any]
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _BAMBA_ROTARY_FACTOR = 0.5  # unless `rope_parameters` has another, whatever the file says beside them
 
 
@@ -69,20 +70,26 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
 
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
-        {"num_key_value_heads": 8},
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=Names(mlp="block_sparse_moe"),
         qkv_bias=False,
         o_bias=False,
         fields=_mixtral,
     ),
-    "Qwen3MoeForCausalLM": Family({"sliding_window": 4096, "num_key_value_heads": 4}, fields=_qwen3_moe),
+    "Qwen3MoeForCausalLM": Family(
+        {"sliding_window": 4096, "num_key_value_heads": 4, "eos_token_id": None}, fields=_qwen3_moe
+    ),
     "DeepseekV2ForCausalLM": Family(mlp_bias="mlp_bias", fields=partial(_deepseek, parse_deepseek_v2)),
-    "DeepseekV3ForCausalLM": Family(fields=partial(_deepseek, parse_deepseek_v3)),
+    "DeepseekV3ForCausalLM": Family(
+        {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(_deepseek, parse_deepseek_v3)
+    ),
     "GptOssForCausalLM": Family(
-        {"attention_bias": True, "sliding_window": 128, "num_key_value_heads": 8}, fields=_gpt_oss
+        {"attention_bias": True, "sliding_window": 128, "num_key_value_heads": 8, "head_dim": 64}
+        | {"rms_norm_eps": 1e-5, "eos_token_id": None, "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
+        fields=_gpt_oss,
     ),
     "BambaForCausalLM": Family(
-        {"num_key_value_heads": 8},
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
         mlp_bias="mlp_bias",
         partial_rotary_factor=_BAMBA_ROTARY_FACTOR,
@@ -91,7 +98,7 @@ MIXED_FAMILIES = {
 }
 
 
-def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, values: _Values) -> dict[str, Any]:
+def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, eos: int, values: _Values) -> dict[str, Any]:
     """Fields of the config of a decoder whose layers are all state-space layers without MLPs."""
     sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     state_space = parse(values)
@@ -104,11 +111,12 @@ def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, values: _Value
         "state_space": state_space,
         "residual_in_float32": flag(values, "residual_in_fp32", True),
         "tie_word_embeddings": flag(values, "tie_word_embeddings", is_tied),
+        "eos_token_ids": eos_token_ids({"eos_token_id": eos} | values),
         "names": Names("backbone.embeddings", "backbone.layers", "backbone.norm_f", "norm", state_space="mixer"),
     }
 
 
 MAMBAS: dict[str, Callable[[_Values], dict[str, Any]]] = {
-    "MambaForCausalLM": partial(_mamba, parse_mamba, True),
-    "Mamba2ForCausalLM": partial(_mamba, parse_mamba2, False),
+    "MambaForCausalLM": partial(_mamba, parse_mamba, True, 0),
+    "Mamba2ForCausalLM": partial(_mamba, parse_mamba2, False, 2),
 }

@@ -101,14 +101,16 @@ def parse_deepseek_v2(values: dict[str, Any], layers: int) -> Mixture:
         raise refuse("topk_method", "greedy or group_limited_greedy", method)
     if flag(values, "norm_topk_prob"):
         raise refuse("norm_topk_prob", "false", True)
-    groups = (values.get("n_group"), values.get("topk_group")) if method == "group_limited_greedy" else (1, 1)
+    given = values.get("n_group"), values.get("topk_group")
+    groups = given if method == "group_limited_greedy" else (1, 1)
     return Mixture(
         top_k=size("num_experts_per_tok", values.get("num_experts_per_tok")),
-        intermediate_size=first(values.get("moe_intermediate_size"), 1407),
         renormalize=False,
         num_groups=size("n_group", groups[0]),
         top_k_groups=size("topk_group", groups[1]),
-        **_deepseek(values, layers, {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0}, 1.0),
+        **_deepseek(
+            values, layers, 1407, {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0}, 1.0
+        ),
     )
 
 
@@ -119,26 +121,30 @@ def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
             raise refuse(name, repr(expected), values[name])
     return Mixture(
         top_k=first(values.get("num_experts_per_tok"), 8),
-        intermediate_size=first(values.get("moe_intermediate_size"), 2048),
         renormalize=flag(values, "norm_topk_prob", True),
         scoring_func="sigmoid",
         num_groups=first(values.get("n_group"), 8),
         top_k_groups=first(values.get("topk_group"), 4),
         has_correction_bias=True,
-        **_deepseek(values, layers, {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3}, 2.5),
+        **_deepseek(
+            values, layers, 2048, {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3}, 2.5
+        ),
     )
 
 
-def _deepseek(values: dict[str, Any], layers: int, defaults: dict[str, int], factor: float) -> dict[str, Any]:
+def _deepseek(
+    values: dict[str, Any], layers: int, default_channels: int, defaults: dict[str, int], factor: float
+) -> dict[str, Any]:
     """What both have: experts from a layer on, shared ones beside them, and a factor of weights."""
     experts, shared, begin = (first(values.get(name), default) for name, default in defaults.items())
     if not is_integer(begin) or begin < 0:
         raise refuse("first_k_dense_replace", "a number of layers", begin)
     if first(values.get("moe_layer_freq"), 1) != 1:
         raise refuse("moe_layer_freq", "1", values["moe_layer_freq"])
-    channels = size("moe_intermediate_size", first(values.get("moe_intermediate_size"), 1))
+    channels = size("moe_intermediate_size", first(values.get("moe_intermediate_size"), default_channels))
     return {
         "num_experts": size("n_routed_experts", experts),
+        "intermediate_size": channels,
         "layers": tuple(i >= begin for i in range(layers)),
         "routed_scaling_factor": number("routed_scaling_factor", first(values.get("routed_scaling_factor"), factor)),
         "shared_intermediate_size": channels * size("n_shared_experts", shared),

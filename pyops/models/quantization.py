@@ -152,6 +152,7 @@ def _fp8(values: dict[str, Any]) -> Quantization:
         raise _refuse("activation_scheme", " or ".join(map(repr, schemes)), scheme)
     for name, only in (("fmt", "e4m3"), ("scale_fmt", "float")):
         _only(name, values, only)
+    _only("expert_dtype", values, "fp8")
     for name in ("modules_to_convert", "kv_cache_scheme", "dequantize"):
         _absent(name, values)
     ignored = (*_not_converted("modules_to_not_convert", values), *_not_converted("ignored_layers", values))
@@ -171,9 +172,11 @@ def _not_converted(field: str, values: dict[str, Any]) -> tuple[str, ...]:
 def _awq(values: dict[str, Any]) -> PackedQuantization:
     """``quant_method: awq``, as AutoAWQ writes it."""
     _only("bits", values, 4, required=True)
-    _only("version", values, "gemm", "GEMM")
+    for name in ("version", "format"):
+        _only(name, values, "gemm", "GEMM")
     _only("zero_point", values, True)
-    _only("backend", values, "autoawq")
+    if values.get("backend") == "llm-awq":  # other backends are kernels, this one is a format
+        raise _refuse("backend", "a backend of the format 'gemm'", "llm-awq")
     ignored = _not_converted("modules_to_not_convert", values)
     return PackedQuantization("awq", 4, _group_size("group_size", values, 128), ignored=ignored)
 
@@ -181,12 +184,14 @@ def _awq(values: dict[str, Any]) -> PackedQuantization:
 def _gptq(values: dict[str, Any]) -> PackedQuantization:
     """``quant_method: gptq``, as AutoGPTQ and its successors write it."""
     _only("bits", values, 2, 3, 4, 8, required=True)
-    _only("checkpoint_format", values, "gptq", "gptq_v2")
+    for name in ("checkpoint_format", "format"):  # the older name counts, as in transformers
+        _only(name, values, "gptq", "gptq_v2")
     for name in ("lm_head", "is_marlin_format"):
         _absent(name, values)
     size = _group_size("group_size", values, 128)
     has_order = flag(values, "desc_act", False) and size != -1  # one group has no order
-    is_v2, is_symmetric = values.get("checkpoint_format") == "gptq_v2", flag(values, "sym", False)
+    is_v2 = first(values.get("checkpoint_format"), values.get("format")) == "gptq_v2"
+    is_symmetric = flag(values, "sym", False)
     ignored = _not_dynamic(first(values.get("dynamic"), {}))
     listed = _listed(first(values.get("modules_in_block_to_quantize"), []))
     return PackedQuantization("gptq", values["bits"], size, True, True, has_order, is_v2, is_symmetric, ignored, listed)
@@ -194,7 +199,7 @@ def _gptq(values: dict[str, Any]) -> PackedQuantization:
 
 def _not_dynamic(rules: Any) -> tuple[str, ...]:
     """Regular expressions of ``dynamic``, GPTQModel's rules; those that leave modules as they are."""
-    for rule in _object("dynamic", rules):
+    for rule, _ in _object("dynamic", rules).items():
         if not rule.startswith("-:"):
             raise _refuse("dynamic", "rules that leave modules as they are ('-:...')", rule)
     return tuple(rf"(?:{rule[2:]}).*" for rule in _patterns("dynamic", {"dynamic": list(rules)}, "-:"))
@@ -250,9 +255,9 @@ def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantiza
     groups = _object("config_groups", values.get("config_groups"))
     if len(groups) != 1:
         raise _refuse("config_groups", "one group", list(groups))
-    ((name, group),) = groups.items()
+    (name,) = groups
     at = f"config_groups.{name}"
-    group = _object(at, group)
+    group = _object(at, groups[name])
     if group.get("targets") != ["Linear"]:
         raise _refuse(f"{at}.targets", "['Linear']", group.get("targets"))
     weights = _object(f"{at}.weights", group.get("weights"))

@@ -67,11 +67,12 @@ class Rope:
         or not at all.
         """
         found: dict[str, Any] = {}
-        for name in ("rope_parameters", "rope_scaling"):
-            given = first(values.get(name), {})
-            if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-                raise refuse(name, "one object for all layers", given)
-            found = given or found
+        for name in ("rope_scaling", "rope_parameters"):
+            found = first(values.get(name), {})
+            if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+                raise refuse(name, "one object for all layers", found)
+            if found:
+                break
         kind = first(found.get("rope_type"), found.get("type"), "default")
         kinds = ("default", *_LONGROPE_NAMES) if has_longrope else _KINDS
         if kind not in kinds:

@@ -1,0 +1,147 @@
+"""Fields of a model's files: which of them were read, and what becomes of the others.
+
+A field is read; or it is in `HARMLESS`, because no token depends on it; or it is in `NEUTRAL`, because tokens would
+depend on it if it had another value, which is refused. Any other is named in a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, ItemsView
+from typing import Any
+
+from .config_values import refuse
+
+# No token depends on these; of a field of an object, the last part of its name counts.
+HARMLESS = {
+    # who wrote the file, with what, and how transformers builds its module
+    *("_name_or_path", "model_type", "transformers_version", "auto_map", "return_dict", "id2label", "label2id"),
+    *("_attn_implementation_autoset", "unsloth_version", "unsloth_fixed"),
+    *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("chunk_size_feed_forward", "is_decoder", "num_logits_to_keep", "pretraining_tp", "ep_size"),
+    # training: dropout, initialisation, losses
+    *("attention_dropout", "hidden_dropout", "embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout"),
+    *("classifier_dropout", "initializer_range", "rescale_prenorm_residual"),
+    *("router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux", "z_loss_coefficient"),
+    *("time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale"),
+    # tokens that tokenizers add
+    *("bos_token_id", "pad_token_id"),
+    # how scans are divided, and sizes that others decide
+    *("chunk_size", "mamba_chunk_size", "use_associative_scan", "use_mambapy", "qk_head_dim", "intermediate_size"),
+    *("time_step_rank", "original_max_position_embeddings", "initial_context_length", "fused_norm", "fused_add_norm"),
+    *("experts_per_token", "attn_rotary_emb", "max_window_layers"),
+    *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),
+    # which biases there are, where a family leaves no choice, and tensors say it
+    "attention_bias",
+    # what reads images, which texts do not need; where a file describes a decoder apart, the model's ties count
+    *("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"),
+    *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+    *("vision_feature_layer", "tie_word_embeddings"),
+}
+# Tokens depend on these in models that have them. Where a family does not read one, only these values say nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "alibi": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_chunk_size": (),
+    "attn_logit_softcapping": (),
+    "attn_output_gate": (False,),
+    "clip_qkv": (),
+    "final_logit_softcapping": (),
+    "hidden_activation": ("gelu_pytorch_tanh",),  # of Gemma 1, which has no other
+    "is_encoder_decoder": (False,),
+    "mlp_type": ("default",),
+    "norm_type": ("layer_norm",),
+    "pack_dtype": ("int32",),
+    "position_embedding_type": ("rope",),
+    "qk_layernorm": (False,),
+    "qk_norm": (False,),
+    "quantization": (),  # of MLX
+    "rms_norm": (True,),
+    "scoring_func": ("softmax",),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+}
+# Of ``quantization_config``: how codes were found, and kernels.
+HARMLESS_OF_QUANTIZATION = {
+    *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "dataset", "tokenizer", "batch_size"),
+    *("pad_token_id", "max_input_length", "cache_block_outputs", "block_name_to_quantize", "model_seqlen", "meta"),
+    *("module_name_preceding_first_block", "act_group_aware", "model_name_or_path", "model_file_base_name"),
+    *("exllama_config", "use_exllama", "backend", "do_fuse", "sym", "desc_act", "quantization_status"),
+    *("global_compression_ratio", "version", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
+    *("block_structure", "modules_to_not_convert"),
+}
+# Of ``generation_config.json``: lengths are the caller's. How tokens are drawn is, too, but that is worth a word.
+HARMLESS_OF_GENERATION = {
+    *(
+        "_from_model_config",
+        "transformers_version",
+        "bos_token_id",
+        "pad_token_id",
+        "use_cache",
+        "cache_implementation",
+    ),
+    *("max_length", "max_new_tokens", "output_attentions", "output_hidden_states"),
+    *("return_dict_in_generate", "decoder_start_token_id"),
+}
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+class Fields(dict[str, Any]):
+    """A JSON object that remembers which fields of it, and of objects in it, were asked for."""
+
+    def __init__(self, values: dict[str, Any], read: set[str] | None = None, at: str = "") -> None:
+        super().__init__(values)
+        self._read: set[str] = set() if read is None else read
+        self._at = at
+
+    def _found(self, name: str, value: Any) -> Any:
+        path = f"{self._at}{name}"
+        self._read.add(path)
+        is_plain = isinstance(value, dict) and not isinstance(value, Fields)
+        return Fields(value, self._read, f"{path}.") if is_plain else value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._found(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._found(name, super().get(name, default))
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return {name: self[name] for name in self}.items()
+
+    def __or__(self, other: dict[str, Any]) -> Fields:  # type: ignore[override]
+        return Fields(super().__or__(other), self._read, self._at)
+
+    def __ror__(self, other: dict[str, Any]) -> Fields:  # type: ignore[override]
+        return Fields(super().__ror__(other), self._read, self._at)
+
+    def unread(self) -> dict[str, Any]:
+        """{path: value} of the fields that nobody asked for; null says nothing."""
+        found: dict[str, Any] = {}
+        for name, value in dict.items(self):
+            path = f"{self._at}{name}"
+            if path not in self._read:
+                found |= {} if value is None else {path: value}
+            elif isinstance(value, dict):
+                found |= Fields(value, self._read, f"{path}.").unread()
+        return found
+
+
+def check_unread(values: Fields, file: str, harmless: Collection[str] = HARMLESS) -> None:
+    """A warning that names the fields that were not read and are not `harmless`, once for a process.
+
+    Raises:
+        ModelError: a field has a value that is not neutral.
+    """
+    unknown = []
+    for path, value in values.unread().items():
+        outer, name = path.split(".")[0], path.split(".")[-1]
+        if name in NEUTRAL:
+            if value not in NEUTRAL[name]:
+                raise refuse(path, " or ".join(map(repr, NEUTRAL[name])) or "null", value)
+        elif name not in (HARMLESS_OF_QUANTIZATION if outer in _QUANTIZATION else harmless):
+            unknown.append(path)
+    if unknown:
+        warnings.warn(f"{file}: not read: {', '.join(sorted(unknown))}", stacklevel=1)
