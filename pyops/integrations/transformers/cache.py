@@ -116,13 +116,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+            self.batch_select_indices(
+                torch.arange(self.batch_size, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
+            )
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these rows of the batch, in this order; what indexes a tensor may say which."""
         if not self.is_initialized:
             return
-        rows = torch.arange(self.batch_size, device=self.device)[indices]
+        rows = torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices]
         keys, values = (kept.index_select(0, rows) for kept in (self.keys, self.values))
         if len(rows) != self.batch_size:
             self.batch_size = len(rows)

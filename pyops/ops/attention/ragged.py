@@ -76,7 +76,7 @@ def attention_varlen(
             continue
         rows = slice(first, behind) if 0 <= first <= behind <= len(key) else slice(0)
         keys, values = key[rows].double(), value[rows].double()
-        tokens = torch.arange(len(keys), device=key.device)
+        tokens = torch.arange(len(keys), dtype=torch.int64, device=key.device)
         logits = masked_logits(query[begin:end], keys, scale, tokens, len(keys), options, causal)
         write_rows(out, begin, end, logits, values, options)
 
