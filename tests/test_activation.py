@@ -172,6 +172,35 @@ def test_clamps_are_those_of_the_rounded_limit(dtype: torch.dtype, where: str) -
         assert same(call("silu_and_mul_with_clamp", torch.cat((gate, up))[None], limit, width=6), expected[None])
 
 
+def _lesser(x: float, limit: float) -> float:
+    return limit if x > limit else x
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("limit", [-1.0, 0.0, math.inf, -math.inf, math.nan])
+def test_clamps_of_odd_limits_are_in_the_order_of_their_formulas(limit: float, where: str) -> None:
+    """vLLM's: min first in silu_and_mul_with_clamp and swigluoai_and_mul, max first in swiglustep_and_mul."""
+    gate = [3.0, -9.0, 0.5, -0.5, 2.0, -3.0]
+    up = [9.0, -9.0, 0.25, -1.0, -0.5, 2.0]
+    g, u = (torch.tensor([half], dtype=torch.float32, device=where) for half in (gate, up))
+    least = torch.tensor([[_lesser(one, limit) for one in gate]])
+    min_first = torch.tensor([[-_lesser(-_lesser(one, limit), limit) for one in up]])
+    max_first = torch.tensor([[_lesser(-_lesser(-one, limit), limit) for one in up]])
+    silu = torch.tensor([[_lesser(one, limit) for one in F.silu(g)[0].tolist()]])
+    halves, pairs = torch.cat((g, u), -1), torch.stack((g, u), -1).reshape(1, 12)
+    for name, args, right in (
+        ("silu_and_mul_with_clamp", (halves, limit), F.silu(least.double()) * min_first.double()),
+        ("swiglustep_and_mul", (halves, limit), silu.double() * max_first.double()),
+        (
+            "swigluoai_and_mul",
+            (pairs, 1.702, limit),
+            least * sigmoid(1.702 * least.double()) * (min_first + 1).double(),
+        ),
+    ):
+        actual = call(name, *args, width=6).cpu().double()
+        torch.testing.assert_close(actual, right, rtol=8 * 2.0**-23, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fatrelu_compares_with_the_rounded_threshold(dtype: torch.dtype, where: str) -> None:

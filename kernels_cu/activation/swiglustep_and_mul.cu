@@ -1,6 +1,6 @@
 // swiglustep_and_mul: SwiGLU with both factors clamped.
 //
-//     out[r, i] = T(min(silu(g), limit) * max(min(u, limit), -limit))
+//     out[r, i] = T(min(silu(g), limit) * min(max(u, -limit), limit))
 //     where g, u = input[r, i], input[r, hidden_size + i]
 //
 // T is the element type of out and input. Computed in float32 and rounded once; NaN stays NaN.
@@ -25,7 +25,7 @@ swiglustep_and_mul(scalar_t* out,          // [num_rows, hidden_size]
     u.to_floats(v);
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) {
-        y[j] = ieee_multiply(at_most(y[j], limit), clamped(v[j], limit));
+        y[j] = ieee_multiply(at_most(y[j], limit), at_most(-at_most(-v[j], limit), limit));
     }
     vec_t::from_floats(y).store(out + at.row * out_stride + at.column);
 }

@@ -66,17 +66,23 @@ silu_and_mul.example(example_gated)
 def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float) -> None:
     """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
 
-    l is `limit`, rounded to the element type. NaN stays NaN. Equal to eager PyTorch on the same device, bit for bit.
+    l is `limit`, rounded to the element type; NaN is no limit, and below 0 every u becomes -l. NaN stays NaN. Equal to
+    eager PyTorch on the same device, bit for bit.
 
     Args:
         result: [..., hidden_size], written; rows of one stride.
         input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
-        limit: largest gate and largest magnitude of u, at least 0.
+        limit: largest gate and largest magnitude of u.
     """
     gate, up = input.chunk(2, dim=-1)
     bound = gate.new_full((), limit, dtype=torch.float32).to(gate.dtype)
-    up = torch.where(up > bound, bound, torch.where(up < -bound, -bound, up))
-    result.copy_(torch.nn.functional.silu(torch.where(gate > bound, bound, gate)) * up)
+    up = -_at_most(-_at_most(up, bound), bound)
+    result.copy_(torch.nn.functional.silu(_at_most(gate, bound)) * up)
+
+
+def _at_most(x: Tensor, bound: Tensor) -> Tensor:
+    """`x` where it is not above the bound. Unlike `torch.clamp`, a bound of NaN is none."""
+    return torch.where(x > bound, bound, x)
 
 
 @silu_and_mul_with_clamp.plan
@@ -220,9 +226,10 @@ def example_swigluoai_and_mul(
 
 @op(out="out")
 def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
-    """SwiGLU with both factors clamped: ``out = T(min(silu(g), limit) * max(min(u, limit), -limit))``.
+    """SwiGLU with both factors clamped: ``out = T(min(silu(g), limit) * min(max(u, -limit), limit))``.
 
-    g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN.
+    g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a limit of NaN is
+    none.
 
     Args:
         out: [..., hidden_size], written; rows of one stride.
@@ -230,7 +237,8 @@ def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
         limit: largest activated gate and largest magnitude of u.
     """
     gate, up = input.float().chunk(2, dim=-1)
-    out.copy_(torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit))
+    bound = gate.new_full((), limit)
+    out.copy_(_at_most(torch.nn.functional.silu(gate), bound) * _at_most(-_at_most(-up, bound), bound))
 
 
 @swiglustep_and_mul.plan
