@@ -66,6 +66,12 @@ def edit_index(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+def repeat_tensor(folder: Path) -> None:
+    """A second shard has a tensor of the first one, with other values."""
+    edit_index(weight_map={"model.norm.weight": "shard.safetensors", "lm_head.weight": "twice.safetensors"})(folder)
+    safetensors.torch.save_file({"model.norm.weight": torch.zeros(64)}, folder / "twice.safetensors")
+
+
 def rope(**values: Any) -> Callable[[Path], None]:
     return edit_config(rope_parameters=values)
 
@@ -190,6 +196,10 @@ BAD = {
     "a cut shard": (shorten, r"model\.safetensors: is no whole safetensors file"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"model\.safetensors: is missing"),
     "a missing shard": (edit_index(weight_map={"lm_head.weight": "absent.safetensors"}), "absent.*: is missing"),
+    "a tensor in two shards": (
+        repeat_tensor,
+        r"twice\.safetensors: model\.norm\.weight: is in shard\.safetensors, too",
+    ),
     "an index that leads away": (
         edit_index(weight_map={"lm_head.weight": "../model.safetensors"}),
         "weight_map: expected",

@@ -140,6 +140,8 @@ def _headers(folder: Path) -> dict[str, _Header]:
                 known = _known(name)
                 if known in found and found[known].name != name:
                     raise ModelError(shard, f"{name}: is there under the name {found[known].name}, too")
+                if known in found:
+                    raise ModelError(shard, f"{name}: is in {found[known].shard.name}, too")
                 found[known] = _Header(shard, name, tuple(header.get_shape()), header.get_dtype())
     return found
 
