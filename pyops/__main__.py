@@ -103,6 +103,14 @@ def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
     return values, str(archs[0])
 
 
+# Families of models that `generate --help` names; importing them for that would double the time of every command.
+_FAMILIES = (
+    "Bamba, Cohere, Cohere2, DeepseekV2, DeepseekV3, Falcon, Gemma, Gemma2, Gemma3, GPTNeoX, GptOss, Granite, "
+    "Llama, Mamba, Mamba2, Ministral, Mistral, Mistral3, Mixtral, Olmo2, Phi3, Qwen2, Qwen3, Qwen3Moe, "
+    "SmolLM3, StableLm, Starcoder2."
+)
+
+
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
     called = "pyops" if Path(sys.argv[0]).stem == "pyops" else "python -m pyops"
@@ -133,8 +141,9 @@ def parser() -> argparse.ArgumentParser:
     writing = command(
         "generate",
         _generate,
-        "Text from a model in a Hugging Face folder or a GGUF file: Llama, Mistral, Qwen, Mamba, Bamba.",
+        "Text from a model in a Hugging Face folder or a GGUF file.",
     )
+    writing.epilog = f"Families: {_FAMILIES} docs/models.md says what of each."
     writing.add_argument(
         "--model", required=True, metavar="DIR", help="config.json, safetensors, tokenizer.json; or FILE.gguf"
     )

@@ -82,7 +82,7 @@ def shorten(folder: Path) -> None:
 
 
 BAD = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json: cannot be read: .*No such file"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json: is missing"),
     "a broken config": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json: cannot be read"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), "expected an object, got list"),
     "an architecture": (
@@ -145,7 +145,7 @@ BAD = {
         edit_config(num_attention_heads=2**20),
         r"num_attention_heads \* head_dim: expected a positive integer up to 1048576",
     ),
-    "layers beyond the tensors": (edit_config(num_hidden_layers=30000), "has 30000 layers, and 21 tensors for them"),
+    "layers beyond the tensors": (edit_config(num_hidden_layers=15000), "has 15000 layers, and 21 tensors for them"),
     **{
         f"architectures {value!r}": (edit_config(architectures=value), "architectures: expected Llama")
         for value in (5, 1.5, True, {"a": 1}, [["LlamaForCausalLM"]], "LlamaForCausalLM")

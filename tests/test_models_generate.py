@@ -13,6 +13,7 @@ import tokenizers
 
 from pyops.__main__ import main
 from pyops.cli import generate
+from pyops.models.config import ARCHITECTURES
 from tests.small_models import PROMPTS, folders, text
 
 
@@ -49,6 +50,14 @@ def test_generate_prints_texts(words: Path, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr()
     assert printed.out.splitlines() == expected
     assert "24 tokens" in printed.err
+
+
+def test_help_names_every_family(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    said = " ".join(capsys.readouterr().out.split()).partition("Families: ")[2].partition(".")[0].split(", ")
+    expected = {name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") for name in ARCHITECTURES}
+    assert said == sorted(expected, key=str.lower)
 
 
 def test_generate_names_what_is_wrong(words: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -338,7 +338,7 @@ ZEROS = numpy.zeros((256, 256), "float32")
 REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "an architecture": (put("general.architecture", "gpt2"), "general.architecture: expected 'llama' or 'qwen2' or"),
     "a part": (put("split.count", 2), "is a part of a model"),
-    "heads by layer": (put("llama.attention.head_count", [4, 4]), r"head_count: expected one number .*, got \[4, 4\]"),
+    "heads by layer": (put("llama.attention.head_count", [4, 4]), r"head_count: expected an integer, got \[4, 4\]"),
     "turned in part": (put("llama.rope.dimension_count", 32), "dimension_count: expected all 64 elements .*, got 32"),
     "a window": (put("llama.attention.sliding_window", 64), "sliding_window: expected none, got 64"),
     "no size": (put("llama.context_length", 0), "max_position_embeddings: expected a positive integer"),
@@ -354,7 +354,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]]
         tensor("blk.0.ffn_up.weight", quantised(torch.zeros(128, 256), Type.Q8_0), Type.Q8_0),
         r"up_proj.weight: expected shape \(256, 272\), got \(128, 272\)",
     ),
-    "a type": (tensor("blk.0.ffn_up.weight", ZEROS.astype("float64"), Type.F32), "up_proj: expected one of .*, got 28"),
+    "a type": (
+        tensor("blk.0.ffn_up.weight", ZEROS.astype("float64"), Type.F32),
+        "blk.0.ffn_up.weight: expected F32 or .* or Q4_K or .*, got F64",
+    ),
 }
 
 

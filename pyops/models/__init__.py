@@ -10,6 +10,7 @@ mixed_families        decoders with mixtures, latent attention or state-space la
 quantization          quantised weights as config.json describes them
 gguf_families         GGUF files: what the metadata of each architecture have
 gguf_header           the header of a GGUF file
+gguf_keys             which keys of its metadata are read, and which change nothing
 gguf_names            where tensors of a Hugging Face folder are in a GGUF file
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file

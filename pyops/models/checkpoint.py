@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 from .._core.lazy import optional, torch
 from .._model_error import ModelError
 from .config import DTYPES, Config
-from .config_values import read_json
+from .config_values import MAX_JSON, check_file, read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
 from .quantization import PackedQuantization, Quantization, QuantizedWeights
 from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack")
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 _FLOATS = {"F32", "F16", "BF16"}
 # Names in safetensors of the dtypes of quantised weights.
 _CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
@@ -77,8 +80,9 @@ def load(
     headers = {name: header for name, header in _headers(folder).items() if not name.startswith(config.not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
-    if len(headers) < config.num_hidden_layers:
-        raise ModelError(folder, f"has {config.num_hidden_layers} layers, and {len(headers)} tensors for them")
+    least, of_what = _least_tensors(config)
+    if len(headers) < least:
+        raise ModelError(folder, f"has {of_what}, and {len(headers)} tensors for them")
     plan = Decoder(config, dtype, "meta").tensors()
     if isinstance(config.quantization, PackedQuantization):
         headers = _without_zero_biases(headers, plan)
@@ -102,8 +106,31 @@ def load(
                 done += places[name].nbytes if name in places else 0
                 if progress:
                     progress(done, total)
+    _say_what_is_not_finite(folder, places)
     model.prepare()
     return model
+
+
+def _least_tensors(config: Config) -> tuple[int, str]:
+    """Fewer tensors than any file of the model has, and why: what comes next takes memory for each."""
+    layers, mixture = config.num_hidden_layers, config.mixture
+    if mixture is not None and not mixture.is_stacked:
+        return sum(mixture.layers) * mixture.num_experts, f"{layers} layers of {mixture.num_experts} experts"
+    if config.qk_norm == "heads" and "{}" in config.names.q_norm:
+        return layers * config.num_attention_heads, f"{layers} layers of {config.num_attention_heads} norms of heads"
+    return layers, f"{layers} layers"
+
+
+def _say_what_is_not_finite(folder: Path, tensors: dict[str, Any]) -> None:
+    """A warning that names the first weight with NaN or infinity, also one that was not before it had this dtype."""
+    found = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
+    ends = {name: torch.aminmax(tensor) for name, tensor in found.items() if tensor.dtype.itemsize > 1}  # of fp8: none
+    if ends:
+        sums = torch.stack([(low - low + high - high).float() for low, high in ends.values()])  # 0, or NaN
+        bad = [name for name, is_bad in zip(ends, sums.isnan().tolist(), strict=True) if is_bad]
+        if bad:
+            others = f" and {len(bad) - 1} other tensors" if len(bad) > 1 else ""
+            warnings.warn(f"{folder}: NaN or infinity in {bad[0]}{others}", stacklevel=3)
 
 
 def free_bytes(device: Any) -> int:
@@ -130,8 +157,7 @@ def _headers(folder: Path) -> dict[str, _Header]:
     """{name: header} of every tensor in the shards."""
     found: dict[str, _Header] = {}
     for shard in _shards(folder):
-        if not shard.is_file():
-            raise ModelError(shard, "is missing")
+        check_file(shard)
         with _opened(shard) as opened:
             for name in opened.keys():  # noqa: SIM118
                 header = opened.get_slice(name)
@@ -163,12 +189,21 @@ def _shards(folder: Path) -> list[Path]:
     if is_gguf(folder):
         return [folder]
     if (folder / _SINGLE).is_file() or not index.exists():
+        _refuse_other_formats(folder)
         return [folder / _SINGLE]
     where = read_json(index).get("weight_map")
     files = list(where.values()) if isinstance(where, dict) else []
     if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise ModelError(index, "weight_map: expected names of tensors and of files beside this one")
     return [folder / file for file in sorted(set(files))]
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    """ModelError if a folder has weights only in files that are not read."""
+    found = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
+    if found and not (folder / _SINGLE).exists():
+        advice = "save_pretrained of transformers writes model.safetensors"
+        raise ModelError(folder, f"has weights in {found[0]}, which is not read; {advice}")
 
 
 def _without_zero_biases(headers: dict[str, _Header], plan: dict[str, Any]) -> dict[str, _Header]:
@@ -189,6 +224,8 @@ def _check(
     per_tensor = isinstance(quantization, Quantization) and quantization.weights == "tensor"
     scalars = (".input_scale", ".weight_scale") if per_tensor else (".input_scale",)
     for known, (shard, name, shape, dtype) in headers.items():
+        if known not in expected and known.endswith(_CACHE_SCALES):
+            raise ModelError(shard, f"{name}: is a scale of an fp8 cache of keys and values, which is not served")
         if known not in expected:
             raise ModelError(shard, f"{name}: is no tensor of this architecture")
         tensor = expected[known]
@@ -214,6 +251,10 @@ def _opened(file: Path) -> Iterator[Any]:
         yield GgufFile(file)
         return
     safetensors = optional("safetensors", "reading a model", "models")
+    with file.open("rb") as begin:
+        size = int.from_bytes(begin.read(8), "little")
+    if size > MAX_JSON and size <= file.stat().st_size:
+        raise ModelError(file, f"has a header of {size} bytes, and at most {MAX_JSON} are read")
     try:
         opened = safetensors.safe_open(file, framework="pt")
     except (safetensors.SafetensorError, OSError) as error:

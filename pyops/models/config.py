@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._model_error import ModelError
 from .config_values import MAX_POSITIONS, first, is_integer, read_json, refuse, size
 from .families import FAMILIES
 from .family import ATTENTION_SIZES, SIZES
@@ -23,6 +24,14 @@ ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *MAMBAS)
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+
+
+def _refuse_model_opt(path: Path) -> None:
+    """ModelError if weights are quantised as an early file of ModelOpt says, and ``config.json`` does not."""
+    said = read_json(path).get("quantization") if path.exists() else None
+    kind = said.get("quant_algo") if isinstance(said, dict) else said
+    if kind is not None:
+        raise ModelError(path, f"quantization.quant_algo: expected a quantization_config in config.json, got {kind!r}")
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,8 @@ class Config:
         if is_gguf(folder):
             return cls.parse(GgufFile(folder).config())
         values = read_json(Path(folder) / "config.json")
+        if values.get("quantization_config") is None:
+            _refuse_model_opt(Path(folder) / "hf_quant_config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
             said = Fields(read_json(generation))

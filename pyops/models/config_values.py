@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import stat
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,32 @@ from .._model_error import ModelError
 
 _MAX_SIZE = 1 << 20  # of every size: torch can describe a matrix of two such sizes on the device "meta"
 MAX_POSITIONS = (1 << 31) - 1
+MAX_JSON = 1 << 24  # bytes of a file, or of a header: some 100,000 tensors, which DeepSeek-V3 has
+# What a model has one tensor or more for, by the last word of its name: a small file must not ask for much memory.
+_MAX_COUNTS = {"layers": 1 << 14, "experts": 1 << 14}
 _POSITION_COUNTS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
+
+
+def check_file(path: Path) -> int:
+    """Bytes of a file. ModelError if there is no regular file at `path`: reading a device or a pipe might never end."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError | ValueError)
+        raise ModelError(path, "is missing" if is_missing else f"cannot be read: {error}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise ModelError(path, "is no regular file")
+    return found.st_size
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. ModelError if the file cannot be read or holds something else."""
+    size = check_file(path)
+    if size > MAX_JSON:
+        raise ModelError(path, f"has {size} bytes, and at most {MAX_JSON} are read")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            values = json.loads(file.read(size))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(path, f"cannot be read: {error}") from None
     if not isinstance(values, dict):
@@ -43,7 +63,7 @@ def is_integer(value: object) -> bool:
 
 def size(name: str, value: Any) -> int:
     """`value` if it is a positive integer within bounds. ModelError otherwise."""
-    max_value = MAX_POSITIONS if name in _POSITION_COUNTS else _MAX_SIZE
+    max_value = MAX_POSITIONS if name in _POSITION_COUNTS else _MAX_COUNTS.get(name.split("_")[-1], _MAX_SIZE)
     if not is_integer(value) or not 1 <= value <= max_value:
         raise refuse(name, f"a positive integer up to {max_value}", value)
     return int(value)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._model_error import ModelError
 from ..ops.rotary.tables import yarn_mscale
-from .config_values import number
+from .config_values import is_integer, number, size
 from .families import FAMILIES
 from .family import FULL, SLIDING, Family
 from .mixed_families import MIXED_FAMILIES
@@ -67,6 +67,7 @@ class GgufFamily(NamedTuple):
         keys: {name in ``config.json``: key in the metadata}, beside `SIZES`.
         neighbours: whether rows of queries and keys lie as pairs of neighbours turn, which Hugging Face's do not.
         turns_parts: whether parts of heads may turn.
+        has_pattern: whether layers may have the window, or not, one by one.
         one_added: whether 1 is added to the weights of norms.
         own_names: {llama.cpp's name of a part of a layer: that of another family's layers}, where they differ.
         experts, router, is_stacked: of `Mixture`, where the family has one.
@@ -77,6 +78,7 @@ class GgufFamily(NamedTuple):
     keys: Mapping[str, str] = _NO_KEYS
     neighbours: bool = False
     turns_parts: bool = False
+    has_pattern: bool = False
     one_added: bool = False
     own_names: Mapping[str, str] = _NO_KEYS
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -180,8 +182,8 @@ GGUF_FAMILIES = {
     "qwen3": GgufFamily("Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily("Qwen3MoeForCausalLM", _EXPERTS | {"num_experts": "expert_count"}, more=_qwen3_moe),
     "gemma": GgufFamily("GemmaForCausalLM", one_added=True),
-    "gemma2": GgufFamily("Gemma2ForCausalLM", _WINDOW | _SOFT_CAPS, one_added=True, more=_gemma2),
-    "gemma3": GgufFamily("Gemma3ForCausalLM", _WINDOW | _SOFT_CAPS, one_added=True, more=_gemma3),
+    "gemma2": GgufFamily("Gemma2ForCausalLM", _WINDOW | _SOFT_CAPS, has_pattern=True, one_added=True, more=_gemma2),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", _WINDOW | _SOFT_CAPS, has_pattern=True, one_added=True, more=_gemma3),
     "phi3": GgufFamily("Phi3ForCausalLM", _WINDOW, turns_parts=True),
     "olmo2": GgufFamily("Olmo2ForCausalLM"),
     "granite": GgufFamily(
@@ -196,7 +198,7 @@ GGUF_FAMILIES = {
     ),
     "smollm3": GgufFamily("SmolLM3ForCausalLM", neighbours=True),
     "command-r": GgufFamily("CohereForCausalLM", {"logit_scale": "logit_scale"}, more=_cohere),
-    "cohere2": GgufFamily("Cohere2ForCausalLM", _WINDOW | {"logit_scale": "logit_scale"}),
+    "cohere2": GgufFamily("Cohere2ForCausalLM", _WINDOW | {"logit_scale": "logit_scale"}, has_pattern=True),
     "stablelm": GgufFamily("StableLmForCausalLM", turns_parts=True, more=_stablelm),
     "starcoder2": GgufFamily("Starcoder2ForCausalLM", _WINDOW),
     "gptneox": GgufFamily("GPTNeoXForCausalLM", _LAYER_NORM, turns_parts=True, more=_gpt_neox),
@@ -204,6 +206,7 @@ GGUF_FAMILIES = {
     "gpt-oss": GgufFamily(
         "GptOssForCausalLM",
         _WINDOW | {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        has_pattern=True,
         own_names={"post_attention_norm": "ffn_norm"},
         router="router",
         is_stacked=True,
@@ -240,7 +243,7 @@ def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
     heads, hidden_size = found["num_attention_heads"], found["hidden_size"]
     if not isinstance(heads, int) or not isinstance(hidden_size, int) or heads < 1:
         raise file.refuse("attention.head_count", "one number for all layers", heads)
-    found["head_dim"] = found["head_dim"] or hidden_size // heads
+    found["head_dim"] = size("attention.key_length", found["head_dim"] or hidden_size // heads)
     found["num_key_value_heads"] = found["num_key_value_heads"] or heads
     is_layer_norm = own.norms.kind == "layer"
     found[own.epsilon] = file.own_value(f"attention.layer_norm_{'' if is_layer_norm else 'rms_'}epsilon")
@@ -254,6 +257,11 @@ def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
     window = file.own_value("attention.sliding_window", 0)
     if window and "sliding_window" not in family.keys and window < (found["max_position_embeddings"] or 0):
         raise file.refuse("attention.sliding_window", "none", window)
+    value_length = file.own_value("attention.value_length", found["head_dim"])
+    if value_length != found["head_dim"] and "kv_lora_rank" not in family.keys:
+        raise file.refuse("attention.value_length", f"{found['head_dim']}, as keys have", value_length)
+    if family.has_pattern:
+        found["layer_types"] = _kinds(file, found["num_hidden_layers"])
     found |= {
         "architectures": [family.architecture],
         "tie_word_embeddings": not file.has("output.weight"),
@@ -263,6 +271,20 @@ def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
     if family.turns_parts and found["rope_parameters"].get("rope_type") == "longrope":
         found["original_max_position_embeddings"] = file.own_value("rope.scaling.original_context_length")
     return {name: value for name, value in found.items() if value is not None or name == "q_lora_rank"}
+
+
+def _kinds(file: Metadata, layers: Any) -> list[str] | None:
+    """The kinds of layers, if the file says them: that all but every so many have the window, or which have it."""
+    pattern = file.own_value("attention.sliding_window_pattern")
+    if pattern is None:
+        return None
+    if is_integer(pattern) and pattern >= 0:
+        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(size("block_count", layers))]
+    if not isinstance(pattern, list) or len(pattern) != layers or not all(isinstance(one, bool) for one in pattern):
+        raise file.refuse(
+            "attention.sliding_window_pattern", f"a number or a bool for each of {layers} layers", pattern
+        )
+    return [SLIDING if one else FULL for one in pattern]
 
 
 def _rope(family: GgufFamily, file: Metadata, head_dim: int) -> _Values:

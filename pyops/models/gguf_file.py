@@ -1,18 +1,24 @@
 """GGUF files: their metadata as ``config.json`` would have it, their tensors under the names of Hugging Face folders.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads it.
+`gguf_header.py` reads the header; the package `gguf` knows types, and decodes what is decoded at loading.
 """
 
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from numpy.typing import NDArray
+
 from .._core.lazy import optional, torch
 from .._model_error import ModelError
+from ..ops._shared.ggml_formats import FORMATS
+from .config_values import check_file
 from .gguf_families import (
     GGUF_FAMILIES,
     LONG_FACTORS,
@@ -22,13 +28,14 @@ from .gguf_families import (
     config_values,
     family_of,
 )
+from .gguf_header import PLAIN, GgufHeader
+from .gguf_keys import TYPES, check_unread, is_of
 from .gguf_names import KV_B, MXFP4_PARTS, Source, sources
 from .mixture import STACKED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FACTORS = ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS  # tensors that config.json has
 _OF_MXFP4 = tuple(f"_{kind}" for kind in MXFP4_PARTS)
 SPECIAL = CONTROL, USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is cut
@@ -67,29 +74,32 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
-            raise ModelError(self.path, "is missing")
+        check_file(self.path)
         stat = self.path.stat()
-        reader = _reader(self.path, stat.st_mtime_ns, stat.st_size)
-        self._fields = reader.fields
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        architecture = self.value("general.architecture")
-        family = family_of(str(architecture), self)
+        self._header = _header(self.path, stat.st_mtime_ns, stat.st_size)
+        self._tensors = self._header.tensors
+        self._asked: set[str] = set()
+        self._architecture = ""  # until it is known
+        self._architecture = self.value("general.architecture")
+        family = family_of(self._architecture, self)
         if family is None:
-            raise self.refuse("architecture", " or ".join(map(repr, GGUF_FAMILIES)), architecture, of="general")
+            raise self.refuse("architecture", " or ".join(map(repr, GGUF_FAMILIES)), self._architecture, of="general")
         self._family: GgufFamily = family
         shapes = {name: self._shape(name) for name in self._tensors if name not in _FACTORS}
-        mxfp4 = {name for name, tensor in self._tensors.items() if tensor.tensor_type.name == "MXFP4"}
+        mxfp4 = {name for name, tensor in self._tensors.items() if tensor.kind.name == "MXFP4"}
         self._sources = sources(shapes, mxfp4, family)
 
     def value(self, key: str, default: Any = None) -> Any:
         """What the metadata have under `key`."""
-        field = self._fields.get(key)
-        return default if field is None else field.contents()
+        self._asked.add(key)
+        found, own = self._header.value(key), key.removeprefix(f"{self._architecture}.")
+        if found is not None and own in TYPES and not is_of(TYPES[own], found):
+            raise ModelError(self.path, f"{key}: expected {TYPES[own]}, got {reprlib.repr(found)}")
+        return default if found is None else found
 
     def own_value(self, key: str, default: Any = None) -> Any:
         """What the metadata have under ``<architecture>.`` and `key`."""
-        return self.value(f"{self.value('general.architecture')}.{key}", default)
+        return self.value(f"{self._architecture}.{key}", default)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor that the file calls `name`."""
@@ -97,7 +107,7 @@ class GgufFile:
 
     def numbers(self, name: str) -> list[float]:
         """The elements of a floating-point tensor; none if it is not there or quantised."""
-        is_plain = name in self._tensors and self._tensors[name].tensor_type.name in _PLAIN
+        is_plain = name in self._tensors and self._tensors[name].kind.name in PLAIN
         return self._read(name).flatten().tolist() if is_plain else []
 
     def keys(self) -> list[str]:
@@ -109,8 +119,8 @@ class GgufFile:
         if source.made:
             kind = "U8" if source.made.endswith(_OF_MXFP4) else "F32"
             return _Slice(tuple(self._made(source, "meta").shape), kind)
-        shape, kind = self._shape(source.own[0]), self._tensors[source.own[0]].tensor_type.name
-        return _Slice(shape if source.part is None else shape[1:], kind if kind in _PLAIN else "U8")
+        shape, kind = self._shape(source.own[0]), self._tensors[source.own[0]].kind.name
+        return _Slice(shape if source.part is None else shape[1:], kind if kind in PLAIN else "U8")
 
     def get_tensor(self, name: str) -> Tensor:
         """The tensor: floating-point, or uint8 [rows, bytes of a row].
@@ -138,17 +148,19 @@ class GgufFile:
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelError(self.path, "token_embd.weight: is missing")
-        return config_values(self._family, self) | {
-            "vocab_size": int(embedding.shape[1]) if len(embedding.shape) == 2 else 0,
+        found = config_values(self._family, self) | {
+            "vocab_size": embedding.shape[0] if len(embedding.shape) == 2 else 0,
             "eos_token_id": self._ends(),
             "dtype": "bfloat16",
             "quantization_config": {"quant_method": "gguf", "types": self._types()},
         }
+        unread = [key for key in self._header.all_keys() if key not in self._asked]
+        check_unread(self.path, self._architecture, unread, self._header.value)
+        return found
 
     def refuse(self, key: str, expected: str, got: object, of: str | None = None) -> ModelError:
         """The error for a value of the metadata; the caller raises it."""
-        of = of or self.value("general.architecture")
-        return ModelError(self.path, f"{of}.{key}: expected {expected}, got {got!r}")
+        return ModelError(self.path, f"{of or self._architecture}.{key}: expected {expected}, got {reprlib.repr(got)}")
 
     def _ends(self) -> list[int]:
         """Tokens that end a text: those that keys name, and those that llama.cpp knows by their text.
@@ -168,26 +180,31 @@ class GgufFile:
         """{name of a module: number of the type} of all weights that are quantised and stay so."""
         found = {}
         for name, source in self._sources.items():
-            kind = self._tensors[source.own[0]].tensor_type
+            kind = self._tensors[source.own[0]].kind
             if source.made.endswith("_blocks"):
                 found[name.removesuffix("_blocks")] = int(kind)
-            elif kind.name not in _PLAIN and name.endswith(".weight") and not source.made:
+            elif kind.name not in PLAIN and name.endswith(".weight") and not source.made:
+                if kind not in FORMATS:
+                    served = " or ".join((*PLAIN, *(format.name for format in FORMATS.values())))
+                    raise ModelError(self.path, f"{source.own[0]}: expected {served}, got {kind.name}")
                 found[name.removesuffix(".weight")] = int(kind)
         return found
 
     def _shape(self, own: str) -> tuple[int, ...]:
         """Sizes, or those of bytes of blocks."""
         tensor = self._tensors[own]
-        plain = tensor.tensor_type.name in _PLAIN
-        return tuple(int(size) for size in (reversed(tensor.shape) if plain else tensor.data.shape))
+        return tensor.shape if tensor.kind.name in PLAIN else tensor.bytes_shape
 
     def _read(self, own: str) -> Tensor:
         """The elements, or bytes of blocks, of a tensor."""
         tensor = self._tensors[own]
-        data = torch.from_numpy(tensor.data.copy())
-        if tensor.tensor_type.name in _PLAIN:
-            data = data.view(getattr(torch, _PLAIN[tensor.tensor_type.name])).view(self._shape(own))
-        return data
+        data = torch.from_numpy(self._bytes(own).copy())
+        return data.view(getattr(torch, PLAIN[tensor.kind.name])) if tensor.kind.name in PLAIN else data
+
+    def _bytes(self, own: str) -> NDArray[Any]:
+        """The bytes of a tensor, still in the file."""
+        tensor = self._tensors[own]
+        return self._header.data[tensor.start :][: prod(tensor.bytes_shape)].reshape(tensor.bytes_shape)
 
     def _made(self, source: Source, device: str = "cpu") -> Tensor:
         """A tensor that is made of others; on the device "meta" without data."""
@@ -195,31 +212,24 @@ class GgufFile:
         if device == "cpu":
             parts = [self._read(own) if is_mxfp4 else self._dequantised(own) for own in source.own]
         else:
-            shapes = [self._shape(own) if is_mxfp4 else reversed(self._tensors[own].shape) for own in source.own]
+            shapes = [self._shape(own) if is_mxfp4 else self._tensors[own].shape for own in source.own]
             kind = torch.uint8 if is_mxfp4 else torch.float32
-            parts = [torch.empty([int(size) for size in shape], dtype=kind, device=device) for shape in shapes]
+            parts = [torch.empty(shape, dtype=kind, device=device) for shape in shapes]
         return _mxfp4(source.made, *parts) if is_mxfp4 else _MADE[source.made](*parts)
 
     def _dequantised(self, own: str) -> Tensor:
         """The elements of a tensor of any type."""
-        tensor = self._tensors[own]
-        if tensor.tensor_type.name in _PLAIN:
+        kind = self._tensors[own].kind
+        if kind.name in PLAIN:
             return self._read(own)
         gguf = optional("gguf", "reading a GGUF file", "gguf")
-        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        return torch.from_numpy(gguf.quants.dequantize(self._bytes(own), kind))
 
 
-@lru_cache(maxsize=1)  # reading the vocabulary takes seconds
-def _reader(path: Path, _mtime_ns: int, _size: int) -> Any:
-    """The reader of the package `gguf`, for a file as it is now."""
-    gguf = optional("gguf", "reading a GGUF file", "gguf")
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, KeyError, IndexError, OSError, OverflowError, MemoryError) as error:
-        raise ModelError(path, f"is no whole GGUF file: {error}") from None
-    if reader.byte_order != "I":
-        raise ModelError(path, "has the byte order of another machine")
-    return reader
+@lru_cache(maxsize=1)
+def _header(path: Path, _mtime_ns: int, _size: int) -> GgufHeader:
+    """The header of a file as it is now."""
+    return GgufHeader(path)
 
 
 def _kv_b(key: Tensor, value: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class Latent:
 def _mscale(values: dict[str, Any]) -> float:
     """The factor of YaRN that queries and keys have each, where ``mscale_all_dim`` is given."""
     found = first(values.get("rope_scaling"), {}) or first(values.get("rope_parameters"), {})
+    if not isinstance(found, dict):
+        raise refuse("rope_scaling", "an object", found)
     kind = first(found.get("rope_type"), found.get("type"), "default")
     if kind == "default" or not found.get("mscale_all_dim"):
         return 1.0
