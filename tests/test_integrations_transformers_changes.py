@@ -533,3 +533,20 @@ def test_adapters_of_peft(targets: list[str], model: Any) -> None:
     agree(copy.deepcopy(ours).merge_and_unload(), merged)
     for each in (ours, before):
         agree(each.unload(), plain)
+
+
+# Compiled
+
+
+@pytest.mark.slow
+def test_a_compiled_step_notices_what_changes(model: Any) -> None:
+    """A projection, a forward and a number are others once the step is compiled."""
+    torch.compiler.reset()
+    theirs = copy.deepcopy(model)
+    compiled = torch.compile(accelerate(model), fullgraph=True, backend="aot_eager")
+    for changes in ((), ((replace, "mlp.gate_proj"), (set_forward, "input_layernorm"), (set_numbers, "self_attn"))):
+        for change, name in changes:
+            for each in (model, theirs):
+                change(each, f"model.layers.1.{name}")
+        expected = logits(theirs, transformers.DynamicCache(config=theirs.config))
+        torch.testing.assert_close(logits(compiled, PagedCache(model.config, 16)), expected, rtol=1e-4, atol=1e-4)
