@@ -163,6 +163,9 @@ class JoinedAttention(BoundAttention):
             heads[i] = normalised.clone() if hooked(norm) else normalised
         return heads
 
+    def serving(self) -> str:
+        return self.op + self.qkv.note()
+
     def remove(self) -> None:
         super().remove()
         self.qkv.part()

@@ -38,26 +38,24 @@ class Sequences:
     sliding_window: int
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+class Slots:
     """Keys and values of one layer: a slot for each token of each row of the batch, padding included.
 
     A block is any sixteen neighbouring slots. So the tokens of a row are a sequence of a paged cache wherever its
     padding ends, and nothing is moved.
     """
 
-    is_sliding = False
-    is_croppable = True
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, max_cache_len: int | None) -> None:
         super().__init__()
         self.max_cache_len = max_cache_len
-        self.is_compileable = max_cache_len is not None
+        self.is_initialized = False
         # As in a static cache, a tensor: a compiled step must not be compiled again for the next length.
         self.cumulative_length: Any = 0 if max_cache_len is None else torch.tensor(0, dtype=torch.int64, device="cpu")
         self.is_regular = True  # whether the ops know every mask since the first token
         self._written = 0  # as far as Python knows: what compiled steps write is not counted
-
-    # What transformers asks of a layer.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         shapes = tuple(key_states.shape), tuple(value_states.shape)
@@ -65,80 +63,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ValueError(f"PagedCache: expected keys and values of one shape, got {shapes[0]} and {shapes[1]}")
         self.device = key_states.device
         self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
-        self._one = torch.ones(1, dtype=torch.float32, device=self.device)  # the scale of codes, which these are not
+        self._one = torch.ones(
+            1, dtype=torch.float32, device=self.device
+        )  # what codes would be scaled by; not read for these
         room = self.max_cache_len or max(1, -(-count // _STEP)) * _STEP
         self._allocate(room, (key_states.dtype, value_states.dtype))
         self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep keys and values [batch, num_heads, count, head_dim]; all of them, as a dynamic or a static cache."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ValueError(
-                "PagedCache: keys and values would lose their gradients: call the model in torch.no_grad()"
-            )
-        count = key_states.shape[2]
-        self.reserve(key_states, value_states)
-        self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots_for(count))
-        return self.kept()
-
-    def kept(self) -> tuple[Tensor, Tensor]:
-        """All keys and values [batch, num_heads, tokens, head_dim], as a dynamic or a static cache has them."""
-        if self.max_cache_len is not None:
-            return self.keys, self.values
-        return self.keys[:, :, : self.cumulative_length], self.values[:, :, : self.cumulative_length]
-
-    def get_seq_length(self) -> Any:
-        return self.cumulative_length if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.max_cache_len or self.cumulative_length + query_length), 0
-
-    def get_max_length(self) -> int:
-        return self.max_cache_len or -1
-
-    def reset(self) -> None:
-        """Forget all tokens; a layer that grows may be of another batch and dtype then."""
-        if self.max_cache_len is None:
-            self.is_initialized = False
-        super().reset()
-        self._written, self.is_regular = 0, True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest tokens, -tokens_to_remove of them, or all where that is more."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"PagedCache: crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
-        if self.is_initialized:
-            self.cumulative_length += max(tokens_to_remove, -int(self.cumulative_length))
-            self._written = max(0, self._written + tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.batch_select_indices(
-                torch.arange(self.batch_size, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
-            )
-
-    def batch_select_indices(self, indices: Any) -> None:
-        """Keep these rows of the batch, in this order; what indexes a tensor may say which."""
-        if not self.is_initialized:
-            return
-        rows = torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices]
-        keys, values = (kept.index_select(0, rows) for kept in (self.keys, self.values))
-        if len(rows) != self.batch_size:
-            self.batch_size = len(rows)
-            self._allocate(self._room, (keys.dtype, values.dtype))
-        self.keys.copy_(keys)
-        self.values.copy_(values)
-
-    def offload(self) -> None:
-        self._move(torch.device("cpu"))
-
-    def prefetch(self) -> None:
-        self._move(self.device)
-
-    # What attention asks of it.
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make room for as many tokens as these [batch, num_heads, count, head_dim] are."""
@@ -277,6 +207,85 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def _firsts(self) -> Tensor:
         """The first slot of each row of the batch."""
         return torch.arange(self.batch_size, dtype=torch.int64, device=self.device) * self._room
+
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """All keys and values [batch, num_heads, tokens, head_dim], as a dynamic or a static cache has them."""
+        if self.max_cache_len is not None:
+            return self.keys, self.values
+        return self.keys[:, :, : self.cumulative_length], self.values[:, :, : self.cumulative_length]
+
+
+class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
+    """A layer of a cache as transformers asks for it."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, max_cache_len: int | None) -> None:
+        super().__init__(max_cache_len)
+        self.is_compileable = max_cache_len is not None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep keys and values [batch, num_heads, count, head_dim]; all of them, as a dynamic or a static cache."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(
+                "PagedCache: keys and values would lose their gradients: call the model in torch.no_grad()"
+            )
+        count = key_states.shape[2]
+        self.reserve(key_states, value_states)
+        self.write(key_states.transpose(1, 2), value_states.transpose(1, 2), self.slots_for(count))
+        return self.kept()
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (self.max_cache_len or self.cumulative_length + query_length), 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len or -1
+
+    def reset(self) -> None:
+        """Forget all tokens; a layer that grows may be of another batch and dtype then."""
+        if self.max_cache_len is None:
+            self.is_initialized = False
+        super().reset()
+        self._written, self.is_regular = 0, True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens, -tokens_to_remove of them, or all where that is more."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"PagedCache: crop: expected minus the number of tokens to remove, got {tokens_to_remove}")
+        if self.is_initialized:
+            self.cumulative_length += max(tokens_to_remove, -int(self.cumulative_length))
+            self._written = max(0, self._written + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(
+                torch.arange(self.batch_size, dtype=torch.int64, device="cpu").repeat_interleave(repeats)
+            )
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these rows of the batch, in this order; what indexes a tensor may say which."""
+        if not self.is_initialized:
+            return
+        rows = torch.arange(self.batch_size, dtype=torch.int64, device=self.device)[indices]
+        keys, values = (kept.index_select(0, rows) for kept in (self.keys, self.values))
+        if len(rows) != self.batch_size:
+            self.batch_size = len(rows)
+            self._allocate(self._room, (keys.dtype, values.dtype))
+        self.keys.copy_(keys)
+        self.values.copy_(values)
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        self._move(self.device)
 
 
 def _readable(attended: Tensor) -> bool:

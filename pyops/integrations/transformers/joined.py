@@ -18,14 +18,14 @@ class Joined:
     def __init__(self, *linears: Any) -> None:
         self.linears = linears
         self.weights: dict[str, Tensor] = {}
-        self.rows: list[int] = []
+        self.views: dict[str, tuple[Tensor, ...]] = {}
         if len(linears) == 1 or not self._joinable():
             return
         for name in ("weight", "bias") if linears[0].bias is not None else ("weight",):
             parts = [getattr(linear, name) for linear in linears]
             self.weights[name] = whole = torch.cat([part.data for part in parts])
-            self.rows = [len(part) for part in parts]
-            for part, view in zip(parts, whole.split(self.rows), strict=True):
+            self.views[name] = views = whole.split([len(part) for part in parts])
+            for part, view in zip(parts, views, strict=True):
                 part.data = view
             # A graph that reads it where it lies need not copy it at every step.
             torch._dynamo.mark_static_address(whole)
@@ -39,6 +39,11 @@ class Joined:
             return result
         return torch.cat([linear(x) for linear in self.linears], -1)
 
+    def note(self) -> str:
+        """What a report says where there were to be one product and are several; "" where there is one."""
+        why = self.obstacle() or ("a projection has hooks" if hooked(*self.linears) else "")
+        return f"; separate products: {why}" if self.weights and why else ""
+
     def part(self) -> None:
         """Give every projection memory of its own again."""
         for name in self.weights:
@@ -46,7 +51,7 @@ class Joined:
                 parameter = linear._parameters.get(name)
                 if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
                     parameter.data = parameter.data.clone()
-        self.weights = {}
+        self.weights, self.views = {}, {}
 
     def _joinable(self) -> bool:
         weights = [linear.weight for linear in self.linears if type(linear) is nn.Linear]
@@ -65,15 +70,16 @@ class Joined:
         `to`, the merging of adapters, and pruning give the projections other weights, others give them other forwards.
         """
         for linear in self.linears:
-            if type(linear) is not nn.Linear or _FORWARD is not nn.Linear.forward or "forward" in linear.__dict__:
+            if type(linear) is not nn.Linear or "forward" in linear.__dict__:
                 return "a projection has another forward"
-        for name, whole in self.weights.items():
-            address, strides = whole.data_ptr(), whole.stride()
-            for linear, rows in zip(self.linears, self.rows, strict=True):
-                part = linear._parameters.get(name)
-                if part is None or part.data_ptr() != address or part.dtype is not whole.dtype:
-                    return "a projection has other weights"
-                if part.stride() != strides or part.shape != (rows, *whole.shape[1:]):
-                    return "a projection has other weights"
-                address += part.nbytes
+        if nn.Linear.forward is not _FORWARD:
+            return "a projection has another forward"
+        try:
+            for name, views in self.views.items():
+                for linear, view in zip(self.linears, views, strict=True):
+                    part = linear._parameters.get(name)
+                    if part is None or part.dtype is not view.dtype or not part.is_set_to(view):
+                        return "a projection has other weights"
+        except RuntimeError:  # of a device without memory
+            return "a projection has other weights"
         return None

@@ -64,6 +64,9 @@ class MLP(Replacement):
             return result
         return self.form(self.module, self.products(hidden_states))
 
+    def serving(self) -> str:
+        return self.op + self.products.note()
+
     def passed_over(self) -> Iterable[tuple[str, Any]]:
         return without_weights(self.module)
 

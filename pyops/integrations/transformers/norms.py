@@ -74,14 +74,6 @@ class Norm(Replacement):
         self.form(self.module, out, rows)
         return out.transpose(1, 2) if heads_first else out
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def changed(self) -> str | None:
-        for weight in self.module._parameters.values():
-            if weight is not None and weight.dtype is not self.dtype:
-                return f"its weight is {weight.dtype}, not {self.dtype}"
-        why: str | None = super().changed()
-        return why
-
     def add(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of the sum, the sum) of tensors that may both be written."""
         weight, epsilon = getattr(self.module, "weight", None), self.form.epsilon_of(self.module)

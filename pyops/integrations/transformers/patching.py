@@ -29,7 +29,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def accelerate(model: _Model) -> _Model:
-    """Give a decoder of transformers the kernels of this library, in place.
+    """Give a model of transformers the kernels of this library, in place.
 
     Norms, rotary embedding, MLPs, experts, the sums of the residual stream, projections of fp8 weights, and attention
     over a `PagedCache`, which `generate` makes by itself for greedy search and sampling. A module is known by what it
@@ -39,9 +39,10 @@ def accelerate(model: _Model) -> _Model:
     memory, so that they are one product; that takes no more memory. Where gradients are enabled, or under autocast, the
     model does what it did before.
 
-    Call it when the model is on the device and of the dtype that it shall have. Where parameters are given other memory
-    later (by `to`, or when adapters are merged), call it again: until then products are separate, and a compiled step
-    does not notice.
+    Call it when the model is on the device and of the dtype that it shall have. A module that is changed later
+    (adapters, hooks, other forwards, parts, settings or dtypes, training) runs as transformers has it until
+    `accelerate` is called again or the change is undone; where only parameters are given other memory, products of
+    one input are separate. A step that is compiled already does not notice all of this.
 
     Args:
         model: a model of transformers, on one device, float32, float16 or bfloat16.
@@ -71,7 +72,7 @@ def report(model: nn.Module) -> Report:
     for name, module in model.named_modules():
         replacement = replacements.get(module)
         changed = None if replacement is None else replacement.changed()
-        op, reason = ("", changed) if replacement is None or changed else (replacement.op, None)
+        op, reason = ("", changed) if replacement is None or changed else (replacement.serving(), None)
         if op or reason or module in why:
             entries.append(Entry(name, type(module).__name__, op, reason or why.get(module, "")))
     return Report(entries)

@@ -43,6 +43,11 @@ class Tried:
         # A trial runs outside training.
         self.attributes = {key: _kept(value) for key, value in vars(module).items()} | {"training": False}
         self.parts = dict(module._modules)
+        own = {"training", *self.attributes} - (OF_EVERY_MODULE - {"training"})
+        self.numbers = {
+            key: self.attributes[key] for key in own if isinstance(self.attributes[key], (bool, int, float))
+        }
+        self.dtypes = {key: each.dtype for key, each in module._parameters.items() if each is not None}
         self.config, named = getattr(module, "config", None), _named(self.kind)
         self.counts = named | {"training", "forward"} | (self.attributes.keys() - OF_EVERY_MODULE)
         settings = {} if self.config is None else vars(self.config)
@@ -67,11 +72,26 @@ class Tried:
             return self._of("its parts are others since")
         if self.name and (module._forward_hooks or module._forward_pre_hooks):
             return self._of("it has hooks")
+        for key, dtype in self.dtypes.items():
+            if (weight := module._parameters.get(key)) is None or weight.dtype is not dtype:
+                return self._of(f"its {key} is of another dtype since")
         if self.called and tuple(map(self.function.__globals__.get, self.called)) != self.functions:
             return self._of(f"its forward finds others since under the names {', '.join(self.called)}")
         if self.configured and tuple(map(vars(self.config).get, self.configured)) != self.settings:
             return self._of(f"its configuration has other values since, of {', '.join(self.configured)}")
         return None
+
+    def is_same(self) -> bool:
+        """Whether all is as it was of what torch.compile compares again, when the compiled code is called."""
+        module = self.module
+        for key, value in self.numbers.items():
+            if getattr(module, key) != value:
+                return False
+        for key, part in self.parts.items():
+            if getattr(module, key) is not part:
+                return False
+        forward = self.attributes["forward"].__func__ if "forward" in self.attributes else self.forward
+        return getattr(module.forward, "__func__", None) is forward
 
     def _difference(self) -> str | None:
         """The attribute that is different now, of those that the forward may read."""
@@ -100,9 +120,14 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def _named(kind: type) -> set[str]:
-    """Names in the code of a class, without that of `nn.Module`."""
+    """Names in the code of a class, without its `__init__` and that of `nn.Module`."""
     kinds = [each for each in kind.__mro__ if each not in nn.Module.__mro__]
-    functions = (inspect.unwrap(value) for each in kinds for value in vars(each).values() if callable(value))
+    functions = (
+        inspect.unwrap(value)
+        for each in kinds
+        for name, value in vars(each).items()
+        if callable(value) and name != "__init__"
+    )
     return {name for function in functions if inspect.isfunction(function) for name in function.__code__.co_names}
 
 
@@ -133,6 +158,10 @@ class Replacement:
         """(name, part): the module's parts that are not called."""
         return ()
 
+    def serving(self) -> str:
+        """What computes the module now: `op`, and what of it is done otherwise since."""
+        return self.op
+
     def serves(self, x: Tensor) -> bool:
         """Whether the ops compute what the module would: they have no gradients and do not follow autocast."""
         return (
@@ -141,9 +170,18 @@ class Replacement:
             and self.changed() is None
         )
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def changed(self) -> str | None:
         """Why the module is left to transformers now, though it was replaced; None if it is not."""
+        if torch.compiler.is_compiling():
+            for tried in self.tried:
+                if not tried.is_same():
+                    return "it is another since"
+        why: str | None = self.difference()
+        return why
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def difference(self) -> str | None:
+        """As `changed`; torch.compile takes what it says for good."""
         if hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks:
             return "there are hooks of all modules"
         for tried in self.tried:

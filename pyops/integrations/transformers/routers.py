@@ -51,6 +51,8 @@ class Router(Replacement):
 
     def __init__(self, module: Any, dtype: torch.dtype, trials: Trials) -> None:
         super().__init__(module, dtype)
+        if module.weight.dtype is not dtype:
+            _refuse_mixed(module, dtype)
         self._choice: _Choice = trials.outcome(module, _choice_of)
         self.op = "grouped_topk" if _is_grouped(module, self._choice) else f"topk_{self._choice.scoring_func}"
 
@@ -59,6 +61,13 @@ class Router(Replacement):
             result: tuple[Tensor, Tensor, Tensor] = self.original(hidden_states)
             return result
         return _chosen(self.module, hidden_states, self._choice)
+
+
+def _refuse_mixed(module: Any, dtype: torch.dtype) -> None:
+    """Refuse a router whose forward does not take hidden states of a dtype with its weights of another."""
+    weights = {name: randn(*each.shape, dtype=each.dtype) for name, each in module.named_parameters(recurse=False)}
+    made, x = twin(module, **weights), randn(_TOKENS, module.weight.shape[1], dtype=dtype)
+    tried(lambda: forward_of(module)(made, x))
 
 
 def is_router(module: Any) -> bool:
