@@ -248,3 +248,14 @@ def test_nothing_names_a_machine() -> None:
         if path.suffix not in (".pyc", ".png", ".svg", ".whl") and "__pycache__" not in path.parts:
             found = path_of_a_machine.search(path.read_text(encoding="utf-8"))
             assert not found, f"{path.relative_to(ROOT)}: {found}"
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_constants_of_a_struct_stand_before_what_instantiates_its_templates(name: str) -> None:
+    """NVRTC 12.4 makes a member template where it is called, and does not know constexpr functions that come later."""
+    for struct in re.findall(
+        r"^(?:template <.*>\s*)?struct \w+[^;{]*\{\n.*?^\};", _code(name), re.MULTILINE | re.DOTALL
+    ):
+        calls = [match.start() for match in re.finditer(r"\b\w+<\d+>\(", struct)]
+        constants = [match.start() for match in re.finditer(r"static constexpr DEVICE \w+ \w+\(", struct)]
+        assert not calls or not constants or max(constants) < min(calls)

@@ -15,8 +15,8 @@ import pyops
 from pyops._core import config, device, dtypes
 from pyops._core.example import ArgMaker
 from pyops.ops.attention import decode_choose, join
-from pyops.testing import SCHEDULES, assert_matches_reference
-from pyops.testing.calls import assert_results, expected, replaced, run
+from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
+from pyops.testing.calls import assert_results, clones, expected, named, replaced, run, written
 from tests.calls import DEVICES, Host, example, refusal
 
 V1, V2 = pyops.registry["paged_attention_v1"], pyops.registry["paged_attention_v2"]
@@ -689,3 +689,46 @@ def test_rocm_refuses_a_table_without_rows() -> None:
     for table in (torch.tensor(0, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)):
         error = refusal(op, replaced(op, example(op), block_tables=table))
         assert error.argument == "block_tables"
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "room"),
+    [
+        ("paged_attention_v1", "block_tables", None),
+        ("paged_attention_v2", "block_tables", 512),
+        ("paged_attention_rocm", "block_tables", 256),
+        ("paged_attention_varlen", "block_tables", None),
+        ("sm100_cutlass_mla_decode", "page_table", None),
+    ],
+)
+def test_a_length_of_the_capacity_and_one_more(
+    name: str, table: str, room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that has no place is left out, and PYOPS_CHECK says so. Of partitions, the example has one."""
+    op = pyops.registry[name]
+    monkeypatch.setenv("PYOPS_CHECK", "1")
+    op.forget()
+    try:
+        args = example(op, num_tokens=4)
+        tensors = named(op, args)
+        cache = tensors.get("key_cache", tensors.get("kv_c_and_k_pe_cache"))
+        assert cache is not None
+        block_size = dict(zip([p.name for p in op.parameters], args, strict=True)).get("block_size", cache.shape[1])
+        tokens = tensors[table].shape[1] * block_size
+        full = torch.full_like(tensors["seq_lens"], min(tokens, room or tokens))
+        beyond = full.clone()
+        beyond[-1] += 1
+        results = []
+        for seq_lens in (full, beyond):
+            call = replaced(op, clones(args), seq_lens=seq_lens)
+            if seq_lens is full:
+                op(*call)
+            else:
+                what = rf"1 of {len(full)} indices are cut to the room for {full[0]} tokens, .*: {beyond[-1]}$"
+                with pytest.raises(pyops.OpError, match=f"^{name}: seq_lens: {what}"):
+                    op(*call)
+            results.append(written(op, call))
+        for result, cut in results[0].items():
+            assert same_bits(results[1][result], cut), result
+    finally:
+        op.forget()

@@ -257,6 +257,22 @@ def test_hostile_indices(device: str, name: str, argument: str, place: int, valu
     assert_results(op, expected(op, args), run(op, args))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [3, 40])
+def test_norms_of_keys_and_queries_at_the_largest_float(device: str, dtype: torch.dtype, count: int) -> None:
+    """Their squares are above it, and their directions are what counts: those of the same rows times a power of two."""
+    call = tokens(device, 1, count, 2, 4, (64, 32), dtype)
+    for name in ("q", "k"):
+        signs = call[name][:, 1::5].sign()
+        of_ones = {**call, name: call[name].clone()}
+        of_ones[name][:, 1::5] = signs * 1024.0  # beside which 1e-6 does not count
+        of_largest = {**call, name: call[name].clone()}
+        of_largest[name][:, 1::5] = signs * torch.finfo(dtype).max
+        wanted, _ = truth({key: value.cpu() for key, value in of_ones.items()}, None)
+        actual = pyops.gated_delta_rule(**of_largest, scale=64**-0.5, use_qk_l2norm_in_kernel=True)
+        assert_near(actual.cpu(), wanted, dtype)
+
+
 def test_refuses_what_it_cannot_serve() -> None:
     call = tokens("cpu", 2, 5, 2, 4, (16, 8), torch.float32)
     with pytest.raises(ValueError, match="head_first"):

@@ -1,6 +1,7 @@
 // gated_delta_tokens.cuh: how the tokens of a tile relate to each other in gated_delta_chunk, whose header has the formulas and
 // whose constants it reads: what its warps without rows prepare for those with rows.
 #pragma once
+#include "gated_delta_norm.cuh"
 #include "state_tiles.cuh"
 
 constexpr int STEPS = KEY_SIZE / 16, BLOCKS = TOKENS / 16;
@@ -28,19 +29,38 @@ struct Prepared {
     DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
 };
 
-// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token lane % 32; 1 without QK_NORM.
-DEVICE float inverse_norm(const key_tile& tile) {
-    if (!QK_NORM) return 1.0f;
-    const int lane = threadIdx.x % WARP_SIZE, token = lane % 32 % TOKENS;
+// The sum of squares of a token's row, in which lanes that are 32 apart have a part each; with `SCALES`, the row is
+// multiplied by DOWN in the tile first. Lanes that do not take part return 0.
+template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, bool takes_part) {
     float sum = 0.0f;
 #pragma unroll 4
-    for (int chunk = lane / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
-        const auto x = Vec<scalar_t, 8>::load(tile.at(token, chunk));
+    for (int chunk = threadIdx.x % WARP_SIZE / 32; chunk < KEY_SIZE / 8; chunk += WARP_SIZE / 32) {
+        if (SCALES && !takes_part) break;
+        auto x = Vec<scalar_t, 8>::load(tile.at(token, chunk));
+        if (SCALES) {
+            x = map(x, [](float value) { return value * DOWN; });
+            x.store_shared(tile.at(token, chunk));
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum = fmaf(x[i], x[i], sum);
     }
     if constexpr (WARP_SIZE == 64) sum += shfl_xor(sum, 32);
-    return 1.0f / sqrtf(sum + 1e-6f);
+    return sum;
+}
+
+// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token lane % 32; 1 without QK_NORM. Rows that are large
+// are scaled in the tile, because their products with other rows would be above the largest float.
+DEVICE float inverse_norm(const key_tile& tile) {
+    if (!QK_NORM) return 1.0f;
+    const int lane = threadIdx.x % 32, token = lane % TOKENS;
+    float sum = squares<false>(tile, token, true);
+    const bool is_large = CAN_BE_LARGE && sum > LARGE;
+    if (CAN_BE_LARGE && any_lane(is_large)) {
+        sync_warp();  // all lanes have read what some of them write
+        const float scaled = squares<true>(tile, token, is_large && lane < TOKENS);
+        if (is_large) sum = scaled;
+    }
+    return inverse_root(sum, is_large);
 }
 
 // Products of the rows of two tiles with each other: the blocks of 16 by 16 tokens on the diagonal and below it.

@@ -36,44 +36,6 @@ struct CodeLoader {
     int rank;        // of the block, in its cluster
     chunk_t codes[AHEAD][CHUNKS];
 
-    DEVICE void run() {
-        // Each lane finds the place of one entry of the warp's, a pair ahead; its page is asked for two pairs ahead.
-        const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
-        const auto page_at = [&](int pair) {
-            const int token = split.begin + pair * 2 * TOKENS + own;
-            return token < split.end ? split.pages[token / PAGE_SIZE * split.table_step] : table_t(-1);
-        };
-        const auto place_on = [&](table_t page, int pair) {
-            if (page < 0 || page >= split.num_pages) return NOWHERE;
-            const int slot = (split.begin + pair * 2 * TOKENS + own) % PAGE_SIZE;
-            const int64_t place = page * page_stride + slot * slot_stride;
-            // Brought to L2 before its codes are loaded: registers hold no more than AHEAD steps of what is on its way.
-            if (lane() / WARP_ROWS % CLUSTER == rank) {
-                for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
-            }
-            return place;
-        };
-        int64_t place = place_on(page_at(0), 0);
-        table_t next_page = page_at(1);
-        copy_scales(0, place);
-        load_step<0>(rows_of<0>(place));
-        if constexpr (AHEAD > 1) load_step<1>(rows_of<1>(place));
-        for (int pair = 0; pair < split.pairs(); ++pair) {
-            const int64_t next_place = place_on(next_page, pair + 1);
-            next_page = page_at(pair + 2);
-            if constexpr (IS_DS_MLA) {
-                cp_async_wait<0>();
-                sync_warp();
-                copy_scales(pair + 1, next_place);
-            }
-            pass<0>(pair, place, next_place);
-            pass<1>(pair, place, next_place);
-            pass<2>(pair, place, next_place);
-            pass<3>(pair, place, next_place);
-            place = next_place;
-        }
-    }
-
 private:
     // Where the thread's codes of its rows begin.
     struct Rows { const cache_t* from[2]; };
@@ -234,6 +196,46 @@ private:
             uint64_t* const full = tiles.full_of(STAGE, HALF * HALF_PANELS);
             if constexpr (CLUSTER == 1) mbarrier_arrive(full);
             else mbarrier_arrive_expect_tx(full, chunks_of(STEP) * WARP_SIZE * 2 * CHUNK);
+        }
+    }
+
+public:
+    // Behind all that it calls: NVRTC 12.4 makes pass<0> where it is called, and needs what that counts by constants.
+    DEVICE void run() {
+        // Each lane finds the place of one entry of the warp's, a pair ahead; its page is asked for two pairs ahead.
+        const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
+        const auto page_at = [&](int pair) {
+            const int token = split.begin + pair * 2 * TOKENS + own;
+            return token < split.end ? split.pages[token / PAGE_SIZE * split.table_step] : table_t(-1);
+        };
+        const auto place_on = [&](table_t page, int pair) {
+            if (page < 0 || page >= split.num_pages) return NOWHERE;
+            const int slot = (split.begin + pair * 2 * TOKENS + own) % PAGE_SIZE;
+            const int64_t place = page * page_stride + slot * slot_stride;
+            // Brought to L2 before its codes are loaded: registers hold no more than AHEAD steps of what is on its way.
+            if (lane() / WARP_ROWS % CLUSTER == rank) {
+                for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
+            }
+            return place;
+        };
+        int64_t place = place_on(page_at(0), 0);
+        table_t next_page = page_at(1);
+        copy_scales(0, place);
+        load_step<0>(rows_of<0>(place));
+        if constexpr (AHEAD > 1) load_step<1>(rows_of<1>(place));
+        for (int pair = 0; pair < split.pairs(); ++pair) {
+            const int64_t next_place = place_on(next_page, pair + 1);
+            next_page = page_at(pair + 2);
+            if constexpr (IS_DS_MLA) {
+                cp_async_wait<0>();
+                sync_warp();
+                copy_scales(pair + 1, next_place);
+            }
+            pass<0>(pair, place, next_place);
+            pass<1>(pair, place, next_place);
+            pass<2>(pair, place, next_place);
+            pass<3>(pair, place, next_place);
+            place = next_place;
         }
     }
 };

@@ -22,6 +22,7 @@
 //     STATE_VEC      columns of a state in one memory access: 4 where the columns of a row are neighbours, else 1
 //     QK_NORM, SLOTS, PER_TOKEN    as above
 
+#include "gated_delta_norm.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
@@ -29,18 +30,31 @@ constexpr int TOKENS = 8, NUM_THREADS = LANES * ROWS, TILES = ceil_div(VALUE_SIZ
 constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns that a lane has
 constexpr int KEYS = RUNS * 4 * LANES;               // columns, with those behind the last
 
+// The sum of squares of a token's row times `by`, by a warp.
+DEVICE float squares(const scalar_t* from, float by) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x % WARP_SIZE; i < KEY_SIZE; i += WARP_SIZE) {
+        const float value = to_float(from[i]) * by;
+        sum = fmaf(value, value, sum);
+    }
+    return lane_reduce<Sum, WARP_SIZE>(sum);
+}
+
 // Loads a token's row of KEY_SIZE elements to shared memory, divided by its norm and times `factor`, by a warp.
 DEVICE void load_key(float* to, const scalar_t* from, float factor) {
-    const int lane = threadIdx.x % WARP_SIZE;
-    float sum = 0.0f;
+    float by = 1.0f;
     if (QK_NORM) {
-        for (int i = lane; i < KEY_SIZE; i += WARP_SIZE) {
-            const float value = to_float(from[i]);
-            sum = fmaf(value, value, sum);
+        float sum = squares(from, 1.0f);
+        const bool is_large = CAN_BE_LARGE && sum > LARGE;
+        if (is_large) {
+            by = DOWN;
+            sum = squares(from, DOWN);
         }
-        factor *= 1.0f / sqrtf(lane_reduce<Sum, WARP_SIZE>(sum) + 1e-6f);
+        factor *= inverse_root(sum, is_large);
     }
-    for (int i = lane; i < KEYS; i += WARP_SIZE) to[i] = i < KEY_SIZE ? to_float(from[i]) * factor : 0.0f;
+    for (int i = threadIdx.x % WARP_SIZE; i < KEYS; i += WARP_SIZE) {
+        to[i] = i < KEY_SIZE ? to_float(from[i]) * by * factor : 0.0f;
+    }
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

@@ -1,4 +1,4 @@
-"""PYOPS_CHECK: after a call, indices that were out of range are an error."""
+"""PYOPS_CHECK: after a call, indices that were out of range, or wrong otherwise, are an error."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def _check_indices(declaration: Declaration, planner: Planner, args: Sequence[An
     assert planner.bad_indices is not None
     values = {p.name: value for p, value in zip(declaration.parameters, args, strict=True)}
     found = []
-    for name, wrong in planner.bad_indices(*args).items():
-        if count := int(wrong.sum()):
-            at = tuple(wrong.nonzero()[0].tolist())
-            held = values[name][at].item()
-            found.append((name, f"{count} of {wrong.numel()} indices are out of range, the first at {at}: {held}"))
+    for name, masks in planner.bad_indices(*args).items():
+        for what, wrong in (masks if isinstance(masks, dict) else {"are out of range": masks}).items():
+            if count := int(wrong.sum()):
+                at = tuple(wrong.nonzero()[0].tolist())
+                held = values[name][at].item()
+                found.append((name, f"{count} of {wrong.numel()} indices {what}, the first at {at}: {held}"))
     if found:
         (name, message), *others = found
         raise OpError(declaration.name, name, "; ".join([message, *(f"{also}: {what}" for also, what in others)]))

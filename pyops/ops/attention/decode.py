@@ -85,7 +85,8 @@ def paged_attention_v1(
         num_kv_heads: key-value heads; divides num_heads.
         scale: of the logits.
         block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
-        seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count.
+        seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: those
+            behind them are left out, which is an error with ``PYOPS_CHECK=1`` alone.
         block_size: slots of a block.
         max_seq_len: changes nothing here; there is no limit to the length.
         alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
@@ -126,7 +127,7 @@ def plan_paged_attention_v1(**call: Any) -> list[Launch]:
 @paged_attention_v1.bad_indices
 def bad_indices_paged_attention_v1(
     key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int, sliding_window: int
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, sliding_window)
 
 

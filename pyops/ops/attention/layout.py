@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..._core import check
 from ..._core.dtypes import DType, float32
@@ -217,7 +217,7 @@ def bad_indices(
     block_size: int,
     attended: Tensor | int = 0,
     max_tokens: int | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """For PYOPS_CHECK: lengths beyond the block table, and numbers of attended blocks that the cache does not have.
 
     Args:
@@ -225,10 +225,11 @@ def bad_indices(
         max_tokens: a bound of the lengths beside the room in the block table.
     """
     room = block_tables.shape[1] * block_size
+    room = room if max_tokens is None else min(room, max_tokens)
     first_tokens = torch.arange(block_tables.shape[1], dtype=torch.int64, device=block_tables.device) * block_size
     begins = torch.where(torch.as_tensor(attended, device=seq_lens.device) > 0, seq_lens - attended, 0)
     used = (first_tokens < seq_lens[:, None]) & (first_tokens + block_size > begins[:, None])
     return {
         "block_tables": used & ((block_tables < 0) | (block_tables >= num_blocks)),
-        "seq_lens": (seq_lens < 0) | (seq_lens > (room if max_tokens is None else min(room, max_tokens))),
+        "seq_lens": {"are out of range": seq_lens < 0, f"are cut to the room for {room} tokens": seq_lens > room},
     }

@@ -82,7 +82,8 @@ def sm100_cutlass_mla_decode(
             and the result by it. Or [num_pages, page_size, 656] uint8, entries of "fp8_ds_mla" (`concat_and_cache_mla`,
             written with the queries' dtype, float16 or bfloat16), read where they lie: ``c = T(code * scale)``, scales
             of 128 codes each. Any page size, any strides but the last.
-        seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count.
+        seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count: those
+            behind them are left out, which is an error with ``PYOPS_CHECK=1`` alone.
         page_table: [num_seqs, max_pages], int32 or int64, any strides.
         workspace: uint8, or None. Neither read nor written: the op allocates its own for the length of the call.
         scale: of the logits.
@@ -116,7 +117,7 @@ def plan_sm100_cutlass_mla_decode(**call: Any) -> list[Launch]:
 @sm100_cutlass_mla_decode.bad_indices
 def bad_indices_sm100_cutlass_mla_decode(
     kv_c_and_k_pe_cache: Tensor, seq_lens: Tensor, page_table: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     num_pages, page_size, _ = kv_c_and_k_pe_cache.shape
     bad = bad_indices(page_table, seq_lens, num_pages, page_size)
     return {"page_table": bad["block_tables"], "seq_lens": bad["seq_lens"]}

@@ -91,7 +91,8 @@ def paged_attention_v2(
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
         tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
-        The others: as in `paged_attention_v1`. Tokens beyond max_partitions * 512 do not count.
+        The others: as in `paged_attention_v1`. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            block table.
     """
     kv = PagedKV(
         key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale, v_scale
@@ -120,7 +121,7 @@ def plan_paged_attention_v2(**call: Any) -> list[Launch]:
 @paged_attention_v2.bad_indices
 def bad_indices_paged_attention_v2(
     exp_sums: Tensor, key_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, block_size: int, sliding_window: int
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     room = exp_sums.shape[2] * _V2_PARTITION
     return bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, sliding_window, room)
 
@@ -242,7 +243,7 @@ def bad_indices_paged_attention_rocm(
     query_start_loc: Tensor | None,
     block_size: int,
     sliding_window: int,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     room = exp_sums.shape[2] * _ROCM_PARTITION
     found = bad_indices(block_tables, seq_lens, key_cache.shape[0], block_size, sliding_window, room)
     if query_start_loc is None:

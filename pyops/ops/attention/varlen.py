@@ -132,7 +132,7 @@ def bad_indices_paged_attention_varlen(
     cu_seqlens_q: Tensor,
     block_size: int,
     sliding_window: int,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     rows = cu_seqlens_q.diff()
     outside = (cu_seqlens_q < 0) | (cu_seqlens_q > query.shape[0])
     outside[1:] |= rows < 0

@@ -194,7 +194,7 @@ def plan_cutlass_fp4_group_mm(
 @cutlass_fp4_group_mm.bad_indices
 def bad_indices_cutlass_fp4_group_mm(
     out: Tensor, a_blockscale: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, sf_offsets: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return {**bad_rows(out, expert_offsets, problem_sizes), "sf_offsets": _outside(a_blockscale, sf_offsets)}
 
 
@@ -227,7 +227,8 @@ def cutlass_mxfp4_group_mm(
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Codes times scales are rounded to
     bfloat16: those of 2^128 and more become infinite. For few rows and an `out` of bfloat16, codes of weights become
-    bfloat16 where they are multiplied, not in memory. After vLLM's op of this name.
+    bfloat16 where they are multiplied, not in memory. Rows of two experts must not be the same. After vLLM's op
+    of this name.
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
@@ -258,7 +259,7 @@ def plan_cutlass_mxfp4_group_mm(
 @cutlass_mxfp4_group_mm.bad_indices
 def bad_indices_cutlass_mxfp4_group_mm(
     out: Tensor, a_blockscale: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, sf_offsets: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return {**bad_rows(out, expert_offsets, problem_sizes), "sf_offsets": _outside(a_blockscale, sf_offsets)}
 
 
@@ -287,7 +288,8 @@ def cutlass_mxfp8_grouped_mm(
 ) -> None:
     """Products of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-    As `cutlass_mxfp4_group_mm`, for codes of e4m3. After vLLM's op of this name.
+    As `cutlass_mxfp4_group_mm`, for codes of e4m3. Rows of two experts must not be the same. After vLLM's op of this
+    name.
 
     Args:
         a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
@@ -319,7 +321,7 @@ def plan_cutlass_mxfp8_grouped_mm(
 @cutlass_mxfp8_grouped_mm.bad_indices
 def bad_indices_cutlass_mxfp8_grouped_mm(
     sfa: Tensor, out: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return {**bad_rows(out, expert_offsets, problem_sizes), "blockscale_offsets": _outside(sfa, blockscale_offsets)}
 
 

@@ -10,6 +10,7 @@ from ..._core.dtypes import bfloat16, float16, float32, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.tensor import TensorArg
+from .._shared.groups import SHARES, sharing
 from .grouped_plan import block_size_for
 from .grouped_problem import ExpertLists
 
@@ -118,12 +119,14 @@ def check_scale_counts(*counts: tuple[TensorArg, int]) -> None:
         check.elements(scales, float32, count)
 
 
-def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:
+def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Any]:
+    """For PYOPS_CHECK: experts whose rows do not exist, and those that begin in rows of another one."""
     sizes = problem_sizes.long()
     rows = torch.where(sizes[:, 1] == out.shape[1], sizes[:, 0], sizes[:, 1])
     first = expert_offsets.long()
     outside = (rows < 0) | ((rows > 0) & ((first < 0) | (first > len(out) - rows)))
-    return {"expert_offsets": outside, "problem_sizes": outside[:, None].expand(-1, 3)}
+    shared = {"are out of range": outside, SHARES: sharing(first, rows.masked_fill(outside, 0))}
+    return {"expert_offsets": shared, "problem_sizes": outside[:, None].expand(-1, 3)}
 
 
 def example_counts(num_tokens: int, num_experts: int = 3) -> list[int]:

@@ -107,7 +107,7 @@ def plan_cutlass_moe_mm(
 
 
 @cutlass_moe_mm.bad_indices
-def bad_indices_cutlass_moe_mm(out_tensors: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Tensor]:
+def bad_indices_cutlass_moe_mm(out_tensors: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Any]:
     return bad_rows(out_tensors, expert_offsets, problem_sizes)
 
 
@@ -147,6 +147,8 @@ def cutlass_blockwise_scaled_grouped_mm(
     expert_offsets: Tensor,
 ) -> None:
     """`cutlass_moe_mm` under scales of 128 elements of a row of a, and of blocks of 128 x 128 of a weight.
+
+    Rows of two experts must not be the same.
 
     Args:
         output: [num_rows, N] float16 or bfloat16, written; rows of one stride.
@@ -189,7 +191,7 @@ def plan_cutlass_blockwise_scaled_grouped_mm(
 @cutlass_blockwise_scaled_grouped_mm.bad_indices
 def bad_indices_cutlass_blockwise_scaled_grouped_mm(
     output: Tensor, problem_sizes: Tensor, expert_offsets: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return bad_rows(output, expert_offsets, problem_sizes)
 
 

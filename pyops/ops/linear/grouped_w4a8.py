@@ -66,7 +66,8 @@ def cutlass_w4a8_moe_mm(
     """`cutlass_w4a8_mm` of rows and the weights of their experts.
 
     ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(code * scale)))``, e the expert of row t. The weights are
-    written in full, to memory of the call. Rows are those of `cutlass_moe_mm`. After vLLM's op of this name.
+    written in full, to memory of the call. Rows are those of `cutlass_moe_mm`; rows of two experts must
+    not be the same. After vLLM's op of this name.
 
     Args:
         out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
@@ -135,7 +136,7 @@ def plan_cutlass_w4a8_moe_mm(
 @cutlass_w4a8_moe_mm.bad_indices
 def bad_indices_cutlass_w4a8_moe_mm(
     out_tensors: Tensor, expert_offsets: Tensor, problem_sizes: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return bad_rows(out_tensors, expert_offsets, problem_sizes)
 
 

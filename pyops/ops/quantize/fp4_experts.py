@@ -14,6 +14,7 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
+from .._shared.groups import SHARES, sharing
 from ._fp4 import Problem, check_codes, check_scales, gated, launch, nvfp4
 
 if TYPE_CHECKING:
@@ -93,15 +94,19 @@ def _plan_experts(
     return launch(_scaled_fp4_experts_quant, output, output_scale, input, problem, fixed, GATED=problem.gated)
 
 
-def outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Tensor]:
-    """Offsets beyond the rows, and offsets of tiles beyond the scales. Experts without rows need no tiles."""
+def outside(num_rows: int, scale_rows: int, offsets: Tensor, tile_offsets: Tensor) -> dict[str, Any]:
+    """Offsets beyond the rows, and offsets of tiles beyond the scales or in tiles of another expert.
+
+    Experts without rows need no tiles.
+    """
     first, end = offsets[:-1].long(), offsets[1:].long()
     tile, padded = tile_offsets[:-1].long(), (end - first + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    beyond = (end > first) & ((tile < 0) | (tile + padded > scale_rows))
+    shared = sharing(tile, padded.clamp(min=0).masked_fill(beyond, 0))
+    pad = torch.nn.functional.pad
     return {
-        "input_offset_by_experts": (offsets < 0) | (offsets > num_rows) | torch.nn.functional.pad(end < first, (1, 0)),
-        "output_scale_offset_by_experts": torch.nn.functional.pad(
-            (end > first) & ((tile < 0) | (tile + padded > scale_rows)), (0, 1)
-        ),
+        "input_offset_by_experts": (offsets < 0) | (offsets > num_rows) | pad(end < first, (1, 0)),
+        "output_scale_offset_by_experts": {"are out of range": pad(beyond, (0, 1)), SHARES: pad(shared, (0, 1))},
     }
 
 
@@ -138,8 +143,9 @@ def scaled_fp4_experts_quant(
 
     Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
     `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows behind it keep their bits.
-    Experts may have no rows. Nothing is written for the experts from the first bad offset on (below 0, below the offset
-    before it, or beyond the rows), nor for an expert whose tiles reach beyond `output_scale`.
+    Experts may have no rows; tiles of two experts must not be the same. Nothing is written for the experts from the
+    first bad offset on (below 0, below the offset before it, or beyond the rows), nor for an expert whose tiles reach
+    beyond `output_scale`.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
@@ -175,7 +181,7 @@ def plan_scaled_fp4_experts_quant(
 @scaled_fp4_experts_quant.bad_indices
 def bad_indices_scaled_fp4_experts_quant(
     input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
 
 
@@ -201,7 +207,7 @@ def silu_and_mul_scaled_fp4_experts_quant(
 ) -> None:
     """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-    The product is computed in float32 and rounded to the element type once.
+    The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
 
     Args:
         output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as
@@ -235,7 +241,7 @@ def plan_silu_and_mul_scaled_fp4_experts_quant(
 @silu_and_mul_scaled_fp4_experts_quant.bad_indices
 def bad_indices_silu_and_mul_scaled_fp4_experts_quant(
     input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
 
 

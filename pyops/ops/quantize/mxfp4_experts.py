@@ -105,7 +105,7 @@ def mxfp4_experts_quant(
     The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``code = e2m1(x /
     scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. Where the scale is 0 (a zero or a denormal
     number) or 255 (infinity), numbers become 0 of their sign. Rows, tiles and bad offsets are those of
-    `scaled_fp4_experts_quant`.
+    `scaled_fp4_experts_quant`; tiles of two experts must not be the same.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
@@ -140,7 +140,7 @@ def plan_mxfp4_experts_quant(
 @mxfp4_experts_quant.bad_indices
 def bad_indices_mxfp4_experts_quant(
     input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
 
 
@@ -166,7 +166,7 @@ def silu_and_mul_mxfp4_experts_quant(
 ) -> None:
     """`mxfp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-    The product is computed in float32 and rounded to the element type once.
+    The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
 
     Args:
         output, output_scale, input_offset_by_experts, output_scale_offset_by_experts, n_experts: as
@@ -198,7 +198,7 @@ def plan_silu_and_mul_mxfp4_experts_quant(
 @silu_and_mul_mxfp4_experts_quant.bad_indices
 def bad_indices_silu_and_mul_mxfp4_experts_quant(
     input: Tensor, output_scale: Tensor, input_offset_by_experts: Tensor, output_scale_offset_by_experts: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     return outside(input.shape[0], output_scale.shape[0], input_offset_by_experts, output_scale_offset_by_experts)
 
 

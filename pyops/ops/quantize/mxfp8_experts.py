@@ -12,6 +12,7 @@ from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8
 from .._shared.fp4_tiles import BLOCK, MX_BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
+from .._shared.groups import SHARES, sharing
 from .fp4_experts import check_matrix, max_tiles
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def mxfp8_experts_quant(
     ignored by the maximum and stays NaN. Expert e has the rows ``expert_offsets[e] + i`` for i below
     ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. Rows
     and columns that fill up its last tile become 0. Nothing is written for an expert whose rows do not all exist, or
-    whose tiles reach beyond `scale_factor`, nor for rows of no expert. Rows of two experts must not be the same.
+    whose tiles reach beyond `scale_factor`, nor for rows of no expert. Rows, and tiles, of
+    two experts must not be the same.
 
     Args:
         input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
@@ -123,13 +125,16 @@ def plan_mxfp8_experts_quant(
 @mxfp8_experts_quant.bad_indices
 def bad_indices_mxfp8_experts_quant(
     input: Tensor, problem_sizes: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor, scale_factor: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     rows, first, at = (one.long() for one in (problem_sizes[:, 0], expert_offsets, blockscale_offsets))
     padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    outside = (rows > 0) & ((first < 0) | (first + rows > len(input)))
+    beyond = (rows > 0) & ((at < 0) | (at + padded > len(scale_factor)))
+    written = ~(outside | beyond)
     return {
         "problem_sizes": torch.stack((rows < 0, *2 * [torch.zeros_like(rows, dtype=torch.bool)]), 1),
-        "expert_offsets": (rows > 0) & ((first < 0) | (first + rows > len(input))),
-        "blockscale_offsets": (rows > 0) & ((at < 0) | (at + padded > len(scale_factor))),
+        "expert_offsets": {"are out of range": outside, SHARES: sharing(first, rows * written)},
+        "blockscale_offsets": {"are out of range": beyond, SHARES: sharing(at, padded * written)},
     }
 
 
