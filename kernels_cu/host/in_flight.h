@@ -8,7 +8,7 @@
 
 namespace host {
 
-constexpr unsigned MAX_BULK = 1024;  // in flight in a cluster
+constexpr unsigned MAX_BULK = 4096;  // in flight in a cluster: cp_async of 128 threads for each of 16 stages are 2048
 
 enum class BulkKind : uint8_t { LOAD, STORE, TO_BLOCK, ARRIVAL };
 

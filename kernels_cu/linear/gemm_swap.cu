@@ -25,7 +25,7 @@
 //     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
 //     TILE_M        rows of a tile: a multiple of 16
 //     TILE_N        columns of a tile: a multiple of 8, at most 256
-//     STAGES        steps of K in shared memory
+//     STAGES        steps of K in shared memory: an even number and more than two if TILE_N is at most 64
 //     SPLITS        blocks of a cluster; there is a step of K for each of their warpgroups that take turns
 // If sums are shared, there are as many clusters as tiles.
 
@@ -49,6 +49,8 @@ constexpr int PARTS = SPLITS * TURNS;  // of a sum
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
 static_assert(!GATED);
+static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
+static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with its next one");
 
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 

@@ -21,7 +21,11 @@ from tests import axes
 from tests.mutation import code, plans
 from tests.mutation.mutant import Mutant, in_turn
 
-_EVERY_OP = ("tests/test_every_op.py", "tests/test_every_op_host.py")
+_EVERY_OP = (
+    "tests/test_every_op.py",
+    "tests/test_every_op_host.py",
+    "tests/test_every_op_pipelines.py",
+)
 _REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
 _HEADERS = "tests/core/test_headers.py"
 _SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
