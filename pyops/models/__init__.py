@@ -26,9 +26,11 @@ latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots
 decoder               the model
 tensor_parallel       the model divided among processes
-checkpoint params     weights from a folder; SamplingParams and sampling
+checkpoint hooks      weights from a folder; what changes logits before a token is chosen
+params                SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
 kernels scheduler     what serving a model launches; which requests run, and with what of the cache
+logprobs              hooks, `min_tokens` and log-probabilities of a step
 engine                continuous batching
 """
 
@@ -36,8 +38,10 @@ from .checkpoint import load
 from .config import Config
 from .decoder import Decoder
 from .engine import Engine, Output, check_request
+from .hooks import LogitsHook, Text, bias, min_p
 from .kernels import serving_kernels
 from .latent import Latent
+from .logprobs import Logprobs
 from .mixture import Mixture
 from .params import SamplingParams
 from .parts import Multipliers, Names, Norms
@@ -52,6 +56,8 @@ __all__ = [
     "Engine",
     "Group",
     "Latent",
+    "LogitsHook",
+    "Logprobs",
     "Mixture",
     "Multipliers",
     "Names",
@@ -63,7 +69,10 @@ __all__ = [
     "Rope",
     "SamplingParams",
     "StateSpace",
+    "Text",
+    "bias",
     "check_request",
     "load",
+    "min_p",
     "serving_kernels",
 ]
