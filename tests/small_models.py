@@ -36,6 +36,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
 LATENT |= {"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+GLM4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
@@ -115,6 +116,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
         | {"q_lora_rank": None, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
+    ),
+    "glm4 moe": ("Glm4Moe", GLM4 | {"n_routed_experts": 8, "use_qk_norm": True}),
+    "glm4 moe, groups, biases, whole heads turn": (
+        "Glm4Moe",
+        GLM4
+        | {"n_group": 4, "topk_group": 2, "n_routed_experts": 8, "attention_bias": True, "n_shared_experts": 2}
+        | {"routed_scaling_factor": 2.5, "head_dim": 32}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "glm4 moe, experts in all layers, weights as they are, tied": (
+        "Glm4Moe",
+        GLM4
+        | {"n_routed_experts": 6, "first_k_dense_replace": 0, "norm_topk_prob": False, "tie_word_embeddings": True}
+        | {"use_qk_norm": True, "num_key_value_heads": 1},
     ),
     "gpt-oss": ("GptOss", OSS | {"sliding_window": 9, "rope_parameters": YARN | {"truncate": False}}),
     "gpt-oss, three layers, no biases of attention": (

@@ -96,6 +96,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo2 with one key head, biases": ("Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
     "olmo2 with yarn, three layers": ("Olmo2", {"rope_parameters": YARN, "num_hidden_layers": 3}),
+    "olmo3": ("Olmo3", {"sliding_window": 7, "num_hidden_layers": 4}),
+    "olmo3, windows by layer, yarn without windows": (
+        "Olmo3",
+        {"sliding_window": 9, "layer_types": [FULL, SLIDING]}
+        | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 300.0}}},
+    ),
+    "olmo3 with biases, one key head": (
+        "Olmo3",
+        {"sliding_window": 5, "attention_bias": True, "num_key_value_heads": 1},
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 32}),
+    "seed-oss with all biases, yarn": (
+        "SeedOss",
+        {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    ),
+    "seed-oss, no biases, tied": (
+        "SeedOss",
+        {"head_dim": None, "attention_bias": False, "tie_word_embeddings": True, "num_hidden_layers": 3},
+    ),
+    "ernie4.5": ("Ernie4_5", {"head_dim": 32}),
+    "ernie4.5 with biases, not tied": (
+        "Ernie4_5",
+        {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    ),
+    "ernie4.5, three layers, linear rope": (
+        "Ernie4_5",
+        {"head_dim": 16, "num_hidden_layers": 3, "tie_word_embeddings": False, "rope_parameters": LINEAR},
+    ),
     "granite": (
         "Granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 4.0},
@@ -547,3 +575,20 @@ def test_logits_in_bfloat16_under_a_graph(case: str, tmp_path: Path) -> None:
     theirs = logits_of(model, prompt + following)[len(prompt) - 1 :].float()
     exact = logits_of(model.float(), prompt + following)[len(prompt) - 1 :]
     assert (torch.cat(found).float() - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+def test_the_older_format_of_olmo3_scales_layers_without_a_window_alone() -> None:
+    """As transformers reads it: ``rope_scaling`` and ``rope_theta`` outside of any object are not for windows."""
+    options = {
+        "sliding_window": 7,
+        "rope_theta": 300.0,
+        "rope_scaling": {k: YARN[k] for k in YARN if k != "rope_theta"},
+    }
+    theirs = transformers.Olmo3Config(**SIZES | options).rope_parameters
+    config = Config.parse(SIZES | {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4} | options)
+    full, window = config.layer_ropes[3], config.layer_ropes[0]
+    assert full is not None
+    assert window is not None
+    for rope, kind in ((full, FULL), (window, SLIDING)):
+        assert (rope.kind, rope.theta) == (theirs[kind]["rope_type"], theirs[kind]["rope_theta"])
+    assert full.factor == theirs[FULL]["factor"]

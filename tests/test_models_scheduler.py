@@ -49,7 +49,10 @@ def check(scheduler: Scheduler, num_blocks: int, num_slots: int) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 @given(data=st.data())
 def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> None:
-    """Through prompts in parts, steps, preemptions and texts that step back; the oldest request always goes on."""
+    """Through prompts in parts, steps, preemptions, texts that step back and requests that are cancelled.
+
+    The oldest request always goes on, and no request is overtaken by one that came later.
+    """
     config = CONFIGS[kind]
     num_slots = data.draw(st.integers(1, 4), label="max_num_seqs")
     budget = data.draw(st.integers(1, 12), label="max_num_batched_tokens")
@@ -59,7 +62,7 @@ def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> Non
     requests = [request(i, *size) for i, size in enumerate(sizes)]
     scheduler.waiting.extend(requests)
     held: dict[Request, tuple[int, int]] = {}  # what the cache holds of a request: its slot and how many tokens
-    backs = 4
+    backs, cancelled = 4, set()
     for _ in range(1000):
         steps = scheduler.next_step()
         check(scheduler, num_blocks, num_slots)
@@ -70,6 +73,8 @@ def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> Non
         singles = [each.is_step for each, _ in steps]
         assert singles == sorted(singles, reverse=True), "steps come first"
         assert scheduler.running[0] in [each for each, _ in steps], "the oldest waits"
+        order = [each.number for each in scheduler]
+        assert order == sorted(order), "a request that was preempted is behind one that came later"
         for each, count in steps:
             if each.computed:
                 slot, tokens = held[each]
@@ -90,7 +95,16 @@ def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> Non
             least = sizes[chosen.number][0]
             scheduler.step_back(chosen, data.draw(st.integers(least, len(chosen.tokens)), label="num_tokens"))
             check(scheduler, num_blocks, num_slots)
-    assert [len(each.tokens) for each in requests] == [prompt + count for prompt, count in sizes]
+        others = [each for each in scheduler if len(cancelled) < 2]
+        if others and data.draw(st.integers(0, 7), label="cancel") == 7:
+            chosen = data.draw(st.sampled_from(others), label="cancelled request")
+            scheduler.cancel(chosen)
+            cancelled.add(chosen.number)
+            assert (chosen.blocks, chosen.slot) == ([], -1)
+            check(scheduler, num_blocks, num_slots)
+    left = [each for each in requests if each.number not in cancelled]
+    assert [len(each.tokens) for each in left] == [sum(sizes[each.number]) for each in left]
+    assert not list(scheduler)
     assert kind != "states" or not scheduler.preemptions
 
 
@@ -108,3 +122,24 @@ def test_a_step_takes_prompts_beside_next_tokens() -> None:
             if not each.pending:
                 each.tokens.append(0)
     assert found == [[(0, 2), (1, 1)], [(0, 1), (1, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 1)]]
+
+
+def test_a_preempted_request_stays_before_newcomers() -> None:
+    """Two run in 5 blocks and one waits. The second gives its blocks back, and is admitted again before the third."""
+    scheduler = Scheduler(CONFIGS["attention"], 5, BLOCK_SIZE, 3, 8)
+    requests = [request(0, 4, 10), request(1, 4, 10), request(2, 12, 1)]
+    scheduler.waiting.extend(requests)
+    admitted: list[int] = []
+    for _ in range(40):
+        before = set(scheduler.running)
+        steps = scheduler.next_step()
+        admitted += [each.number for each in scheduler.running if each not in before]
+        assert [each.number for each in scheduler] == sorted(each.number for each in scheduler)
+        for each, count in steps:
+            each.computed += count
+            if not each.pending:
+                each.tokens.append(0)
+                if len(each.tokens) == each.max_seq_len:
+                    scheduler.end(each)
+    assert scheduler.preemptions == 1
+    assert admitted == [0, 1, 1, 2]

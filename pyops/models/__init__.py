@@ -4,7 +4,8 @@ config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 parts                 norms, multipliers and names of a decoder
 fields                which fields of these files were read, and which change nothing
-family families       how the config.json of a family is read; dense decoders by their parts
+family rope_families  how the config.json of a family is read; decoders that differ in how heads turn
+families              dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
 quantization          quantised weights as config.json describes them
@@ -29,9 +30,11 @@ latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots
 decoder               the model
 tensor_parallel       the model divided among processes
-checkpoint params     weights from a folder; SamplingParams and sampling
+checkpoint hooks      weights from a folder; what changes logits before a token is chosen
+params                SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
 kernels scheduler     what serving a model launches; which requests run, and with what of the cache
+logprobs              hooks, `min_tokens` and log-probabilities of a step
 engine                continuous batching
 """
 
@@ -39,8 +42,10 @@ from .checkpoint import load
 from .config import Config
 from .decoder import Decoder
 from .engine import Engine, Output, check_request
+from .hooks import LogitsHook, Text, bias, min_p
 from .kernels import serving_kernels
 from .latent import Latent
+from .logprobs import Logprobs
 from .mixture import Mixture
 from .params import SamplingParams
 from .parts import Multipliers, Names, Norms
@@ -55,6 +60,8 @@ __all__ = [
     "Engine",
     "Group",
     "Latent",
+    "LogitsHook",
+    "Logprobs",
     "Mixture",
     "Multipliers",
     "Names",
@@ -66,7 +73,10 @@ __all__ = [
     "Rope",
     "SamplingParams",
     "StateSpace",
+    "Text",
+    "bias",
     "check_request",
     "load",
+    "min_p",
     "serving_kernels",
 ]

@@ -6,16 +6,21 @@ import random
 import reprlib
 from collections.abc import Iterator, Sequence
 from operator import index
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .._model_error import ModelError
 from .checkpoint import free_bytes
 from .config import Config
 from .config_values import is_integer
 from .decoder import Decoder
+from .hooks import LogitsHook
+from .logprobs import Logprobs, edited, generated_logprobs, run_scored
 from .params import SamplingParams, sample
 from .runner import Part, Runner, blocks_for, default_max_seq_len
 from .scheduler import Request, Scheduler
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Finish = Literal["stop", "length"]
 
@@ -27,11 +32,22 @@ _TABLE_BYTES, _ROW_BYTES = 16, 16
 
 
 class Output(NamedTuple):
-    """A token of a request. `finished` is set with the last: "stop" at an end of text, "length" at ``max_tokens``."""
+    """A token of a request.
+
+    Attributes:
+        request: the number that `Engine.add` gave.
+        token: the token.
+        finished: set with the last token: "stop" at an end of text or a stop token, "length" at ``max_tokens``.
+        logprobs: of this token, if `SamplingParams.logprobs` asks for them.
+        prompt_logprobs: with the first token of a request, if `SamplingParams.prompt_logprobs` asks for them: one for
+            each token of the prompt, None for the first, which nothing comes before.
+    """
 
     request: int
     token: int
     finished: Finish | None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
 
 
 class Engine:
@@ -51,6 +67,10 @@ class Engine:
         max_seq_len: tokens of a text with its prompt, at most; None for 4096, or the model's positions if these are
             fewer.
         graphs: as in `Runner`.
+        logits_hook: called once a step with the logits of all requests that get a token, before tokens are chosen:
+            ``(float32 logits [rows, vocab_size], [Text of each row])``. It changes them in place and returns None, or
+            returns logits of the same shape. It runs outside of CUDA graphs, in every process that has a part of the
+            model. `SamplingParams.logits_hook` is the same for one request.
     """
 
     def __init__(
@@ -63,6 +83,7 @@ class Engine:
         max_num_batched_tokens: int = 8192,
         max_seq_len: int | None = None,
         graphs: bool | None = None,
+        logits_hook: LogitsHook | None = None,
     ) -> None:
         positions = model.config.max_position_embeddings
         self.max_seq_len = default_max_seq_len(model.config) if max_seq_len is None else max_seq_len
@@ -88,7 +109,7 @@ class Engine:
         self.model, self.num_blocks = model, num_blocks
         self._runner = Runner(model, num_blocks, block_size, max_num_seqs, self.max_seq_len, graphs)
         self._scheduler = Scheduler(model.config, num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-        self._count = 0
+        self._count, self._hook = 0, logits_hook
 
     @property
     def preemptions(self) -> int:
@@ -119,7 +140,8 @@ class Engine:
         parts = [
             Part(r.tokens[r.computed : r.computed + n], r.computed, r.blocks, r.slot, is_long(r)) for r, n in steps
         ]
-        logits = self._runner.run(parts)
+        plain = self._hook is None and all(request.is_plain for request, _ in steps)
+        logits = self._runner.run(parts) if plain else run_scored(self._runner, parts, [r for r, _ in steps])
         for request, count in steps:
             request.computed += count
         done = [(i, request) for i, (request, _) in enumerate(steps) if not request.pending]
@@ -128,8 +150,32 @@ class Engine:
         if len(done) < len(steps):
             logits = logits[[i for i, _ in done]]
         requests = [request for _, request in done]
+        raw, logits = logits, logits if plain else edited(logits, requests, self._hook)
         tokens = sample(logits, [r.params for r in requests], [r.random.random() for r in requests])
-        return [self._accept(request, token) for request, token in zip(requests, tokens, strict=True)]
+        outputs = [self._accept(request, token) for request, token in zip(requests, tokens, strict=True)]
+        return outputs if plain else self._with_logprobs(outputs, raw, requests)
+
+    def _with_logprobs(self, outputs: list[Output], logits: Tensor, requests: list[Request]) -> list[Output]:
+        found = []
+        tokens = [output.token for output in outputs]
+        for output, request, one in zip(outputs, requests, generated_logprobs(logits, requests, tokens), strict=True):
+            found.append(output._replace(logprobs=one, prompt_logprobs=request.prompt_logprobs))
+            request.prompt_logprobs = None
+        return found
+
+    def cancel(self, request: int) -> None:
+        """End a request between steps: no more of its tokens come, and its blocks and slot are free at once.
+
+        Raises:
+            ModelError: the request has ended or never was.
+        """
+        self._scheduler.cancel(self._found("Engine.cancel", request))
+
+    def _found(self, where: str, number: int) -> Request:
+        found = next((each for each in self._scheduler if each.number == number), None)
+        if found is None:
+            raise ModelError(where, f"request: expected one that has not ended, got {number!r}")
+        return found
 
     def step_back(self, request: int, num_tokens: int) -> None:
         """Take back the last tokens of a request, which goes on behind its first `num_tokens`, the prompt's included.
@@ -141,10 +187,8 @@ class Engine:
         Raises:
             ModelError: the request has ended or never was, or has fewer tokens, or more of them in its prompt.
         """
-        found = next((each for each in self._scheduler if each.number == request), None)
-        if found is None:
-            raise ModelError("Engine.step_back", f"request: expected one that has not ended, got {request!r}")
-        least, most = found.max_seq_len - found.params.max_tokens, len(found.tokens)
+        found = self._found("Engine.step_back", request)
+        least, most = found.num_prompt_tokens, len(found.tokens)
         if not is_integer(num_tokens) or not least <= num_tokens <= most:
             raise ModelError("Engine.step_back", f"num_tokens: expected {least} to {most}, got {num_tokens!r}")
         self._scheduler.step_back(found, num_tokens)
@@ -178,7 +222,9 @@ class Engine:
         if needed > self.num_blocks:
             has = f"the cache has {self.num_blocks}"
             raise ModelError("request", f"prompt and max_tokens: need {needed} blocks, and {has}")
-        return Request(params, tokens, max_seq_len, random.Random(int(params.seed)))
+        ends = () if params.ignore_eos else self.model.config.eos_token_ids
+        stops = frozenset(token for token in (*ends, *params.stop_token_ids) if token < self.model.config.vocab_size)
+        return Request(params, tokens, max_seq_len, random.Random(int(params.seed)), stops=stops)
 
     def _enqueue(self, request: Request) -> int:
         request.number, self._count = self._count, self._count + 1
@@ -188,7 +234,7 @@ class Engine:
     def _accept(self, request: Request, token: int) -> Output:
         self._scheduler.add(request, token)
         finished: Finish | None = "length" if len(request.tokens) == request.max_seq_len else None
-        if token in self.model.config.eos_token_ids and not request.params.ignore_eos:
+        if token in request.stops:
             finished = "stop"
         if finished:
             self._scheduler.end(request)
@@ -205,6 +251,9 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
     if wrong or not tokens:
         got = f"token {wrong[0]}" if wrong else "none"
         raise ModelError("request", f"prompt: expected tokens from 0 to {config.vocab_size - 1}, got {got}")
+    if any(token >= config.vocab_size for token in params.stop_token_ids):
+        expected = f"tokens from 0 to {config.vocab_size - 1}"
+        raise ModelError("request", f"stop_token_ids: expected {expected}, got {params.stop_token_ids}")
     if len(tokens) + params.max_tokens > max_seq_len:
         limit, asked = f"max_seq_len={max_seq_len}", len(tokens) + params.max_tokens
         raise ModelError("request", f"prompt and max_tokens: expected at most {limit} tokens, got {asked}")

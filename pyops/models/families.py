@@ -6,9 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from .config_values import first, flag, is_integer, number, refuse, size
-from .family import FULL, SLIDING, Family, layer_kinds, one_window, pattern, window_of, windows_by_layer, windows_of
+from .family import (
+    FULL,
+    SLIDING,
+    Family,
+    layer_kinds,
+    one_window,
+    pattern,
+    ropes_by_kind,
+    window_of,
+    windows_by_layer,
+    windows_of,
+)
 from .parts import Multipliers, Names, Norms
 from .rope import Rope
+from .rope_families import ROPE_FAMILIES
 
 _Values = dict[str, Any]
 _NEOX_ROTARY_FACTOR = 0.25
@@ -77,9 +89,7 @@ def _step(values: _Values, default: int) -> Any:
 
 def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
     """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
-    given = first(values.get("rope_parameters"), {})
-    if not isinstance(given, dict) or not set(given) <= {FULL, SLIDING}:
-        raise refuse("rope_parameters", f"objects for {FULL} and {SLIDING}", given)
+    given = ropes_by_kind(values)
     theta, local_theta = first(values.get("rope_theta"), 1e6), first(values.get("rope_local_base_freq"), 1e4)
     full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
     own = {"rope_parameters": given.get(SLIDING), "rope_theta": local_theta, "rope_scaling": None}
@@ -259,6 +269,12 @@ FAMILIES = {
         Norms("rms_once", place="after"),
         Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
         fields=_olmo2,
+    ),
+    **ROPE_FAMILIES,
+    "SeedOssForCausalLM": Family(
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
     ),
     "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=_granite),
     "SmolLM3ForCausalLM": Family(

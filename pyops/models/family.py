@@ -175,3 +175,11 @@ def pattern(layers: int, step: Any) -> list[str]:
     """The kinds of layers that have a window but for every `step`-th."""
     size("sliding_window_pattern", step)
     return [SLIDING if (i + 1) % step else FULL for i in range(layers)]
+
+
+def ropes_by_kind(values: dict[str, Any]) -> dict[str, Any]:
+    """``rope_parameters`` of layers with a window and without, under their kinds; none where the file has none."""
+    given = first(values.get("rope_parameters"), {})
+    if not isinstance(given, dict) or not set(given) <= {FULL, SLIDING}:
+        raise refuse("rope_parameters", f"objects for {FULL} and {SLIDING}", given)
+    return given

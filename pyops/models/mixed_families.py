@@ -32,16 +32,30 @@ def _qwen3_moe(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
-def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: int) -> dict[str, Any]:
+def _not_read(values: _Values, layers: int) -> tuple[str, ...]:
+    """Beginnings of names of layers behind the last, which predict tokens further on."""
     count = first(values.get("num_nextn_predict_layers"), 0)
     if not is_integer(count) or not 0 <= count <= layers:
         raise refuse("num_nextn_predict_layers", f"a number of layers up to {layers}", count)
+    return tuple(f"{Names().layers}.{i}." for i in range(layers, layers + count))
+
+
+def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers: int) -> dict[str, Any]:
     return {
         "mixture": parse(values, layers),
         "latent": Latent.parse(values),
         "num_key_value_heads": values["num_attention_heads"],
         "head_dim": size("qk_rope_head_dim", first(values.get("qk_rope_head_dim"), 64)),  # what turns of a head
-        "not_read": tuple(f"{Names().layers}.{i}." for i in range(layers, layers + count)),
+        "not_read": _not_read(values, layers),
+    }
+
+
+def _glm4_moe(values: _Values, layers: int) -> dict[str, Any]:
+    """GLM-4.5: attention with maybe norms of heads, and the mixtures of DeepSeek-V3."""
+    return {
+        "mixture": parse_deepseek_v3(values, layers),
+        "qk_norm": "head" if flag(values, "use_qk_norm") else "",
+        "not_read": _not_read(values, layers),
     }
 
 
@@ -68,6 +82,8 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
+_GLM4_EXPERTS = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
+_GLM4_EXPERTS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -82,6 +98,12 @@ MIXED_FAMILIES = {
     "DeepseekV2ForCausalLM": Family(mlp_bias="mlp_bias", fields=partial(_deepseek, parse_deepseek_v2)),
     "DeepseekV3ForCausalLM": Family(
         {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(_deepseek, parse_deepseek_v3)
+    ),
+    "Glm4MoeForCausalLM": Family(
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | _GLM4_EXPERTS,
+        o_bias=False,
+        partial_rotary_factor=0.5,
+        fields=_glm4_moe,
     ),
     "GptOssForCausalLM": Family(
         {"attention_bias": True, "sliding_window": 128, "num_key_value_heads": 8, "head_dim": 64}

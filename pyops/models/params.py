@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
 from .._model_error import ModelError
+from .config_values import is_integer
+from .hooks import LogitsHook
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_COUNT = Integral | None
 # {field of SamplingParams: its type, whether a value of this type is in range, both in words}
-_FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+_FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "max_tokens": (Integral, lambda value: value >= 1, "an integer, 1 or more"),
     "temperature": (Real, lambda value: 0 <= value <= sys.float_info.max, "a number, 0 or more"),
     "top_k": (Integral, lambda value: value >= 0, "an integer, 0 or more"),
     "top_p": (Real, lambda value: 0 < value <= 1, "a number, more than 0 and at most 1"),
     "seed": (Integral, lambda value: value >= 0, "an integer, 0 or more"),
     "ignore_eos": (bool, lambda value: True, "True or False"),
+    "stop_token_ids": (tuple, lambda value: all(is_integer(one) and one >= 0 for one in value), "a tuple of tokens"),
+    "min_tokens": (Integral, lambda value: value >= 0, "an integer, 0 or more"),
+    "logprobs": (_COUNT, lambda value: value is None or value >= 0, "None or an integer, 0 or more"),
+    "prompt_logprobs": (_COUNT, lambda value: value is None or value >= 0, "None or an integer, 0 or more"),
+    "logits_hook": (object, lambda value: value is None or callable(value), "None or a function"),
 }
 
 
@@ -36,7 +44,13 @@ class SamplingParams:
         top_p: draw from the likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019,
             arXiv:1904.09751).
         seed: seed of the draws. The same seed gives the same text, whatever other requests run at the same time.
-        ignore_eos: continue after an end-of-text token.
+        ignore_eos: continue after an end-of-text token of the model.
+        stop_token_ids: tokens that end this text, too, whatever `ignore_eos` says. The token is the last of the text.
+        min_tokens: tokens to generate before one that would end the text can be chosen.
+        logprobs: log-probabilities to return with each generated token (`Output.logprobs`): that of the token, and
+            those of so many likeliest tokens. None for none at all.
+        prompt_logprobs: the same for the tokens of the prompt (`Output.prompt_logprobs`).
+        logits_hook: a `LogitsHook` of this request, called with its row of logits alone after the engine's hook.
     """
 
     max_tokens: int = 16
@@ -45,6 +59,11 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_hook: LogitsHook | None = None
 
     def __post_init__(self) -> None:
         for name, (kind, in_range, expected) in _FIELDS.items():

@@ -130,6 +130,11 @@ class Runner:
         return self._decode(parts) if all(part.is_step for part in parts) else self._mixed(parts)
 
     def _mixed(self, parts: Sequence[Part]) -> Tensor:
+        ends = numpy.cumsum([len(part.tokens) for part in parts])
+        return self.model.logits(self.hidden(parts)[self._tensor(ends - 1)])
+
+    def hidden(self, parts: Sequence[Part]) -> Tensor:
+        """Compute `parts`, as `run` does, without a graph; returns the hidden states of all of their tokens."""
         counts = numpy.array([len(part.tokens) for part in parts])
         firsts = numpy.array([part.start for part in parts])
         ends = counts.cumsum()
@@ -150,8 +155,7 @@ class Runner:
             has_states=torch.as_tensor(firsts > 0, device=self.model.device),
             num_decodes=sum(1 for _ in takewhile(lambda part: part.is_step, parts)),
         )
-        hidden = self.model.forward(batch, self.cache, self._tables)
-        return self.model.logits(hidden[self._tensor(ends - 1)])
+        return self.model.forward(batch, self.cache, self._tables)
 
     def _decode(self, parts: Sequence[Part]) -> Tensor:
         count = len(parts)

@@ -6,8 +6,10 @@ import random
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from .config import Config
+from .hooks import Text
 from .params import SamplingParams
 from .runner import blocks_for
 
@@ -22,6 +24,10 @@ class Request:
         number: set when the request is queued.
         computed: the first tokens, which the cache holds.
         slot: of the states; -1 while the request waits.
+        stops: tokens that end the text.
+        prompt_logprobs: for each token of the prompt, its `Logprobs`, until they are returned with the first generated
+            token; None where they are not asked for.
+        is_plain: whether tokens and their number are all that is asked for, so that a step takes the shortest way.
     """
 
     params: SamplingParams
@@ -32,6 +38,30 @@ class Request:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     slot: int = -1
+    stops: frozenset[int] = frozenset()
+    prompt_logprobs: list[Any] | None = None
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        asked = params.logprobs, params.prompt_logprobs, params.logits_hook
+        self.is_plain = asked == (None, None, None) and not params.min_tokens
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.max_seq_len - self.params.max_tokens
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the text has fewer tokens than it must have before it may end."""
+        return len(self.tokens) - self.num_prompt_tokens < self.params.min_tokens
+
+    @property
+    def text(self) -> Text:
+        """What hooks see of the request."""
+        return Text(self.number, self.tokens, self.num_prompt_tokens)
 
     @property
     def pending(self) -> int:
@@ -88,6 +118,13 @@ class Scheduler:
         self.free_blocks += request.blocks
         self.free_slots.append(request.slot)
         request.blocks, request.slot = [], -1
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request that waits or runs."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.end(request)
 
     def step_back(self, request: Request, num_tokens: int) -> None:
         """Cut a text to its first tokens, from 1 on."""

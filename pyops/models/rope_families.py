@@ -1,0 +1,53 @@
+"""Dense decoders that are Llamas or OLMo-2 but for how heads turn: by the window of a layer, or in neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .config_values import first, refuse
+from .family import FULL, SLIDING, Family, layer_kinds, pattern, ropes_by_kind, windows_of
+from .parts import Names, Norms
+from .rope import Rope
+
+_OLMO3 = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
+_ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128}
+
+
+def _olmo3(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """OLMo 3: OLMo 2 with windows in all but every fourth layer; ``rope_scaling`` is that of layers without one."""
+    given, scaling = ropes_by_kind(values), first(values.get("rope_scaling"), {})
+    if not isinstance(scaling, dict):
+        raise refuse("rope_scaling", "an object", scaling)
+    full = Rope.parse(values | {"rope_parameters": first(given.get(FULL), {}) | scaling, "rope_scaling": None})
+    # transformers takes a ``rope_theta`` outside of the objects for the layers without a window alone.
+    own = {"rope_parameters": given.get(SLIDING), "rope_theta": _OLMO3["rope_theta"], "rope_scaling": None}
+    sliding = Rope.parse(values | own)
+    kinds = layer_kinds(values, pattern(layers, 4))
+    return {
+        "qk_norm": "row",
+        "sliding_windows": windows_of(values, kinds),
+        "rope": full,
+        "layer_ropes": tuple(sliding if kind == SLIDING else full for kind in kinds),
+    }
+
+
+def _ernie4_5(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    return {"rope": replace(Rope.parse(values), interleaved=True)}
+
+
+ROPE_FAMILIES = {
+    "Olmo3ForCausalLM": Family(
+        _OLMO3,
+        Norms("rms_once", place="after"),
+        Names(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+        fields=_olmo3,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        _ERNIE | {"tie_word_embeddings": True},
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        fields=_ernie4_5,
+    ),
+}
