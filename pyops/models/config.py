@@ -11,6 +11,7 @@ from .families import FAMILIES
 from .family import ATTENTION_SIZES, SIZES
 from .fields import HARMLESS_OF_GENERATION, Fields, check_unread
 from .gguf_file import GgufFile, is_gguf
+from .hybrid_families import HYBRID_FAMILIES
 from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
 from .mixture import Mixture
@@ -19,7 +20,7 @@ from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantizat
 from .rope import Rope
 from .state_space import StateSpace
 
-ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *MAMBAS)
+ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES, *MAMBAS)
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -42,6 +43,7 @@ class Config:
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
+        gates_attention: whether what attention gives is multiplied by the sigmoids of a second part of each query head.
         qkv_by_head: whether a checkpoint has the queries that share a head of keys, this, and its values, then those of
             the next.
         hidden_act: activation of MLPs.
@@ -81,6 +83,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = ""
+    gates_attention: bool = False
     qkv_by_head: bool = False
     hidden_act: str = "silu"
     has_gate: bool = True
@@ -214,13 +217,15 @@ class Config:
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
-        families = FAMILIES | MIXED_FAMILIES
+        families = FAMILIES | MIXED_FAMILIES | HYBRID_FAMILIES
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
+        text = values.get("text_config")
+        of_text = text.get("dtype") if isinstance(text, dict) else None
         quantized = first(values.get("quantization_config"), values.get("compression_config"))
         config = cls(
             **found,
             quantization=Quantization.parse(quantized),
-            dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
+            dtype=first(values.get("dtype"), values.get("torch_dtype"), of_text, "float32"),
         )
         check_unread(values, "config.json")
         return config

@@ -121,7 +121,8 @@ class Decoder:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
 
-        Under ``A_log`` are the decays ``A = -exp(A_log)``. Packed weights of experts are there until `prepare`.
+        Under ``A_log`` are the decays ``A = -exp(A_log)``, but for the gated delta rule. Packed weights of experts are
+        there until `prepare`.
         """
         return self._tensors
 
@@ -153,7 +154,7 @@ class Decoder:
             heads = tensor.unflatten(0, (kv_heads, config.num_attention_heads // kv_heads + 2, config.head_dim))
             tensor = torch.cat([part.flatten(0, 2) for part in heads.split((heads.shape[1] - 2, 1, 1), 1)])
         weights.copy_(tensor)
-        if name.endswith(".A_log"):  # mixers hold the decays A themselves
+        if name.endswith(".A_log") and config.state_space is not None and config.state_space.has_decays:
             weights.exp_().neg_()
 
     def prepare(self, checked: bool = True) -> None:
@@ -257,7 +258,8 @@ def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iter
     for name, place in places.items():
         tensor = torch.empty_like(place, device=device)
         if "norm" in name.rpartition(".")[0].rpartition(f"{config.names.layers}.")[2]:
-            tensor.fill_(float(name.endswith(".weight") and config.norms.kind != "gemma"))
+            adds_one = config.norms.kind == "gemma" and f".{config.names.state_space}." not in name
+            tensor.fill_(float(name.endswith(".weight") and not adds_one))
         elif name.endswith(".input_scale"):
             tensor.fill_(_RANDOM_INPUT / _MAX_RANDOM_CODE)
         elif name.endswith(".weight_scale"):

@@ -24,6 +24,8 @@ class Mixture:
         has_correction_bias: whether experts are ranked by score plus a bias, which their weights do not have.
         routed_scaling_factor: multiplies the weights of experts.
         shared_intermediate_size: channels of the MLP that every token takes beside its experts; 0 for none.
+        shared: name of this MLP in a checkpoint.
+        shared_gate: name of the projection to one logit, whose sigmoid multiplies what this MLP gives; "" for none.
         activation: of an expert, one of those of `pyops.grouped_gemm`.
         has_bias: whether router and experts have biases.
         router: name of the router in a checkpoint.
@@ -46,6 +48,8 @@ class Mixture:
     has_correction_bias: bool = False
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0
+    shared: str = "shared_experts"
+    shared_gate: str = ""
     activation: str = "silu"
     has_bias: bool = False
     router: str = "gate"
