@@ -24,6 +24,11 @@ DELTA |= {"head_dim": 16, "num_hidden_layers": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 EXPERTS |= {"shared_expert_intermediate_size": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+FALCON_H1 = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "mamba_d_ssm": 48}
+FALCON_H1 |= {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
+FACTORS: dict[str, Any] = {"ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.6], "mlp_multipliers": [0.8, 1.3]}
+FACTORS |= {"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.4, "key_multiplier": 0.6}
+FACTORS |= {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "embedding_multiplier": 3.1, "lm_head_multiplier": 0.3}
 LAYERS_OF_THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
 # {what it is: (family, seed of its weights, options)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -52,6 +57,19 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         6,
         {**DELTA, "linear_key_head_dim": 20, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
         | {"num_key_value_heads": 4, "linear_num_key_heads": 1},
+    ),
+    "falcon-h1": ("FalconH1", 7, FALCON_H1),
+    "falcon-h1, multipliers, biases, a norm": (
+        "FalconH1",
+        8,
+        {**FALCON_H1, **FACTORS, "attention_bias": True, "mlp_bias": True, "mamba_rms_norm": True}
+        | {"mamba_norm_before_gate": False, "mamba_proj_bias": True, "projectors_bias": True, "mamba_n_groups": 2},
+    ),
+    "falcon-h1, channels of its own, yarn, tied": (
+        "FalconH1",
+        9,
+        {**FALCON_H1, "mamba_d_ssm": None, "mamba_d_conv": 3, "mamba_conv_bias": False, "num_key_value_heads": 1}
+        | {"rope_parameters": YARN, "tie_word_embeddings": True, "key_multiplier": 0.5, "num_hidden_layers": 3},
     ),
 }
 PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(40)]]
@@ -120,6 +138,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a layer": ("qwen3-next", {"layer_types": ["full_attention", "mamba"] * 2}, "layer_types: expected 4 of linear_"),
     "an interval": ("qwen3-next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval: exp"),
     "no gate": ("qwen3-next", {"attn_output_gate": False}, "attn_output_gate: expected true, got False"),
+    "a norm before the gate": ("falcon-h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate: expected false with"),
+    "one bias": ("falcon-h1", {"projectors_bias": True}, "projectors_bias: expected what mamba_proj_bias is, got True"),
+    "four factors": ("falcon-h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers: expected 5 numbers, got"),
     "heads": ("qwen3-next", {"linear_num_value_heads": 5}, "n_groups: expected a divisor of num_heads=5, got 2"),
     "wide keys": ("qwen3-next", {"linear_key_head_dim": 257}, "state_size: expected at most 256 states, got 257"),
 }

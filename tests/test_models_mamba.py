@@ -21,6 +21,7 @@ from pyops import ModelError, testing
 from pyops.__main__ import main
 from pyops._core.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, StateSpace, load
+from pyops.models.parts import BOTH
 from pyops.models.runner import Part, Runner
 from tests.small_models import folders
 from tests.transformers_mamba import random_model
@@ -324,6 +325,14 @@ TINIES = {
         state_space=TINY_DELTA_RULE,
         gates_attention=True,
     ),
+    "mamba2 beside attention": Config(
+        **TINY,
+        **TINY_ATTENTION,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        layer_types=(BOTH,),
+        state_space=TINY_MAMBA2,
+    ),
 }
 
 
@@ -406,7 +415,7 @@ def test_layers_without_sizes_are_refused() -> None:
     sizes = {name: value for name, value in vars(TINIES["mamba"]).items() if name != "state_space"}
     with pytest.raises(ModelError, match="layer_types: expected 1 of attention, got"):
         Config(**sizes)
-    with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2, got"):
+    with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2 or attention and states, got"):
         Config(**sizes, state_space=TINY_MAMBA2)
     with pytest.raises(ModelError, match="kind: expected mamba or mamba2 or delta_rule, got 'mamba3'"):
         StateSpace("mamba3", 32, 4, 3)

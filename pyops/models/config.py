@@ -15,7 +15,7 @@ from .hybrid_families import HYBRID_FAMILIES
 from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
 from .mixture import Mixture
-from .parts import QK_NORMS, Multipliers, Names, Norms
+from .parts import BOTH, QK_NORMS, Multipliers, Names, Norms
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
@@ -33,8 +33,8 @@ class Config:
     Attributes:
         intermediate_size: channels of an MLP; 0 where layers have none.
         num_attention_heads, num_key_value_heads, head_dim: 0 where no layer is attention.
-        layer_types: for each layer, "attention" or the kind of `state_space`; () where all are attention. The type of a
-            layer decides what the layer keeps of a text.
+        layer_types: for each layer, "attention", the kind of `state_space`, or `BOTH`; () where all are attention. The
+            type of a layer decides what the layer keeps of a text.
         state_space: what the layers that are not attention are; None where all are.
         latent: sizes of multi-head latent attention; None where attention is of another kind.
         sinks: whether each head has one more logit, without a value.
@@ -60,6 +60,8 @@ class Config:
         dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
         names: of the parts of the model in a checkpoint.
+        row_factors: numbers that rows of weights and biases are multiplied by when they are read: (end of the name of a
+            tensor, (factor, rows) of one run of its rows after another).
     """
 
     vocab_size: int
@@ -98,6 +100,7 @@ class Config:
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = field(default_factory=Names)
+    row_factors: tuple[tuple[str, tuple[tuple[float, int], ...]], ...] = ()
 
     def __post_init__(self) -> None:
         size("num_hidden_layers", self.num_hidden_layers)
@@ -105,7 +108,7 @@ class Config:
         for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
             if not values:
                 object.__setattr__(self, name, (default,) * layers)
-        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
+        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind, BOTH)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
             raise refuse("layer_types", f"{layers} of {' or '.join(kinds)}", types)
         for name in SIZES:
@@ -127,19 +130,7 @@ class Config:
                 raise refuse(
                     f"names.{name}", "1 name" if count == 1 else f"1 or {count} names", getattr(self.names, name)
                 )
-        if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
-            what = "state-space layers" if self.state_space is not None else "projections joined head by head"
-            raise refuse("quantization_config", f"None with {what}", self.quantization)
-        if self.mixture is not None:
-            served = (
-                Mxfp4Experts | GgufTypes if self.mixture.is_stacked else Quantization | PackedQuantization | GgufTypes
-            )
-            is_served = self.quantization is None or isinstance(self.quantization, served)
-            if len(self.mixture.layers) != layers or not is_served:
-                expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
-                raise refuse("mixture", expected, self.mixture)
-        elif isinstance(self.quantization, Mxfp4Experts):
-            raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)
+        _check_quantization(self)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
@@ -168,7 +159,7 @@ class Config:
     @property
     def ropes(self) -> list[Rope]:
         """The rotary embeddings that layers of attention have, each once."""
-        found = [self.rope_of(i) for i, kind in enumerate(self.layer_types) if kind == "attention"]
+        found = [self.rope_of(i) for i, kind in enumerate(self.layer_types) if kind in ("attention", BOTH)]
         return list(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
@@ -184,7 +175,7 @@ class Config:
     @property
     def has_attention(self) -> bool:
         """Whether a layer is attention, so that texts need blocks of a paged cache."""
-        return "attention" in self.layer_types
+        return "attention" in self.layer_types or BOTH in self.layer_types
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
@@ -229,3 +220,21 @@ class Config:
         )
         check_unread(values, "config.json")
         return config
+
+
+def _check_quantization(config: Config) -> None:
+    """ModelError for layers that cannot be quantised so."""
+    if config.quantization is not None and (config.state_space is not None or config.qkv_by_head):
+        what = "state-space layers" if config.state_space is not None else "projections joined head by head"
+        raise refuse("quantization_config", f"None with {what}", config.quantization)
+    if config.mixture is not None:
+        served = (
+            Mxfp4Experts | GgufTypes if config.mixture.is_stacked else Quantization | PackedQuantization | GgufTypes
+        )
+        is_served = config.quantization is None or isinstance(config.quantization, served)
+        if len(config.mixture.layers) != config.num_hidden_layers or not is_served:
+            layers = config.num_hidden_layers
+            expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
+            raise refuse("mixture", expected, config.mixture)
+    elif isinstance(config.quantization, Mxfp4Experts):
+        raise refuse("quantization_config", "a mixture of experts with mxfp4", config.quantization)

@@ -15,10 +15,10 @@ from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
-from .mamba import StateSpaceLayer
+from .mamba import AttentionBesideStates, StateSpaceLayer
 from .norm import Norm
 from .packed_linear import check_written
-from .parts import Names
+from .parts import BOTH, Names
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 from .rope import Rope
 
@@ -30,6 +30,9 @@ _RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # deviation and bound of random 8-
 _RANDOM_INPUT = 8.0  # what is 127 under a random static scale
 
 
+Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates
+
+
 class Layer(NamedTuple):
     """A layer: what mixes tokens; then, if the architecture has it, an MLP.
 
@@ -38,7 +41,7 @@ class Layer(NamedTuple):
         mixer_out_norm, mlp_out_norm: of what both give; None where that is not normalised.
     """
 
-    mixer: Attention | LatentAttention | StateSpaceLayer
+    mixer: Mixer
     mlp: MLP | Experts | None
     input_norm: Norm | None
     mixer_out_norm: Norm | None
@@ -47,10 +50,15 @@ class Layer(NamedTuple):
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
-        mixer = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
+        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer]]
+        if isinstance(self.mixer, AttentionBesideStates):
+            mixers = [(names.attention, self.mixer.attention), (names.state_space, self.mixer.states)]
+        else:
+            at = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
+            mixers = [(at, self.mixer)]
         parts = (
             (names.input_norm, self.input_norm),
-            (mixer, self.mixer),
+            *mixers,
             (names.attention_out_norm, self.mixer_out_norm),
             (names.mlp_norm, self.mlp_norm),
             (names.mlp, self.mlp),
@@ -97,15 +105,7 @@ class Decoder:
         """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
-        mixer: Attention | LatentAttention | StateSpaceLayer
-        if config.layer_types[i] == "attention":
-            attention = place._replace(module=f"{at}.{config.names.attention}")
-            if config.latent is not None:
-                mixer = LatentAttention(config, config.latent, attention)
-            else:
-                mixer = Attention(config, config.sliding_windows[i], config.rope_of(i), attention)
-        else:
-            mixer = StateSpaceLayer(config, place)
+        mixer = self._mixer(i, place._replace(module=f"{at}.{config.names.attention}"))
         has_mlp, norms = config.intermediate_size > 0, config.norms
         is_before, is_after = norms.place != "after", norms.place != "before"
         own_norm = has_mlp and not config.shares_norm
@@ -113,6 +113,15 @@ class Decoder:
         made = (Norm(norms, config.rms_norm_eps, place, hidden_size) if one else None for one in has_norm)
         mlp = self._mlp(i, place._replace(module=f"{at}.{config.names.mlp}")) if has_mlp else None
         return Layer(mixer, mlp, *made)
+
+    def _mixer(self, i: int, place: Place) -> Mixer:
+        config, kind = self.config, self.config.layer_types[i]
+        if kind not in ("attention", BOTH):
+            return StateSpaceLayer(config, place)
+        if config.latent is not None:
+            return LatentAttention(config, config.latent, place)
+        attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
+        return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
 
     def _mlp(self, i: int, place: Place) -> MLP | Experts:
         config, mixture = self.config, self.config.mixture
@@ -153,6 +162,9 @@ class Decoder:
             kv_heads = config.num_key_value_heads
             heads = tensor.unflatten(0, (kv_heads, config.num_attention_heads // kv_heads + 2, config.head_dim))
             tensor = torch.cat([part.flatten(0, 2) for part in heads.split((heads.shape[1] - 2, 1, 1), 1)])
+        for end, runs in config.row_factors:
+            if name.endswith(end):
+                tensor = _scaled(tensor, runs)
         weights.copy_(tensor)
         if name.endswith(".A_log") and config.state_space is not None and config.state_space.has_decays:
             weights.exp_().neg_()
@@ -247,6 +259,13 @@ class Decoder:
         residual += hidden
         hidden.copy_(residual)
         return residual
+
+
+def _scaled(tensor: Tensor, runs: tuple[tuple[float, int], ...]) -> Tensor:
+    """`tensor` in float32, each run of its rows times a factor: (factor, rows) of one run after another."""
+    factors, counts = (torch.tensor(each, device=tensor.device) for each in zip(*runs, strict=True))
+    rows = factors.float().repeat_interleave(counts)
+    return tensor.float() * rows.view(-1, *[1] * (tensor.ndim - 1))
 
 
 def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iterator[tuple[str, Tensor]]:

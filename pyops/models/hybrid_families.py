@@ -1,4 +1,4 @@
-"""Decoders with attention in some layers and states in others: a row for each family, and functions for its rest."""
+"""Decoders with attention and layers that keep states: a row for each family, and functions for what it leaves."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .config_values import first, flag, refuse, size
+from .config_values import first, flag, number, refuse, size
 from .family import FULL, Family, layer_kinds
 from .mixture import Mixture, parse_qwen3_moe
-from .parts import Names, Norms
-from .state_space import parse_delta_rule
+from .parts import BOTH, Multipliers, Names, Norms
+from .state_space import StateSpace, parse_delta_rule, parse_falcon_h1
 
 _Values = dict[str, Any]
 _LINEAR = "linear_attention"
@@ -45,6 +45,60 @@ def _qwen_mixture(values: _Values, layers: int) -> Mixture | None:
     return replace(mixture, shared="shared_expert", shared_gate="shared_expert_gate")
 
 
+def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
+    """Falcon-H1: attention and Mamba-2 beside each other in every layer; multipliers of what projections give."""
+    space = parse_falcon_h1(values)
+    embedding, logits = _factors(values, "embedding_multiplier", "lm_head_multiplier")
+    return {
+        "layer_types": (BOTH,) * layers,
+        "state_space": space,
+        "multipliers": Multipliers(embedding=embedding, logits=logits),
+        "row_factors": tuple(_row_factors(values, space).items()),
+        "sliding_windows": (0,) * layers,
+    }
+
+
+def _row_factors(values: _Values, space: StateSpace) -> dict[str, tuple[tuple[float, int], ...]]:
+    """`Config.row_factors` of a Falcon-H1: multipliers of inputs count for weights, those of outputs for biases, too."""
+    names = "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"
+    before, key, after = _factors(values, *names)
+    ssm_before, ssm_after = _factors(values, "ssm_in_multiplier", "ssm_out_multiplier")
+    gate, down = _numbers(values, "mlp_multipliers", 2)
+    hidden_size, channels, heads = values["hidden_size"], values["intermediate_size"], values["num_attention_heads"]
+    head_dim, groups = first(values.get("head_dim"), hidden_size // heads), space.n_groups * space.state_size
+    keys = values["num_key_value_heads"] * head_dim
+    runs = space.intermediate_size, space.intermediate_size, groups, groups, space.num_heads
+    inputs = tuple(zip(_numbers(values, "ssm_multipliers", 5), runs, strict=True))
+    found: dict[str, tuple[tuple[float, int], ...]] = {
+        "self_attn.q_proj.weight": ((before, heads * head_dim),),
+        "self_attn.k_proj.weight": ((before * key, keys),),
+        "self_attn.k_proj.bias": ((key, keys),),
+        "self_attn.v_proj.weight": ((before, keys),),
+        "mamba.in_proj.weight": tuple((ssm_before * factor, count) for factor, count in inputs),
+        "mamba.in_proj.bias": inputs,
+    }
+    for end in ("weight", "bias"):
+        for name, factor in (
+            ("self_attn.o_proj", after),
+            ("mamba.out_proj", ssm_after),
+            ("feed_forward.down_proj", down),
+        ):
+            found[f"{name}.{end}"] = ((factor, hidden_size),)
+        found[f"feed_forward.gate_proj.{end}"] = ((gate, channels),)
+    return found
+
+
+def _factors(values: _Values, *names: str) -> list[float]:
+    return [number(name, first(values.get(name), 1.0)) for name in names]
+
+
+def _numbers(values: _Values, name: str, count: int) -> list[float]:
+    found = first(values.get(name), [1.0] * count)
+    if not isinstance(found, list) or len(found) != count:
+        raise refuse(name, f"{count} numbers", found)
+    return [number(name, each) for each in found]
+
+
 _QWEN_NORMS, _QWEN_NAMES = Norms("gemma"), Names(state_space="linear_attn")
 _QWEN_ROTARY_FACTOR = 0.25
 _QWEN3_NEXT = {"num_key_value_heads": 2, "head_dim": 256, "eos_token_id": None}
@@ -62,5 +116,11 @@ HYBRID_FAMILIES = {
         _QWEN3_NEXT, _QWEN_NORMS, _QWEN_NAMES, partial_rotary_factor=_QWEN_ROTARY_FACTOR, fields=_qwen3_next
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
+    "FalconH1ForCausalLM": Family(
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
+        mlp_bias="mlp_bias",
+        fields=_falcon_h1,
+    ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5._replace(text="qwen3_5_text"),
 }

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
+from .attention import Attention
 from .batch import Batch
 from .config import Config
 from .linear import Place
@@ -67,6 +68,27 @@ class StateSpaceLayer:
         return mixed
 
 
+class AttentionBesideStates:
+    """Attention and a mixer with states of the same input, whose results are added.
+
+    Args:
+        attention, states: both.
+    """
+
+    def __init__(self, attention: Attention, states: StateSpaceLayer) -> None:
+        self.attention, self.states = attention, states
+        self.token_bytes, self.slot_bytes = attention.token_bytes, states.slot_bytes
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Keys and values in blocks, then states in slots."""
+        sizes = num_blocks, block_size, num_slots
+        return *self.attention.new_cache(*sizes), *self.states.new_cache(*sizes)
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        mixed = self.states(hidden, batch, cache[2:], tables)
+        return mixed.add_(self.attention(hidden, batch, cache[:2], tables))
+
+
 def _mixer(config: Config) -> Any:
     from ..nn import MambaMixer, MambaMixer2, QwenGatedDeltaNetAttention
 
@@ -85,11 +107,11 @@ def _mixer(config: Config) -> Any:
         )
         return QwenGatedDeltaNetAttention(said, None, gqa_interleaved_layout=sizes.is_by_group)
     common = (config.hidden_size, sizes.state_size, sizes.conv_kernel, sizes.intermediate_size)
+    biases = sizes.conv_bias, sizes.proj_bias
     if sizes.kind == "mamba":
-        biases = sizes.conv_bias, sizes.proj_bias
         return MambaMixer(*common, sizes.time_step_rank, *biases, use_rms_norm=False)
     heads = sizes.n_groups, sizes.num_heads, sizes.head_dim
-    return MambaMixer2(*common, sizes.conv_bias, sizes.proj_bias, *heads, config.rms_norm_eps)
+    return MambaMixer2(*common, *biases, *heads, config.rms_norm_eps, use_rms_norm=sizes.has_norm)
 
 
 @contextmanager

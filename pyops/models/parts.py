@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .config_values import refuse
 
 _NORM_KINDS, _NORM_PLACES = ("rms", "rms_once", "gemma", "layer"), ("before", "after", "around")
+BOTH = "attention and states"  # the type of a layer that has both, of the same input, and adds what they give
 QK_NORMS = ("", "head", "heads", "row")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ops.mamba._common import MAX_STATES
@@ -32,6 +32,7 @@ class StateSpace:
             share a query and a key, of "delta_rule".
         is_by_group: whether a checkpoint of "delta_rule" has the projections of one group behind those of another, and
             not all queries, all keys, all values and all gates in tensors of their own.
+        has_norm: whether what "mamba2" gives is normalised behind its gate.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class StateSpace:
     head_dim: int = 0
     n_groups: int = 0
     is_by_group: bool = False
+    has_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in _SIZES:
@@ -98,10 +100,15 @@ def parse_mamba2(values: dict[str, Any]) -> StateSpace:
     )
 
 
-def parse_bamba(values: dict[str, Any]) -> StateSpace:
-    """The state-space layers of a ``BambaForCausalLM``, with the defaults of transformers."""
+def parse_bamba(values: dict[str, Any], channels: int | None = None) -> StateSpace:
+    """The state-space layers of a ``BambaForCausalLM``, with the defaults of transformers.
+
+    Args:
+        channels: those of a layer, where they are no multiple of ``hidden_size``.
+    """
     _refuse_time_step_limit(values)
-    channels = _channels(size("hidden_size", values.get("hidden_size")), values.get("mamba_expand", 2))
+    if channels is None:
+        channels = _channels(size("hidden_size", values.get("hidden_size")), values.get("mamba_expand", 2))
     num_heads = size("mamba_n_heads", values.get("mamba_n_heads", 128))
     head_dim = first(values.get("mamba_d_head"), "auto")
     return StateSpace(
@@ -115,6 +122,20 @@ def parse_bamba(values: dict[str, Any]) -> StateSpace:
         head_dim=size("mamba_d_head", channels // num_heads if head_dim == "auto" else head_dim),
         n_groups=size("mamba_n_groups", values.get("mamba_n_groups", 1)),
     )
+
+
+def parse_falcon_h1(values: dict[str, Any]) -> StateSpace:
+    """The state-space layers of a ``FalconH1ForCausalLM``: Bamba's, maybe of other sizes and without a norm."""
+    given, expand = values.get("mamba_d_ssm", 1024), values.get("mamba_expand", 2)
+    hidden_size = size("hidden_size", values.get("hidden_size"))
+    channels = _channels(hidden_size, expand) if given is None else size("mamba_d_ssm", given)
+    has_norm, is_before = flag(values, "mamba_rms_norm"), flag(values, "mamba_norm_before_gate", True)
+    if has_norm and is_before:
+        raise refuse("mamba_norm_before_gate", "false with mamba_rms_norm", True)
+    has_bias = flag(values, "projectors_bias")
+    if has_bias != flag(values, "mamba_proj_bias"):
+        raise refuse("projectors_bias", "what mamba_proj_bias is", has_bias)
+    return replace(parse_bamba(values, channels), has_norm=has_norm)
 
 
 def parse_delta_rule(values: dict[str, Any], is_by_group: bool) -> StateSpace:
