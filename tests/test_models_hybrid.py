@@ -29,6 +29,9 @@ FALCON_H1 |= {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
 FACTORS: dict[str, Any] = {"ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.6], "mlp_multipliers": [0.8, 1.3]}
 FACTORS |= {"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.4, "key_multiplier": 0.6}
 FACTORS |= {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "embedding_multiplier": 3.1, "lm_head_multiplier": 0.3}
+GRANITE = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GRANITE |= {"num_key_value_heads": 2, "num_local_experts": 4, "shared_intermediate_size": 24, "mamba_n_heads": 4}
+GRANITE |= {"mamba_d_state": 8, "mamba_chunk_size": 16, "attention_multiplier": 0.3}
 LAYERS_OF_THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
 # {what it is: (family, seed of its weights, options)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -70,6 +73,20 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         9,
         {**FALCON_H1, "mamba_d_ssm": None, "mamba_d_conv": 3, "mamba_conv_bias": False, "num_key_value_heads": 1}
         | {"rope_parameters": YARN, "tie_word_embeddings": True, "key_multiplier": 0.5, "num_hidden_layers": 3},
+    ),
+    "granite": ("GraniteMoeHybrid", 10, GRANITE),
+    "granite, MLPs, multipliers, biases, turning": (
+        "GraniteMoeHybrid",
+        11,
+        {**GRANITE, "num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True}
+        | {"embedding_multiplier": 1.7, "logits_scaling": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2}
+        | {"mamba_proj_bias": True},
+    ),
+    "granite, many experts, groups, tied": (
+        "GraniteMoeHybrid",
+        12,
+        {**GRANITE, "num_local_experts": 9, "num_experts_per_tok": 4, "mamba_n_groups": 2, "mamba_d_conv": 3}
+        | {"mamba_conv_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
     ),
 }
 PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(40)]]
@@ -141,6 +158,12 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a norm before the gate": ("falcon-h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate: expected false with"),
     "one bias": ("falcon-h1", {"projectors_bias": True}, "projectors_bias: expected what mamba_proj_bias is, got True"),
     "four factors": ("falcon-h1", {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers: expected 5 numbers, got"),
+    "learned positions": (
+        "granite",
+        {"position_embedding_type": "learned"},
+        "position_embedding_type: expected 'rope'",
+    ),
+    "windows": ("granite", {"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 3 of mamba or attention"),
     "heads": ("qwen3-next", {"linear_num_value_heads": 5}, "n_groups: expected a divisor of num_heads=5, got 2"),
     "wide keys": ("qwen3-next", {"linear_key_head_dim": 257}, "state_size: expected at most 256 states, got 257"),
 }

@@ -65,7 +65,7 @@ class Layer(NamedTuple):
             (names.mlp_out_norm, self.mlp_out_norm),
         )
         owned = [(at, part.tensors()) for at, part in parts if part is not None]
-        return {f"{at}.{name}": tensor for at, tensors in owned for name, tensor in tensors.items()}
+        return {f"{at}.{name}" if at else name: tensor for at, tensors in owned for name, tensor in tensors.items()}
 
 
 class Decoder:

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 from .config_values import first, flag, number, refuse, size
+from .families import granite
 from .family import FULL, Family, layer_kinds
 from .mixture import Mixture, parse_qwen3_moe
 from .parts import BOTH, Multipliers, Names, Norms
-from .state_space import StateSpace, parse_delta_rule, parse_falcon_h1
+from .rope import Rope
+from .state_space import StateSpace, parse_bamba, parse_delta_rule, parse_falcon_h1
 
 _Values = dict[str, Any]
 _LINEAR = "linear_attention"
@@ -59,7 +61,7 @@ def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _row_factors(values: _Values, space: StateSpace) -> dict[str, tuple[tuple[float, int], ...]]:
-    """`Config.row_factors` of a Falcon-H1: multipliers of inputs count for weights, those of outputs for biases, too."""
+    """`Config.row_factors` of a Falcon-H1: biases have multipliers of outputs alone."""
     names = "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"
     before, key, after = _factors(values, *names)
     ssm_before, ssm_after = _factors(values, "ssm_in_multiplier", "ssm_out_multiplier")
@@ -92,6 +94,45 @@ def _factors(values: _Values, *names: str) -> list[float]:
     return [number(name, first(values.get(name), 1.0)) for name in names]
 
 
+def _granite(values: _Values, layers: int) -> dict[str, Any]:
+    """Granite 4: Granite's multipliers; attention, which may turn or not, in the layers that ``layer_types`` names."""
+    kinds = ["attention" if kind == FULL else kind for kind in first(values.get("layer_types"), [_LINEAR] * layers)]
+    if len(kinds) != layers or not set(kinds) <= {"attention", "mamba", _LINEAR}:
+        raise refuse("layer_types", f"{layers} of mamba or attention", kinds)
+    turns = first(values.get("position_embedding_type"), "nope")
+    if turns not in ("rope", "nope"):
+        raise refuse("position_embedding_type", "'rope' or 'nope'", turns)
+    rope = Rope.parse(values)
+    return granite(values, layers) | {
+        "layer_types": tuple("attention" if kind == "attention" else "mamba2" for kind in kinds),
+        "state_space": parse_bamba(values),
+        "intermediate_size": size("shared_intermediate_size", values["shared_intermediate_size"]),
+        "mixture": _granite_mixture(values, layers),
+        "rope": rope,
+        "names": _GRANITE_NAMES._replace(mlp="" if values["num_local_experts"] else "shared_mlp"),
+        "layer_ropes": () if turns == "rope" else (None,) * layers,
+        "sliding_windows": (0,) * layers,
+    }
+
+
+def _granite_mixture(values: _Values, layers: int) -> Mixture | None:
+    """Experts beside a shared MLP; None where there are none."""
+    experts, top_k = values["num_local_experts"], values.get("num_experts_per_tok")
+    if not experts:
+        return None
+    return Mixture(
+        num_experts=experts,
+        top_k=size("num_experts_per_tok", top_k),
+        intermediate_size=size("intermediate_size", values["intermediate_size"]),
+        renormalize=True,
+        layers=(True,) * layers,
+        router="block_sparse_moe.router.layer",
+        joined=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        shared_intermediate_size=values["shared_intermediate_size"],
+        shared="shared_mlp",
+    )
+
+
 def _numbers(values: _Values, name: str, count: int) -> list[float]:
     found = first(values.get(name), [1.0] * count)
     if not isinstance(found, list) or len(found) != count:
@@ -99,6 +140,7 @@ def _numbers(values: _Values, name: str, count: int) -> list[float]:
     return [number(name, each) for each in found]
 
 
+_GRANITE_NAMES = Names(gate_up=("input_linear",), down="output_linear")
 _QWEN_NORMS, _QWEN_NAMES = Norms("gemma"), Names(state_space="linear_attn")
 _QWEN_ROTARY_FACTOR = 0.25
 _QWEN3_NEXT = {"num_key_value_heads": 2, "head_dim": 256, "eos_token_id": None}
@@ -121,6 +163,9 @@ HYBRID_FAMILIES = {
         names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
         mlp_bias="mlp_bias",
         fields=_falcon_h1,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}, fields=_granite
     ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5._replace(text="qwen3_5_text"),
 }

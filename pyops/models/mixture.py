@@ -30,6 +30,8 @@ class Mixture:
         has_bias: whether router and experts have biases.
         router: name of the router in a checkpoint.
         is_stacked: whether a checkpoint has the weights of all experts in one tensor, input channels before output.
+        joined: names of the tensors in which a checkpoint has gates and ups of all experts, [num_experts, 2 *
+            intermediate_size, hidden_size], and their downs; () where experts have tensors of their own, or is_stacked.
         router_in_float32: whether logits are float32, whatever the dtype.
         gate, up, down: names of the projections of an expert in a checkpoint.
     """
@@ -54,6 +56,7 @@ class Mixture:
     has_bias: bool = False
     router: str = "gate"
     is_stacked: bool = False
+    joined: tuple[str, ...] = ()
     router_in_float32: bool = False
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ class Names(NamedTuple):
 
     Attributes:
         input_norm, mlp_norm: of the norms before attention, or a mixer, and before an MLP.
+        mlp: of MLPs; "" where their parts, or experts', are parts of the layer.
         attention_out_norm, mlp_out_norm: of the norms behind attention and MLPs.
         qkv, gate_up: of projections, in the order of their rows. One name stands for all of them joined.
     """
