@@ -21,6 +21,7 @@ from pyops import ModelError, testing
 from pyops.__main__ import main
 from pyops._core.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, StateSpace, load
+from pyops.models.parts import BOTH
 from pyops.models.runner import Part, Runner
 from tests.small_models import folders
 from tests.transformers_mamba import random_model
@@ -300,6 +301,7 @@ def test_memory_of_states(folder: Callable[[str], Path]) -> None:
 TINY = {"vocab_size": 32, "hidden_size": 16, "max_position_embeddings": 64}
 TINY_MAMBA = StateSpace("mamba", 32, state_size=4, conv_kernel=3, time_step_rank=2)
 TINY_MAMBA2 = StateSpace("mamba2", 32, state_size=8, conv_kernel=4, num_heads=4, head_dim=8, n_groups=2)
+TINY_DELTA_RULE = StateSpace("delta_rule", 32, state_size=8, conv_kernel=4, num_heads=4, head_dim=8, n_groups=2)
 TINY_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 NO_ATTENTION = dict.fromkeys(TINY_ATTENTION, 0)
 TINIES = {
@@ -312,6 +314,23 @@ TINIES = {
         intermediate_size=24,
         num_hidden_layers=2,
         layer_types=("mamba2", "attention"),
+        state_space=TINY_MAMBA2,
+    ),
+    "delta rule and gated attention": Config(
+        **TINY,
+        **TINY_ATTENTION,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        layer_types=("delta_rule", "attention"),
+        state_space=TINY_DELTA_RULE,
+        gates_attention=True,
+    ),
+    "mamba2 beside attention": Config(
+        **TINY,
+        **TINY_ATTENTION,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        layer_types=(BOTH,),
         state_space=TINY_MAMBA2,
     ),
 }
@@ -396,9 +415,9 @@ def test_layers_without_sizes_are_refused() -> None:
     sizes = {name: value for name, value in vars(TINIES["mamba"]).items() if name != "state_space"}
     with pytest.raises(ModelError, match="layer_types: expected 1 of attention, got"):
         Config(**sizes)
-    with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2, got"):
+    with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2 or attention and states, got"):
         Config(**sizes, state_space=TINY_MAMBA2)
-    with pytest.raises(ModelError, match="kind: expected mamba or mamba2, got 'mamba3'"):
+    with pytest.raises(ModelError, match="kind: expected mamba or mamba2 or delta_rule, got 'mamba3'"):
         StateSpace("mamba3", 32, 4, 3)
 
 

@@ -26,15 +26,16 @@ def heed_groups(model: torch.nn.Module) -> None:
     """Give mixers of Mamba-2 a norm that heeds groups; transformers 5.17 takes all groups as one, 5.23 does not."""
     for mixer in list(model.modules()):
         norm = getattr(mixer, "norm", None)
-        if type(norm).__name__.endswith("RMSNormGated") and not hasattr(norm, "group_size"):
+        heeds = not hasattr(mixer, "n_groups") or hasattr(norm, "group_size") or hasattr(norm, "n_groups")
+        if type(norm).__name__.endswith("RMSNormGated") and not heeds:
             mixer.norm = GroupedNorm(norm.weight, mixer.n_groups, norm.variance_epsilon)  # type: ignore[union-attr, assignment]
 
 
-def random_model(family: str, options: dict[str, Any]) -> Any:
+def random_model(family: str, options: dict[str, Any], seed: int = 1) -> Any:
     """A model of that family whose random weights make clear choices; biases and norms are random too."""
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**SIZES | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    torch.manual_seed(seed)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    model = kind(kind.config_class(**SIZES | options))
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and not name.endswith("A_log"):
             parameter.data.normal_(0.0, 0.3)

@@ -8,6 +8,7 @@ family rope_families  how the config.json of a family is read; decoders that dif
 families              dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers
+hybrid_families       decoders with attention and layers that keep states
 quantization          quantised weights as config.json describes them
 gguf_families         GGUF files: what the metadata of each architecture have
 gguf_header           the header of a GGUF file

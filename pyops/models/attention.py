@@ -35,10 +35,11 @@ class Attention:
     def __init__(self, config: Config, sliding_window: int, rope: Rope | None, place: Place) -> None:
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config, self.sliding_window, self.rope, self.place = config, sliding_window, rope, place
-        self.sizes = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+        parts = 2 if config.gates_attention else 1  # of a query head: itself, and the gate of what it finds
+        self.sizes = parts * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
         self.qkv = place.linear(named_sizes(config.names.qkv, self.sizes), config.hidden_size, config.qkv_bias)
         self.q_norm, self.k_norm = self._norm(heads), self._norm(kv_heads)
-        self.o = place.linear({config.names.o: config.hidden_size}, self.sizes[0], config.o_bias)
+        self.o = place.linear({config.names.o: config.hidden_size}, heads * head_dim, config.o_bias)
         self.sinks = torch.empty(heads, dtype=torch.float32, device=place.device) if config.sinks else None
         # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
         self._one = torch.ones(1, dtype=torch.float32, device=place.device)
@@ -74,6 +75,9 @@ class Attention:
         config, head_dim = self.config, self.config.head_dim
         parts = self.qkv(hidden).split(list(self.sizes), -1)
         query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+        gate = None
+        if config.gates_attention:
+            query, gate = (part.contiguous() for part in (query[:, ::2], query[:, 1::2]))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
         if self.rope is not None:
@@ -98,7 +102,7 @@ class Attention:
         if steps < len(batch.seq_lens):
             prompts = batch.block_tables[steps:], batch.seq_lens[steps:], batch.cu_seqlens_of_prompts, block_size
             paged_attention_varlen(out[steps:], query[steps:], *past, *prompts, *scales, **options)
-        return self.o(out.flatten(1))
+        return self.o((out if gate is None else out.mul_(gate.sigmoid_())).flatten(1))
 
     def _normalised(self, norm: Norm, heads: Tensor) -> Tensor:
         """The norms of `heads`, [num_tokens, heads, head_dim], in their place if the op can read them there."""

@@ -12,15 +12,16 @@ from .families import FAMILIES
 from .family import ATTENTION_SIZES, SIZES
 from .fields import HARMLESS_OF_GENERATION, Fields, check_unread
 from .gguf_file import GgufFile, is_gguf
+from .hybrid_families import HYBRID_FAMILIES
 from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
 from .mixture import Mixture
-from .parts import QK_NORMS, Multipliers, Names, Norms
+from .parts import BOTH, QK_NORMS, Multipliers, Names, Norms
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
 
-ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *MAMBAS)
+ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES, *MAMBAS)
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -41,8 +42,8 @@ class Config:
     Attributes:
         intermediate_size: channels of an MLP; 0 where layers have none.
         num_attention_heads, num_key_value_heads, head_dim: 0 where no layer is attention.
-        layer_types: for each layer, "attention" or the kind of `state_space`; () where all are attention. The type of a
-            layer decides what the layer keeps of a text.
+        layer_types: for each layer, "attention", the kind of `state_space`, or `BOTH`; () where all are attention. The
+            type of a layer decides what the layer keeps of a text.
         state_space: what the layers that are not attention are; None where all are.
         latent: sizes of multi-head latent attention; None where attention is of another kind.
         sinks: whether each head has one more logit, without a value.
@@ -51,6 +52,7 @@ class Config:
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
+        gates_attention: whether what attention gives is multiplied by the sigmoids of a second part of each query head.
         qkv_by_head: whether a checkpoint has the queries that share a head of keys, this, and its values, then those of
             the next.
         hidden_act: activation of MLPs.
@@ -67,6 +69,8 @@ class Config:
         dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
         names: of the parts of the model in a checkpoint.
+        row_factors: numbers that rows of weights and biases are multiplied by when they are read: (end of the name of a
+            tensor, (factor, rows) of one run of its rows after another).
     """
 
     vocab_size: int
@@ -90,6 +94,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: str = ""
+    gates_attention: bool = False
     qkv_by_head: bool = False
     hidden_act: str = "silu"
     has_gate: bool = True
@@ -104,6 +109,7 @@ class Config:
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = field(default_factory=Names)
+    row_factors: tuple[tuple[str, tuple[tuple[float, int], ...]], ...] = ()
 
     def __post_init__(self) -> None:
         size("num_hidden_layers", self.num_hidden_layers)
@@ -111,7 +117,7 @@ class Config:
         for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
             if not values:
                 object.__setattr__(self, name, (default,) * layers)
-        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind)
+        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind, BOTH)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
             raise refuse("layer_types", f"{layers} of {' or '.join(kinds)}", types)
         for name in SIZES:
@@ -133,19 +139,7 @@ class Config:
                 raise refuse(
                     f"names.{name}", "1 name" if count == 1 else f"1 or {count} names", getattr(self.names, name)
                 )
-        if self.quantization is not None and (self.state_space is not None or self.qkv_by_head):
-            what = "state-space layers" if self.state_space is not None else "projections joined head by head"
-            raise refuse("quantization_config", f"None with {what}", self.quantization)
-        if self.mixture is not None:
-            served = (
-                Mxfp4Experts | GgufTypes if self.mixture.is_stacked else Quantization | PackedQuantization | GgufTypes
-            )
-            is_served = self.quantization is None or isinstance(self.quantization, served)
-            if len(self.mixture.layers) != layers or not is_served:
-                expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
-                raise refuse("mixture", expected, self.mixture)
-        elif isinstance(self.quantization, Mxfp4Experts):
-            raise refuse("quantization_config", "a mixture of experts with mxfp4", self.quantization)
+        _check_quantization(self)
         if self.dtype not in DTYPES:
             raise refuse("dtype", " or ".join(DTYPES), self.dtype)
         if len(self.sliding_windows) != layers or not all(isinstance(w, int) and w >= 0 for w in self.sliding_windows):
@@ -174,7 +168,7 @@ class Config:
     @property
     def ropes(self) -> list[Rope]:
         """The rotary embeddings that layers of attention have, each once."""
-        found = [self.rope_of(i) for i, kind in enumerate(self.layer_types) if kind == "attention"]
+        found = [self.rope_of(i) for i, kind in enumerate(self.layer_types) if kind in ("attention", BOTH)]
         return list(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
@@ -190,7 +184,7 @@ class Config:
     @property
     def has_attention(self) -> bool:
         """Whether a layer is attention, so that texts need blocks of a paged cache."""
-        return "attention" in self.layer_types
+        return "attention" in self.layer_types or BOTH in self.layer_types
 
     @classmethod
     def read(cls, folder: str | Path) -> Config:
@@ -225,13 +219,33 @@ class Config:
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
             raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
         (architecture,) = architectures
-        families = FAMILIES | MIXED_FAMILIES
+        families = FAMILIES | MIXED_FAMILIES | HYBRID_FAMILIES
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
+        text = values.get("text_config")
+        of_text = text.get("dtype") if isinstance(text, dict) else None
         quantized = first(values.get("quantization_config"), values.get("compression_config"))
         config = cls(
             **found,
             quantization=Quantization.parse(quantized),
-            dtype=first(values.get("dtype"), values.get("torch_dtype"), "float32"),
+            dtype=first(values.get("dtype"), values.get("torch_dtype"), of_text, "float32"),
         )
         check_unread(values, "config.json")
         return config
+
+
+def _check_quantization(config: Config) -> None:
+    """ModelError for layers that cannot be quantised so."""
+    if config.quantization is not None and (config.state_space is not None or config.qkv_by_head):
+        what = "state-space layers" if config.state_space is not None else "projections joined head by head"
+        raise refuse("quantization_config", f"None with {what}", config.quantization)
+    if config.mixture is not None:
+        served = (
+            Mxfp4Experts | GgufTypes if config.mixture.is_stacked else Quantization | PackedQuantization | GgufTypes
+        )
+        is_served = config.quantization is None or isinstance(config.quantization, served)
+        if len(config.mixture.layers) != config.num_hidden_layers or not is_served:
+            layers = config.num_hidden_layers
+            expected = f"one of {layers} layers, quantised in mxfp4 where experts are stacked, else 8-bit or packed"
+            raise refuse("mixture", expected, config.mixture)
+    elif isinstance(config.quantization, Mxfp4Experts):
+        raise refuse("quantization_config", "a mixture of experts with mxfp4", config.quantization)

@@ -15,10 +15,10 @@ from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
-from .mamba import StateSpaceLayer
+from .mamba import AttentionBesideStates, StateSpaceLayer
 from .norm import Norm
 from .packed_linear import check_written
-from .parts import Names
+from .parts import BOTH, Names
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 from .rope import Rope
 
@@ -30,6 +30,9 @@ _RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # deviation and bound of random 8-
 _RANDOM_INPUT = 8.0  # what is 127 under a random static scale
 
 
+Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates
+
+
 class Layer(NamedTuple):
     """A layer: what mixes tokens; then, if the architecture has it, an MLP.
 
@@ -38,7 +41,7 @@ class Layer(NamedTuple):
         mixer_out_norm, mlp_out_norm: of what both give; None where that is not normalised.
     """
 
-    mixer: Attention | LatentAttention | StateSpaceLayer
+    mixer: Mixer
     mlp: MLP | Experts | None
     input_norm: Norm | None
     mixer_out_norm: Norm | None
@@ -47,17 +50,22 @@ class Layer(NamedTuple):
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
-        mixer = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
+        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer]]
+        if isinstance(self.mixer, AttentionBesideStates):
+            mixers = [(names.attention, self.mixer.attention), (names.state_space, self.mixer.states)]
+        else:
+            at = names.state_space if isinstance(self.mixer, StateSpaceLayer) else names.attention
+            mixers = [(at, self.mixer)]
         parts = (
             (names.input_norm, self.input_norm),
-            (mixer, self.mixer),
+            *mixers,
             (names.attention_out_norm, self.mixer_out_norm),
             (names.mlp_norm, self.mlp_norm),
             (names.mlp, self.mlp),
             (names.mlp_out_norm, self.mlp_out_norm),
         )
         owned = [(at, part.tensors()) for at, part in parts if part is not None]
-        return {f"{at}.{name}": tensor for at, tensors in owned for name, tensor in tensors.items()}
+        return {f"{at}.{name}" if at else name: tensor for at, tensors in owned for name, tensor in tensors.items()}
 
 
 class Decoder:
@@ -97,15 +105,7 @@ class Decoder:
         """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
-        mixer: Attention | LatentAttention | StateSpaceLayer
-        if config.layer_types[i] == "attention":
-            attention = place._replace(module=f"{at}.{config.names.attention}")
-            if config.latent is not None:
-                mixer = LatentAttention(config, config.latent, attention)
-            else:
-                mixer = Attention(config, config.sliding_windows[i], config.rope_of(i), attention)
-        else:
-            mixer = StateSpaceLayer(config, place)
+        mixer = self._mixer(i, place._replace(module=f"{at}.{config.names.attention}"))
         has_mlp, norms = config.intermediate_size > 0, config.norms
         is_before, is_after = norms.place != "after", norms.place != "before"
         own_norm = has_mlp and not config.shares_norm
@@ -114,6 +114,15 @@ class Decoder:
         mlp = self._mlp(i, place._replace(module=f"{at}.{config.names.mlp}")) if has_mlp else None
         return Layer(mixer, mlp, *made)
 
+    def _mixer(self, i: int, place: Place) -> Mixer:
+        config, kind = self.config, self.config.layer_types[i]
+        if kind not in ("attention", BOTH):
+            return StateSpaceLayer(config, place)
+        if config.latent is not None:
+            return LatentAttention(config, config.latent, place)
+        attention = Attention(config, config.sliding_windows[i], config.rope_of(i), place)
+        return AttentionBesideStates(attention, StateSpaceLayer(config, place)) if kind == BOTH else attention
+
     def _mlp(self, i: int, place: Place) -> MLP | Experts:
         config, mixture = self.config, self.config.mixture
         return Experts(config, mixture, place) if mixture is not None and mixture.layers[i] else MLP(config, place)
@@ -121,7 +130,8 @@ class Decoder:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
 
-        Under ``A_log`` are the decays ``A = -exp(A_log)``. Packed weights of experts are there until `prepare`.
+        Under ``A_log`` are the decays ``A = -exp(A_log)``, but for the gated delta rule. Packed weights of experts are
+        there until `prepare`.
         """
         return self._tensors
 
@@ -152,8 +162,11 @@ class Decoder:
             kv_heads = config.num_key_value_heads
             heads = tensor.unflatten(0, (kv_heads, config.num_attention_heads // kv_heads + 2, config.head_dim))
             tensor = torch.cat([part.flatten(0, 2) for part in heads.split((heads.shape[1] - 2, 1, 1), 1)])
+        for end, runs in config.row_factors:
+            if name.endswith(end):
+                tensor = _scaled(tensor, runs)
         weights.copy_(tensor)
-        if name.endswith(".A_log"):  # mixers hold the decays A themselves
+        if name.endswith(".A_log") and config.state_space is not None and config.state_space.has_decays:
             weights.exp_().neg_()
 
     def prepare(self, checked: bool = True) -> None:
@@ -248,6 +261,13 @@ class Decoder:
         return residual
 
 
+def _scaled(tensor: Tensor, runs: tuple[tuple[float, int], ...]) -> Tensor:
+    """`tensor` in float32, each run of its rows times a factor: (factor, rows) of one run after another."""
+    factors, counts = (torch.tensor(each, device=tensor.device) for each in zip(*runs, strict=True))
+    rows = factors.float().repeat_interleave(counts)
+    return tensor.float() * rows.view(-1, *[1] * (tensor.ndim - 1))
+
+
 def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint that `Decoder.randomise` writes: (name, tensor on `device`), one after the other."""
     config, places = model.config, model.tensors()
@@ -257,7 +277,8 @@ def random_tensors(model: Decoder, seed: int, scale: float, device: Any) -> Iter
     for name, place in places.items():
         tensor = torch.empty_like(place, device=device)
         if "norm" in name.rpartition(".")[0].rpartition(f"{config.names.layers}.")[2]:
-            tensor.fill_(float(name.endswith(".weight") and config.norms.kind != "gemma"))
+            adds_one = config.norms.kind == "gemma" and f".{config.names.state_space}." not in name
+            tensor.fill_(float(name.endswith(".weight") and not adds_one))
         elif name.endswith(".input_scale"):
             tensor.fill_(_RANDOM_INPUT / _MAX_RANDOM_CODE)
         elif name.endswith(".weight_scale"):

@@ -93,6 +93,8 @@ class PlainExperts:
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
+        if self.mixture.joined:
+            return dict(zip(self.mixture.joined, (self.gate_up.weight, self.down.weight), strict=True))
         if not self.mixture.is_stacked:
             return self._named()
         # Gates and ups are neighbours in such a checkpoint, as swigluoai takes them.

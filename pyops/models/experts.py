@@ -72,8 +72,10 @@ class Experts:
         )
         self.weights = _weights(mixture, hidden_size, place)
         shared = mixture.shared_intermediate_size
-        at = place._replace(module=f"{place.module}.shared_experts")
+        at = place._replace(module=f"{place.module}.{mixture.shared}")
         self.shared = MLP(config, at, shared) if shared else None
+        one = {mixture.shared_gate: 1}
+        self.shared_gate = place.linear(one, hidden_size, bias=False) if mixture.shared_gate else None
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
@@ -81,12 +83,17 @@ class Experts:
         if self.correction_bias is not None:
             found[f"{self.mixture.router}.e_score_correction_bias"] = self.correction_bias
         if self.shared is not None:
-            found |= {f"shared_experts.{name}": tensor for name, tensor in self.shared.tensors().items()}
+            found |= {f"{self.mixture.shared}.{name}": tensor for name, tensor in self.shared.tensors().items()}
+        if self.shared_gate is not None:
+            found |= self.shared_gate.tensors()
         return found
 
     def __call__(self, hidden: Tensor) -> Tensor:
         out = self.weights(hidden, *self._choice(hidden))
-        return out if self.shared is None else out.add_(self.shared(hidden))
+        if self.shared is None:
+            return out
+        shared = self.shared(hidden)
+        return out.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid_()))
 
     def _choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each token."""

@@ -107,7 +107,8 @@ def _olmo2(values: _Values, layers: int) -> dict[str, Any]:
     return {"qk_norm": "row"}
 
 
-def _granite(values: _Values, layers: int) -> dict[str, Any]:
+def granite(values: _Values, layers: int) -> dict[str, Any]:
+    """Granite: multipliers of embeddings, logits, attention and what layers add."""
     names = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
     embedding, residual, attention, divisor = (number(name, values.get(name, 1.0)) for name in names)
     return {
@@ -276,7 +277,7 @@ FAMILIES = {
         o_bias="attention_out_bias",
         mlp_bias="mlp_bias",
     ),
-    "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=_granite),
+    "GraniteForCausalLM": Family(mlp_bias="mlp_bias", fields=granite),
     "SmolLM3ForCausalLM": Family(
         {"rope_theta": 2e6, "num_key_value_heads": 4, "tie_word_embeddings": True, "eos_token_id": 128001},
         mlp_bias="mlp_bias",

@@ -35,8 +35,13 @@ HARMLESS = {
     "attention_bias",
     # what reads images, which texts do not need; where a file describes a decoder apart, the model's ties count
     *("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     *("vision_feature_layer", "tie_word_embeddings"),
+    # sections of rotary embeddings: a token of a text has the same position in all of them
+    *("mrope_section", "mrope_interleaved"),
+    # layers that predict tokens further on, which are not read, and the dtype of states, which are float32
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
 }
 # Tokens depend on these in models that have them. Where a family does not read one, only these values say nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -50,6 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (),
     "hidden_activation": ("gelu_pytorch_tanh",),  # of Gemma 1, which has no other
     "is_encoder_decoder": (False,),
+    "mlp_only_layers": ([],),
     "mlp_type": ("default",),
     "norm_type": ("layer_norm",),
     "pack_dtype": ("int32",),

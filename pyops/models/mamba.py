@@ -1,13 +1,15 @@
-"""The state-space layers of a decoder: the mixers of `pyops.nn`, with their states in slots."""
+"""The layers of a decoder that keep states: the mixers of `pyops.nn`, with their states in slots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
+from .attention import Attention
 from .batch import Batch
 from .config import Config
 from .linear import Place
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class StateSpaceLayer:
-    """A mixer of Mamba or Mamba-2. It keeps the last inputs of its convolution and the state of its scan, in slots.
+    """A mixer of Mamba, Mamba-2 or the gated delta rule.
+
+    It keeps the last inputs of its convolution and the state of its scan, in slots.
 
     A slot belongs to one text at a time and has one size, however long the text is. What a former text left in a slot
     is never read: a text that begins has no state, see `Batch`.
@@ -31,7 +35,7 @@ class StateSpaceLayer:
     token_bytes = 0
 
     def __init__(self, config: Config, place: Place) -> None:
-        self.place = place
+        self.place, self.sizes = place, config.state_space
         with _made_at(place):
             self.mixer = _mixer(config).requires_grad_(False)
         channels, _, taps = self.mixer.conv1d.weight.shape
@@ -39,8 +43,18 @@ class StateSpaceLayer:
         self.slot_bytes = prod(self._conv_shape) * place.dtype.itemsize + prod(self._ssm_shape) * torch.float32.itemsize
 
     def tensors(self) -> dict[str, Tensor]:
-        """{name in a checkpoint: the weights}; under ``A_log`` the decays that `Decoder.write` makes of it."""
-        return {"A_log" if name == "A" else name: weight for name, weight in self.mixer.named_parameters()}
+        """{name in a checkpoint: the weights, or a view of them}.
+
+        Under ``A_log`` are the decays that `Decoder.write` makes of it, where the mixer holds these.
+        """
+        found = {"A_log" if name == "A" else name: weight for name, weight in self.mixer.named_parameters()}
+        if self.sizes is None or self.sizes.kind != "delta_rule" or self.sizes.is_by_group:
+            return found
+        qkvz, ba = found.pop("in_proj_qkvz.weight"), found.pop("in_proj_ba.weight")
+        heads, values = self.sizes.num_heads, self.sizes.intermediate_size
+        parts = dict(zip(("qkv", "z"), qkvz.split([len(qkvz) - values, values]), strict=True))
+        parts |= zip(("b", "a"), ba.split(heads), strict=True)
+        return found | {f"in_proj_{name}.weight": part for name, part in parts.items()}
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
         """States of the convolution, [num_slots, channels, conv_kernel - 1], and of the scan, [num_slots, ...]."""
@@ -54,17 +68,50 @@ class StateSpaceLayer:
         return mixed
 
 
+class AttentionBesideStates:
+    """Attention and a mixer with states of the same input, whose results are added.
+
+    Args:
+        attention, states: both.
+    """
+
+    def __init__(self, attention: Attention, states: StateSpaceLayer) -> None:
+        self.attention, self.states = attention, states
+        self.token_bytes, self.slot_bytes = attention.token_bytes, states.slot_bytes
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+        """Keys and values in blocks, then states in slots."""
+        sizes = num_blocks, block_size, num_slots
+        return *self.attention.new_cache(*sizes), *self.states.new_cache(*sizes)
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        mixed = self.states(hidden, batch, cache[2:], tables)
+        return mixed.add_(self.attention(hidden, batch, cache[:2], tables))
+
+
 def _mixer(config: Config) -> Any:
-    from ..nn import MambaMixer, MambaMixer2
+    from ..nn import MambaMixer, MambaMixer2, QwenGatedDeltaNetAttention
 
     sizes = config.state_space
     assert sizes is not None
+    if sizes.kind == "delta_rule":
+        said = SimpleNamespace(
+            hidden_size=config.hidden_size,
+            hidden_act=config.hidden_act,
+            rms_norm_eps=config.rms_norm_eps,
+            linear_num_key_heads=sizes.n_groups,
+            linear_num_value_heads=sizes.num_heads,
+            linear_key_head_dim=sizes.state_size,
+            linear_value_head_dim=sizes.head_dim,
+            linear_conv_kernel_dim=sizes.conv_kernel,
+        )
+        return QwenGatedDeltaNetAttention(said, None, gqa_interleaved_layout=sizes.is_by_group)
     common = (config.hidden_size, sizes.state_size, sizes.conv_kernel, sizes.intermediate_size)
+    biases = sizes.conv_bias, sizes.proj_bias
     if sizes.kind == "mamba":
-        biases = sizes.conv_bias, sizes.proj_bias
         return MambaMixer(*common, sizes.time_step_rank, *biases, use_rms_norm=False)
     heads = sizes.n_groups, sizes.num_heads, sizes.head_dim
-    return MambaMixer2(*common, sizes.conv_bias, sizes.proj_bias, *heads, config.rms_norm_eps)
+    return MambaMixer2(*common, *biases, *heads, config.rms_norm_eps, use_rms_norm=sizes.has_norm)
 
 
 @contextmanager

@@ -24,10 +24,14 @@ class Mixture:
         has_correction_bias: whether experts are ranked by score plus a bias, which their weights do not have.
         routed_scaling_factor: multiplies the weights of experts.
         shared_intermediate_size: channels of the MLP that every token takes beside its experts; 0 for none.
+        shared: name of this MLP in a checkpoint.
+        shared_gate: name of the projection to one logit, whose sigmoid multiplies what this MLP gives; "" for none.
         activation: of an expert, one of those of `pyops.grouped_gemm`.
         has_bias: whether router and experts have biases.
         router: name of the router in a checkpoint.
         is_stacked: whether a checkpoint has the weights of all experts in one tensor, input channels before output.
+        joined: names of the tensors in which a checkpoint has gates and ups of all experts, [num_experts, 2 *
+            intermediate_size, hidden_size], and their downs; () where experts have tensors of their own, or is_stacked.
         router_in_float32: whether logits are float32, whatever the dtype.
         gate, up, down: names of the projections of an expert in a checkpoint.
     """
@@ -46,10 +50,13 @@ class Mixture:
     has_correction_bias: bool = False
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0
+    shared: str = "shared_experts"
+    shared_gate: str = ""
     activation: str = "silu"
     has_bias: bool = False
     router: str = "gate"
     is_stacked: bool = False
+    joined: tuple[str, ...] = ()
     router_in_float32: bool = False
 
     def __post_init__(self) -> None:

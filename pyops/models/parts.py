@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .config_values import refuse
 
 _NORM_KINDS, _NORM_PLACES = ("rms", "rms_once", "gemma", "layer"), ("before", "after", "around")
+BOTH = "attention and states"  # the type of a layer that has both, of the same input, and adds what they give
 QK_NORMS = ("", "head", "heads", "row")
 
 
@@ -16,6 +17,7 @@ class Names(NamedTuple):
 
     Attributes:
         input_norm, mlp_norm: of the norms before attention, or a mixer, and before an MLP.
+        mlp: of MLPs; "" where their parts, or experts', are parts of the layer.
         attention_out_norm, mlp_out_norm: of the norms behind attention and MLPs.
         qkv, gate_up: of projections, in the order of their rows. One name stands for all of them joined.
     """

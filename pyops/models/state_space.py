@@ -1,8 +1,8 @@
-"""State-space layers as ``config.json`` describes them: those of Mamba, Mamba-2 and Bamba."""
+"""Layers with states as ``config.json`` describes them: state spaces and the gated delta rule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ops.mamba._common import MAX_STATES
@@ -11,22 +11,28 @@ from .config_values import first, flag, number, refuse, size
 
 _NO_LIMIT = 0.0, float("inf")
 # {type of the layers: the sizes that only they have}
-_SIZES = {"mamba": ("time_step_rank",), "mamba2": ("num_heads", "head_dim", "n_groups")}
+_HEAD_SIZES = "num_heads", "head_dim", "n_groups"
+_SIZES = {"mamba": ("time_step_rank",), "mamba2": _HEAD_SIZES, "delta_rule": _HEAD_SIZES}
 
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Sizes and options of the state-space layers of a decoder, which are all alike.
+    """Sizes and options of the layers of a decoder that keep a state, which are all alike.
 
     Attributes:
-        kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752) or "mamba2" (Dao and Gu 2024, arXiv:2405.21060).
+        kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752), "mamba2" (Dao and Gu 2024, arXiv:2405.21060) or "delta_rule",
+            the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
         intermediate_size: channels.
-        state_size: states of a channel.
+        state_size: states of a channel; of "delta_rule", elements of a key.
         conv_kernel: taps of the convolution.
         conv_bias, proj_bias: whether the convolution, and the projections in and out, have a bias.
         time_step_rank: rank of the projection to time steps; of "mamba".
-        num_heads, head_dim: heads and their channels; of "mamba2".
-        n_groups: groups of heads that share B and C, and groups of the gated norm; of "mamba2".
+        num_heads, head_dim: heads and their channels; of "mamba2" and "delta_rule".
+        n_groups: groups of heads that share B and C, and groups of the gated norm, of "mamba2"; groups of heads that
+            share a query and a key, of "delta_rule".
+        is_by_group: whether a checkpoint of "delta_rule" has the projections of one group behind those of another, and
+            not all queries, all keys, all values and all gates in tensors of their own.
+        has_norm: whether what "mamba2" gives is normalised behind its gate.
     """
 
     kind: str
@@ -39,6 +45,8 @@ class StateSpace:
     num_heads: int = 0
     head_dim: int = 0
     n_groups: int = 0
+    is_by_group: bool = False
+    has_norm: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in _SIZES:
@@ -49,11 +57,16 @@ class StateSpace:
             raise refuse("conv_kernel", f"2 to {MAX_WIDTH} taps", self.conv_kernel)
         if self.state_size > MAX_STATES:
             raise refuse("state_size", f"at most {MAX_STATES} states", self.state_size)
-        if self.kind == "mamba2" and self.num_heads * self.head_dim != self.intermediate_size:
+        if self.kind != "mamba" and self.num_heads * self.head_dim != self.intermediate_size:
             expected = f"num_heads * head_dim = {self.num_heads * self.head_dim} channels"
             raise refuse("expand * hidden_size", expected, self.intermediate_size)
-        if self.kind == "mamba2" and self.num_heads % self.n_groups:
+        if self.kind != "mamba" and self.num_heads % self.n_groups:
             raise refuse("n_groups", f"a divisor of num_heads={self.num_heads}", self.n_groups)
+
+    @property
+    def has_decays(self) -> bool:
+        """Whether the layers hold the decays ``A = -exp(A_log)`` and not ``A_log``."""
+        return self.kind != "delta_rule"
 
 
 def parse_mamba(values: dict[str, Any]) -> StateSpace:
@@ -87,10 +100,15 @@ def parse_mamba2(values: dict[str, Any]) -> StateSpace:
     )
 
 
-def parse_bamba(values: dict[str, Any]) -> StateSpace:
-    """The state-space layers of a ``BambaForCausalLM``, with the defaults of transformers."""
+def parse_bamba(values: dict[str, Any], channels: int | None = None) -> StateSpace:
+    """The state-space layers of a ``BambaForCausalLM``, with the defaults of transformers.
+
+    Args:
+        channels: those of a layer, where they are no multiple of ``hidden_size``.
+    """
     _refuse_time_step_limit(values)
-    channels = _channels(size("hidden_size", values.get("hidden_size")), values.get("mamba_expand", 2))
+    if channels is None:
+        channels = _channels(size("hidden_size", values.get("hidden_size")), values.get("mamba_expand", 2))
     num_heads = size("mamba_n_heads", values.get("mamba_n_heads", 128))
     head_dim = first(values.get("mamba_d_head"), "auto")
     return StateSpace(
@@ -103,6 +121,46 @@ def parse_bamba(values: dict[str, Any]) -> StateSpace:
         num_heads=num_heads,
         head_dim=size("mamba_d_head", channels // num_heads if head_dim == "auto" else head_dim),
         n_groups=size("mamba_n_groups", values.get("mamba_n_groups", 1)),
+    )
+
+
+def parse_falcon_h1(values: dict[str, Any]) -> StateSpace:
+    """The state-space layers of a ``FalconH1ForCausalLM``: Bamba's, maybe of other sizes and without a norm."""
+    given, expand = values.get("mamba_d_ssm", 1024), values.get("mamba_expand", 2)
+    hidden_size = size("hidden_size", values.get("hidden_size"))
+    channels = _channels(hidden_size, expand) if given is None else size("mamba_d_ssm", given)
+    has_norm, is_before = flag(values, "mamba_rms_norm"), flag(values, "mamba_norm_before_gate", True)
+    if has_norm and is_before:
+        raise refuse("mamba_norm_before_gate", "false with mamba_rms_norm", True)
+    has_bias = flag(values, "projectors_bias")
+    if has_bias != flag(values, "mamba_proj_bias"):
+        raise refuse("projectors_bias", "what mamba_proj_bias is", has_bias)
+    return replace(parse_bamba(values, channels), has_norm=has_norm)
+
+
+def parse_delta_rule(values: dict[str, Any], is_by_group: bool) -> StateSpace:
+    """The linear attention of a Qwen3-Next or Qwen3.5, with the defaults of transformers."""
+    sizes = {
+        name: size(name, first(values.get(name), default))
+        for name, default in (
+            ("linear_num_value_heads", 32),
+            ("linear_value_head_dim", 128),
+            ("linear_num_key_heads", 16),
+            ("linear_key_head_dim", 128),
+            ("linear_conv_kernel_dim", 4),
+        )
+    }
+    num_heads, head_dim, n_groups, state_size, conv_kernel = sizes.values()
+    return StateSpace(
+        kind="delta_rule",
+        intermediate_size=num_heads * head_dim,
+        state_size=state_size,
+        conv_kernel=conv_kernel,
+        conv_bias=False,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        n_groups=n_groups,
+        is_by_group=is_by_group,
     )
 
 

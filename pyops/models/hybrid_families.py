@@ -1,0 +1,171 @@
+"""Decoders with attention and layers that keep states: a row for each family, and functions for what it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from .config_values import first, flag, number, refuse, size
+from .families import granite
+from .family import FULL, Family, layer_kinds
+from .mixture import Mixture, parse_qwen3_moe
+from .parts import BOTH, Multipliers, Names, Norms
+from .rope import Rope
+from .state_space import StateSpace, parse_bamba, parse_delta_rule, parse_falcon_h1
+
+_Values = dict[str, Any]
+_LINEAR = "linear_attention"
+
+
+def _qwen_delta(is_by_group: bool, values: _Values, layers: int) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5: gated attention in every fourth layer, the gated delta rule in the others."""
+    if not flag(values, "attn_output_gate", True):
+        raise refuse("attn_output_gate", "true", False)
+    step = size("full_attention_interval", first(values.get("full_attention_interval"), 4))
+    kinds = layer_kinds(values, [_LINEAR if (i + 1) % step else FULL for i in range(layers)], (_LINEAR, FULL))
+    return {
+        "layer_types": tuple("attention" if kind == FULL else "delta_rule" for kind in kinds),
+        "state_space": parse_delta_rule(values, is_by_group),
+        "qk_norm": "head",
+        "gates_attention": True,
+        "sliding_windows": (0,) * layers,
+        "not_read": ("mtp.", "model.visual."),  # what predicts tokens further on, and what reads images
+    }
+
+
+def _qwen3_next(values: _Values, layers: int) -> dict[str, Any]:
+    return _qwen_delta(True, values, layers) | {"mixture": _qwen_mixture(values, layers)}
+
+
+def _qwen_mixture(values: _Values, layers: int) -> Mixture | None:
+    """Experts beside a shared MLP with a gate; None where there are none."""
+    if values["num_experts"] == 0:
+        return None
+    shared = size("shared_expert_intermediate_size", first(values.get("shared_expert_intermediate_size"), 512))
+    mixture = replace(parse_qwen3_moe(values, layers), shared_intermediate_size=shared)
+    return replace(mixture, shared="shared_expert", shared_gate="shared_expert_gate")
+
+
+def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
+    """Falcon-H1: attention and Mamba-2 beside each other in every layer; multipliers of what projections give."""
+    space = parse_falcon_h1(values)
+    embedding, logits = _factors(values, "embedding_multiplier", "lm_head_multiplier")
+    return {
+        "layer_types": (BOTH,) * layers,
+        "state_space": space,
+        "multipliers": Multipliers(embedding=embedding, logits=logits),
+        "row_factors": tuple(_row_factors(values, space).items()),
+        "sliding_windows": (0,) * layers,
+    }
+
+
+def _row_factors(values: _Values, space: StateSpace) -> dict[str, tuple[tuple[float, int], ...]]:
+    """`Config.row_factors` of a Falcon-H1: biases have multipliers of outputs alone."""
+    names = "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"
+    before, key, after = _factors(values, *names)
+    ssm_before, ssm_after = _factors(values, "ssm_in_multiplier", "ssm_out_multiplier")
+    gate, down = _numbers(values, "mlp_multipliers", 2)
+    hidden_size, channels, heads = values["hidden_size"], values["intermediate_size"], values["num_attention_heads"]
+    head_dim, groups = first(values.get("head_dim"), hidden_size // heads), space.n_groups * space.state_size
+    keys = values["num_key_value_heads"] * head_dim
+    runs = space.intermediate_size, space.intermediate_size, groups, groups, space.num_heads
+    inputs = tuple(zip(_numbers(values, "ssm_multipliers", 5), runs, strict=True))
+    found: dict[str, tuple[tuple[float, int], ...]] = {
+        "self_attn.q_proj.weight": ((before, heads * head_dim),),
+        "self_attn.k_proj.weight": ((before * key, keys),),
+        "self_attn.k_proj.bias": ((key, keys),),
+        "self_attn.v_proj.weight": ((before, keys),),
+        "mamba.in_proj.weight": tuple((ssm_before * factor, count) for factor, count in inputs),
+        "mamba.in_proj.bias": inputs,
+    }
+    for end in ("weight", "bias"):
+        for name, factor in (
+            ("self_attn.o_proj", after),
+            ("mamba.out_proj", ssm_after),
+            ("feed_forward.down_proj", down),
+        ):
+            found[f"{name}.{end}"] = ((factor, hidden_size),)
+        found[f"feed_forward.gate_proj.{end}"] = ((gate, channels),)
+    return found
+
+
+def _factors(values: _Values, *names: str) -> list[float]:
+    return [number(name, first(values.get(name), 1.0)) for name in names]
+
+
+def _granite(values: _Values, layers: int) -> dict[str, Any]:
+    """Granite 4: Granite's multipliers; attention, which may turn or not, in the layers that ``layer_types`` names."""
+    kinds = ["attention" if kind == FULL else kind for kind in first(values.get("layer_types"), [_LINEAR] * layers)]
+    if len(kinds) != layers or not set(kinds) <= {"attention", "mamba", _LINEAR}:
+        raise refuse("layer_types", f"{layers} of mamba or attention", kinds)
+    turns = first(values.get("position_embedding_type"), "nope")
+    if turns not in ("rope", "nope"):
+        raise refuse("position_embedding_type", "'rope' or 'nope'", turns)
+    rope = Rope.parse(values)
+    return granite(values, layers) | {
+        "layer_types": tuple("attention" if kind == "attention" else "mamba2" for kind in kinds),
+        "state_space": parse_bamba(values),
+        "intermediate_size": size("shared_intermediate_size", values["shared_intermediate_size"]),
+        "mixture": _granite_mixture(values, layers),
+        "rope": rope,
+        "names": _GRANITE_NAMES._replace(mlp="" if values["num_local_experts"] else "shared_mlp"),
+        "layer_ropes": () if turns == "rope" else (None,) * layers,
+        "sliding_windows": (0,) * layers,
+    }
+
+
+def _granite_mixture(values: _Values, layers: int) -> Mixture | None:
+    """Experts beside a shared MLP; None where there are none."""
+    experts, top_k = values["num_local_experts"], values.get("num_experts_per_tok")
+    if not experts:
+        return None
+    return Mixture(
+        num_experts=experts,
+        top_k=size("num_experts_per_tok", top_k),
+        intermediate_size=size("intermediate_size", values["intermediate_size"]),
+        renormalize=True,
+        layers=(True,) * layers,
+        router="block_sparse_moe.router.layer",
+        joined=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        shared_intermediate_size=values["shared_intermediate_size"],
+        shared="shared_mlp",
+    )
+
+
+def _numbers(values: _Values, name: str, count: int) -> list[float]:
+    found = first(values.get(name), [1.0] * count)
+    if not isinstance(found, list) or len(found) != count:
+        raise refuse(name, f"{count} numbers", found)
+    return [number(name, each) for each in found]
+
+
+_GRANITE_NAMES = Names(gate_up=("input_linear",), down="output_linear")
+_QWEN_NORMS, _QWEN_NAMES = Norms("gemma"), Names(state_space="linear_attn")
+_QWEN_ROTARY_FACTOR = 0.25
+_QWEN3_NEXT = {"num_key_value_heads": 2, "head_dim": 256, "eos_token_id": None}
+_QWEN3_NEXT |= {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True}
+_QWEN3_5 = Family(
+    {"num_key_value_heads": 4, "head_dim": 256, "eos_token_id": None},
+    _QWEN_NORMS,
+    _QWEN_NAMES,
+    partial_rotary_factor=_QWEN_ROTARY_FACTOR,
+    fields=partial(_qwen_delta, False),
+)
+
+HYBRID_FAMILIES = {
+    "Qwen3NextForCausalLM": Family(
+        _QWEN3_NEXT, _QWEN_NORMS, _QWEN_NAMES, partial_rotary_factor=_QWEN_ROTARY_FACTOR, fields=_qwen3_next
+    ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "FalconH1ForCausalLM": Family(
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        names=Names(norm="model.final_layernorm", mlp_norm="pre_ff_layernorm", mlp="feed_forward"),
+        mlp_bias="mlp_bias",
+        fields=_falcon_h1,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}, fields=_granite
+    ),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5._replace(text="qwen3_5_text"),
+}
