@@ -82,7 +82,7 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
     }
 
 
-_GLM4_EXPERTS = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
+_GLM4_EXPERTS: dict[str, Any] = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
 _GLM4_EXPERTS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
