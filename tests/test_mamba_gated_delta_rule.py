@@ -273,6 +273,20 @@ def test_norms_of_keys_and_queries_at_the_largest_float(device: str, dtype: torc
         assert_near(actual.cpu(), wanted, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decay_of_zero_forgets_the_state(device: str, dtype: torch.dtype) -> None:
+    """The tokens from there on are a text of their own; those before it do not see it."""
+    call = tokens(device, 1, 48, 2, 4, (64, 32), dtype)
+    begin = 19
+    call["g"][:, begin] = -torch.inf
+    actual = pyops.gated_delta_rule(**call, scale=64**-0.5, use_qk_l2norm_in_kernel=True).cpu()
+    spans = [slice(0, begin), slice(begin, 48)]
+    parts = [{name: value.cpu()[:, span].clone() for name, value in call.items()} for span in spans]
+    parts[1]["g"][:, 0] = 0.0  # of a state of zeros
+    wanted = torch.cat([truth(part, None)[0] for part in parts], 1)
+    assert_near(actual, wanted, dtype)
+
+
 def test_refuses_what_it_cannot_serve() -> None:
     call = tokens("cpu", 2, 5, 2, 4, (16, 8), torch.float32)
     with pytest.raises(ValueError, match="head_first"):

@@ -94,7 +94,8 @@ DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit
 DEVICE void
 prepare_decays(Prepared& to, Factors& factor, float log_decay, float strength, const key_tile& keys, int count) {
     const int lane = threadIdx.x % WARP_SIZE;
-    float sum = log_decay;
+    // A decay of 0 has the logarithm -inf, of which no difference is a number. 2^-160 is 0 as well.
+    float sum = log_decay < -160.0f ? -160.0f : log_decay;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
         const float before = shfl<32>(sum, lane - distance & 31);

@@ -148,7 +148,7 @@ def gated_delta_rule(
             for zeros.
         cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
             ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-            range of tokens, the sequence has none.
+            range of tokens, the sequence has none. Sequences may not overlap.
         use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
             what float32 cannot hold on the way becomes infinite or NaN.
         state_v_first: whether states are [..., value_size, key_size].
