@@ -1,4 +1,4 @@
-"""Ops of Mamba and of experts that read indices, with hostile ones among so many tokens that the kernels of long prompts run.
+"""Ops of Mamba and of experts, with hostile indices among so many tokens that kernels of long prompts run.
 
 What is out of range, the op's own `bad_indices` says. The first value that it refuses is the capacity of a table, of a
 cache, of a list, or the capacity and one: kernel and reference skip it, or cut it, alike, and touch nothing outside.
