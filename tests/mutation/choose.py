@@ -25,6 +25,7 @@ _EVERY_OP = (
     "tests/test_every_op.py",
     "tests/test_every_op_host.py",
     "tests/test_every_op_pipelines.py",
+    "tests/test_every_op_tokens.py",
 )
 _REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
 _HEADERS = "tests/core/test_headers.py"
