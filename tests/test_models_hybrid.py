@@ -32,6 +32,10 @@ FACTORS |= {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "embedding_mult
 GRANITE = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 GRANITE |= {"num_key_value_heads": 2, "num_local_experts": 4, "shared_intermediate_size": 24, "mamba_n_heads": 4}
 GRANITE |= {"mamba_d_state": 8, "mamba_chunk_size": 16, "attention_multiplier": 0.3}
+NEMOTRON: dict[str, Any] = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "head_dim": 16}
+NEMOTRON |= {"num_key_value_heads": 2, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2}
+NEMOTRON |= {"n_routed_experts": 6, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
+NEMOTRON |= {"chunk_size": 16}
 LAYERS_OF_THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
 # {what it is: (family, seed of its weights, options)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -87,6 +91,19 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         12,
         {**GRANITE, "num_local_experts": 9, "num_experts_per_tok": 4, "mamba_n_groups": 2, "mamba_d_conv": 3}
         | {"mamba_conv_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "nemotron-h": ("NemotronH", 13, NEMOTRON),
+    "nemotron-h, MLPs, biases": (
+        "NemotronH",
+        15,
+        {**NEMOTRON, "layers_block_type": ["mlp", "full_attention", "linear_attention", "mlp", "linear_attention"]}
+        | {"mlp_bias": True, "use_bias": True, "conv_kernel": 3},
+    ),
+    "nemotron-h, groups of experts, tied": (
+        "NemotronH",
+        15,
+        {**NEMOTRON, "n_group": 2, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "use_conv_bias": False}
+        | {"layers_block_type": ["full_attention", "moe", "linear_attention", "moe"], "tie_word_embeddings": True},
     ),
 }
 PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(40)]]
@@ -164,9 +181,22 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         "position_embedding_type: expected 'rope'",
     ),
     "windows": ("granite", {"layer_types": ["sliding_attention"] * 3}, "layer_types: expected 3 of mamba or attention"),
+    "latent experts": ("nemotron-h", {"moe_latent_size": 16}, "moe_latent_size: expected null, got 16"),
+    "an activation": ("nemotron-h", {"mlp_hidden_act": "gelu"}, "mlp_hidden_act: expected 'relu2', got 'gelu'"),
+    "a letter": ("nemotron-h", {"layers_block_type": "M-X"}, "layers_block_type: expected layers of M, "),
     "heads": ("qwen3-next", {"linear_num_value_heads": 5}, "n_groups: expected a divisor of num_heads=5, got 2"),
     "wide keys": ("qwen3-next", {"linear_key_head_dim": 257}, "state_size: expected at most 256 states, got 257"),
 }
+
+
+def test_layers_by_letters() -> None:
+    """As in folders of Nemotron-H and Nemotron 3."""
+    values = json.loads(reference("nemotron-h").config.to_json_string(use_diff=False))
+    values |= {"architectures": ["NemotronHForCausalLM"], "layers_block_type": None, "num_hidden_layers": 5}
+    config = Config.parse(values | {"hybrid_override_pattern": "M-ME*"})
+    assert config.layer_types == ("mamba2", "mlp", "mamba2", "mlp", "attention")
+    assert config.mixture is not None
+    assert config.mixture.layers == (False, False, False, True, False)
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
-from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, silu_and_mul
+from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, relu2, silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash
 from ..ops.rotary import rotary_embedding
@@ -121,7 +121,7 @@ def named_sizes(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int
 
 
 _GATED = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
-_PLAIN = {"gelu_new": gelu_new, "gelu_fast": gelu_fast}
+_PLAIN = {"gelu_new": gelu_new, "gelu_fast": gelu_fast, "relu2": relu2}
 _TORCH_GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}  # without an op: {activation: approximate of torch's gelu}
 
 

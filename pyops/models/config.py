@@ -16,7 +16,7 @@ from .hybrid_families import HYBRID_FAMILIES
 from .latent import Latent
 from .mixed_families import MAMBAS, MIXED_FAMILIES
 from .mixture import Mixture
-from .parts import BOTH, QK_NORMS, Multipliers, Names, Norms
+from .parts import BOTH, MLP_ALONE, QK_NORMS, Multipliers, Names, Norms
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
 from .rope import Rope
 from .state_space import StateSpace
@@ -24,7 +24,7 @@ from .state_space import StateSpace
 ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES, *MAMBAS)
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2")
 
 
 def _refuse_model_opt(path: Path) -> None:
@@ -42,8 +42,8 @@ class Config:
     Attributes:
         intermediate_size: channels of an MLP; 0 where layers have none.
         num_attention_heads, num_key_value_heads, head_dim: 0 where no layer is attention.
-        layer_types: for each layer, "attention", the kind of `state_space`, or `BOTH`; () where all are attention. The
-            type of a layer decides what the layer keeps of a text.
+        layer_types: for each layer, "attention", the kind of `state_space`, `BOTH` or `MLP_ALONE`; () where all are
+            attention. The type of a layer decides what the layer keeps of a text.
         state_space: what the layers that are not attention are; None where all are.
         latent: sizes of multi-head latent attention; None where attention is of another kind.
         sinks: whether each head has one more logit, without a value.
@@ -117,7 +117,7 @@ class Config:
         for name, values, default in (("layer_types", types, "attention"), ("sliding_windows", windows, 0)):
             if not values:
                 object.__setattr__(self, name, (default,) * layers)
-        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind, BOTH)
+        kinds = ("attention",) if self.state_space is None else ("attention", self.state_space.kind, BOTH, MLP_ALONE)
         if len(self.layer_types) != layers or not all(kind in kinds for kind in self.layer_types):
             raise refuse("layer_types", f"{layers} of {' or '.join(kinds)}", types)
         for name in SIZES:
@@ -126,8 +126,10 @@ class Config:
                 size(name, getattr(self, name))
         if self.has_attention:
             self._check_attention()
-        has_others = self.mixture is not None or self.state_space is not None
-        activations = ("silu",) if has_others else GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
+        has_mixed = self.state_space is not None or self.mixture is not None
+        activations = (
+            ("silu",) if has_mixed and self.has_gate else GATED_ACTIVATIONS if self.has_gate else PLAIN_ACTIVATIONS
+        )
         if self.hidden_act not in activations:
             raise refuse("hidden_act", " or ".join(map(repr, activations)), self.hidden_act)
         if self.parallel_residual and self.norms.place != "before":

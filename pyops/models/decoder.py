@@ -18,7 +18,7 @@ from .linear import Linear, Place
 from .mamba import AttentionBesideStates, StateSpaceLayer
 from .norm import Norm
 from .packed_linear import check_written
-from .parts import BOTH, Names
+from .parts import BOTH, MLP_ALONE, Names
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization
 from .rope import Rope
 
@@ -30,7 +30,22 @@ _RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # deviation and bound of random 8-
 _RANDOM_INPUT = 8.0  # what is 127 under a random static scale
 
 
-Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates
+class MlpAlone:
+    """An MLP, or a mixture, as what a layer has instead of attention. It keeps nothing of a text."""
+
+    token_bytes = slot_bytes = 0
+
+    def __init__(self, mlp: MLP | Experts) -> None:
+        self.mlp, self.tensors = mlp, mlp.tensors
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+        return ()
+
+    def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
+        return self.mlp(hidden)
+
+
+Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates | MlpAlone
 
 
 class Layer(NamedTuple):
@@ -50,7 +65,7 @@ class Layer(NamedTuple):
 
     def tensors(self, names: Names) -> dict[str, Tensor]:
         """{name in a checkpoint, within the layer: the weights, or a view of them}."""
-        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer]]
+        mixers: list[tuple[str, Attention | LatentAttention | StateSpaceLayer | MlpAlone]]
         if isinstance(self.mixer, AttentionBesideStates):
             mixers = [(names.attention, self.mixer.attention), (names.state_space, self.mixer.states)]
         else:
@@ -106,7 +121,7 @@ class Decoder:
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
         mixer = self._mixer(i, place._replace(module=f"{at}.{config.names.attention}"))
-        has_mlp, norms = config.intermediate_size > 0, config.norms
+        has_mlp, norms = config.intermediate_size > 0 and MLP_ALONE not in config.layer_types, config.norms
         is_before, is_after = norms.place != "after", norms.place != "before"
         own_norm = has_mlp and not config.shares_norm
         has_norm = is_before, is_after, is_before and own_norm, is_after and own_norm
@@ -116,6 +131,8 @@ class Decoder:
 
     def _mixer(self, i: int, place: Place) -> Mixer:
         config, kind = self.config, self.config.layer_types[i]
+        if kind == MLP_ALONE:
+            return MlpAlone(self._mlp(i, place))
         if kind not in ("attention", BOTH):
             return StateSpaceLayer(config, place)
         if config.latent is not None:

@@ -85,8 +85,9 @@ class PlainExperts:
         self, mixture: Mixture, hidden_size: int, place: Place, quantization: Quantization | None = None
     ) -> None:
         experts, channels = mixture.num_experts, mixture.intermediate_size
+        rows = 2 * channels if mixture.gate else channels
         self.mixture, self.quantization = mixture, quantization
-        self.gate_up = _weights(place, quantization, experts, 2 * channels, hidden_size)
+        self.gate_up = _weights(place, quantization, experts, rows, hidden_size)
         self.down = _weights(place, quantization, experts, hidden_size, channels)
         self.biases = expert_biases(mixture, hidden_size, place)
         self.terms = self._terms()
@@ -108,8 +109,8 @@ class PlainExperts:
             gate_ups, downs = getattr(self.gate_up, kind), getattr(self.down, kind)
             if gate_ups is not None:
                 for i, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
-                    gate, up = gate_up.chunk(2)
-                    named = {mixture.gate: gate, mixture.up: up, mixture.down: down}
+                    names = [name for name in (mixture.gate, mixture.up) if name]
+                    named = {**dict(zip(names, gate_up.chunk(len(names)), strict=True)), mixture.down: down}
                     found |= {f"experts.{i}.{name}.{kind}": tensor for name, tensor in named.items()}
         if self.gate_up.input_scale is not None and self.down.input_scale is not None:
             inputs = dict.fromkeys((mixture.gate, mixture.up), self.gate_up.input_scale)

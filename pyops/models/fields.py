@@ -41,7 +41,10 @@ HARMLESS = {
     # sections of rotary embeddings: a token of a text has the same position in all of them
     *("mrope_section", "mrope_interleaved"),
     # layers that predict tokens further on, which are not read, and the dtype of states, which are float32
-    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_layers_block_type", "num_nextn_predict_layers"),
+    *("mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
+    # of Nemotron-H: kernels, and sizes that others decide
+    *("use_mamba_kernels", "moe_shared_expert_overlap", "expand", "n_shared_experts"),
 }
 # Tokens depend on these in models that have them. Where a family does not read one, only these values say nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -55,6 +58,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (),
     "hidden_activation": ("gelu_pytorch_tanh",),  # of Gemma 1, which has no other
     "is_encoder_decoder": (False,),
+    "mamba_hidden_act": ("silu",),
+    "mamba_proj_bias": (False,),
     "mlp_only_layers": ([],),
     "mlp_type": ("default",),
     "norm_type": ("layer_norm",),
@@ -63,6 +68,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (False,),
     "qk_norm": (False,),
     "quantization": (),  # of MLX
+    "residual_in_fp32": (False,),
     "rms_norm": (True,),
     "scoring_func": ("softmax",),
     "use_bidirectional_attention": (False,),

@@ -10,9 +10,9 @@ from .config_values import first, flag, number, refuse, size
 from .families import granite
 from .family import FULL, Family, layer_kinds
 from .mixture import Mixture, parse_qwen3_moe
-from .parts import BOTH, Multipliers, Names, Norms
+from .parts import BOTH, MLP_ALONE, Multipliers, Names, Norms
 from .rope import Rope
-from .state_space import StateSpace, parse_bamba, parse_delta_rule, parse_falcon_h1
+from .state_space import StateSpace, parse_bamba, parse_delta_rule, parse_falcon_h1, parse_nemotron_h
 
 _Values = dict[str, Any]
 _LINEAR = "linear_attention"
@@ -133,6 +133,57 @@ def _granite_mixture(values: _Values, layers: int) -> Mixture | None:
     )
 
 
+_NEMOTRON_KINDS = {"M": "mamba2", "*": "attention", "-": MLP_ALONE, "E": "moe", _LINEAR: "mamba2", FULL: "attention"}
+_NEMOTRON_KINDS |= {"mamba": "mamba2", "attention": "attention", "mlp": MLP_ALONE, "moe": "moe"}
+
+
+def _nemotron_kinds(values: _Values) -> list[str]:
+    """The kind of each layer, by a list or a string of letters."""
+    named = first(values.get("layer_types"), values.get("layers_block_type"))
+    found = first(named, values.get("hybrid_override_pattern"), [_LINEAR, "moe", FULL, "mlp"])
+    if not isinstance(found, list | str) or not all(kind in _NEMOTRON_KINDS for kind in found):
+        raise refuse("layers_block_type", f"layers of {', '.join(_NEMOTRON_KINDS)}", found)
+    return [_NEMOTRON_KINDS[kind] for kind in found]
+
+
+def _nemotron_renamed(values: _Values) -> _Values:
+    return values | {"num_hidden_layers": len(_nemotron_kinds(values)), "hidden_act": values["mlp_hidden_act"]}
+
+
+def _nemotron_h(values: _Values, layers: int) -> dict[str, Any]:
+    """Nemotron-H: each layer is attention that does not turn, Mamba-2, an MLP or a mixture, without gates."""
+    kinds = _nemotron_kinds(values)
+    if values.get("moe_latent_size") is not None:
+        raise refuse("moe_latent_size", "null", values["moe_latent_size"])
+    if values["mlp_hidden_act"] != "relu2":
+        raise refuse("mlp_hidden_act", "'relu2'", values["mlp_hidden_act"])
+    experts = Mixture(
+        num_experts=values["n_routed_experts"],
+        top_k=size("num_experts_per_tok", values["num_experts_per_tok"]),
+        intermediate_size=size("moe_intermediate_size", values["moe_intermediate_size"]),
+        renormalize=flag(values, "norm_topk_prob", True),
+        layers=tuple(kind == "moe" for kind in kinds),
+        scoring_func="sigmoid",
+        num_groups=values["n_group"],
+        top_k_groups=values["topk_group"],
+        has_correction_bias=True,
+        routed_scaling_factor=number("routed_scaling_factor", values["routed_scaling_factor"]),
+        shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
+        activation="relu2_no_mul",
+        gate="",
+        router_in_float32=True,
+    )
+    return {
+        "layer_types": tuple(MLP_ALONE if kind == "moe" else kind for kind in kinds),
+        "state_space": parse_nemotron_h(values),
+        "mixture": experts if "moe" in kinds else None,
+        "has_gate": False,
+        "layer_ropes": (None,) * layers,
+        "sliding_windows": (0,) * layers,
+        "not_read": ("mtp.",),
+    }
+
+
 def _numbers(values: _Values, name: str, count: int) -> list[float]:
     found = first(values.get(name), [1.0] * count)
     if not isinstance(found, list) or len(found) != count:
@@ -140,6 +191,23 @@ def _numbers(values: _Values, name: str, count: int) -> list[float]:
     return [number(name, each) for each in found]
 
 
+_NEMOTRON_NAMES = Names(
+    "backbone.embeddings",
+    "backbone.layers",
+    "backbone.norm_f",
+    "norm",
+    attention="mixer",
+    state_space="mixer",
+    mlp="mixer",
+    gate_up=("up_proj",),
+)
+_NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "mlp_hidden_act": "relu2"}
+_NEMOTRON_H |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_NEMOTRON_H |= {
+    "routed_scaling_factor": 1.0,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+}
 _GRANITE_NAMES = Names(gate_up=("input_linear",), down="output_linear")
 _QWEN_NORMS, _QWEN_NAMES = Norms("gemma"), Names(state_space="linear_attn")
 _QWEN_ROTARY_FACTOR = 0.25
@@ -166,6 +234,17 @@ HYBRID_FAMILIES = {
     ),
     "GraniteMoeHybridForCausalLM": Family(
         {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}, fields=_granite
+    ),
+    "NemotronHForCausalLM": Family(
+        _NEMOTRON_H,
+        Norms("rms_once"),
+        _NEMOTRON_NAMES,
+        "layer_norm_epsilon",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias="mlp_bias",
+        renamed=_nemotron_renamed,
+        fields=_nemotron_h,
     ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5._replace(text="qwen3_5_text"),
 }

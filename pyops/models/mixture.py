@@ -33,7 +33,7 @@ class Mixture:
         joined: names of the tensors in which a checkpoint has gates and ups of all experts, [num_experts, 2 *
             intermediate_size, hidden_size], and their downs; () where experts have tensors of their own, or is_stacked.
         router_in_float32: whether logits are float32, whatever the dtype.
-        gate, up, down: names of the projections of an expert in a checkpoint.
+        gate, up, down: names of the projections of an expert in a checkpoint; gate is "" where the activation has none.
     """
 
     num_experts: int

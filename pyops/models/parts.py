@@ -9,6 +9,7 @@ from .config_values import refuse
 
 _NORM_KINDS, _NORM_PLACES = ("rms", "rms_once", "gemma", "layer"), ("before", "after", "around")
 BOTH = "attention and states"  # the type of a layer that has both, of the same input, and adds what they give
+MLP_ALONE = "mlp"  # the type of a layer that is an MLP or a mixture; then no layer has another MLP
 QK_NORMS = ("", "head", "heads", "row")
 
 

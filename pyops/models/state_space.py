@@ -138,6 +138,24 @@ def parse_falcon_h1(values: dict[str, Any]) -> StateSpace:
     return replace(parse_bamba(values, channels), has_norm=has_norm)
 
 
+def parse_nemotron_h(values: dict[str, Any]) -> StateSpace:
+    """The state-space layers of a ``NemotronHForCausalLM``, with the defaults of transformers."""
+    _refuse_time_step_limit(values)
+    num_heads = size("mamba_num_heads", first(values.get("mamba_num_heads"), 128))
+    head_dim = size("mamba_head_dim", first(values.get("mamba_head_dim"), 64))
+    return StateSpace(
+        kind="mamba2",
+        intermediate_size=num_heads * head_dim,
+        state_size=size("ssm_state_size", first(values.get("ssm_state_size"), 128)),
+        conv_kernel=size("conv_kernel", first(values.get("conv_kernel"), 4)),
+        conv_bias=flag(values, "use_conv_bias", True),
+        proj_bias=flag(values, "use_bias"),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        n_groups=size("n_groups", first(values.get("n_groups"), 8)),
+    )
+
+
 def parse_delta_rule(values: dict[str, Any], is_by_group: bool) -> StateSpace:
     """The linear attention of a Qwen3-Next or Qwen3.5, with the defaults of transformers."""
     sizes = {
