@@ -9,7 +9,15 @@ from typing import Any
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, refuse, size
 from .family import ATTENTION_SIZES, FULL, SLIDING, Family, one_window, windows_by_layer
 from .latent import Latent
-from .mixture import Mixture, parse_deepseek_v2, parse_deepseek_v3, parse_gpt_oss, parse_mixtral, parse_qwen3_moe
+from .mixture import (
+    Mixture,
+    parse_deepseek_v2,
+    parse_deepseek_v3,
+    parse_gpt_oss,
+    parse_minimax_m2,
+    parse_mixtral,
+    parse_qwen3_moe,
+)
 from .parts import Names
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
@@ -20,6 +28,19 @@ _BAMBA_ROTARY_FACTOR = 0.5  # unless `rope_parameters` has another, whatever the
 
 def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
     return {"mixture": parse_mixtral(values, layers), "sliding_windows": one_window(values, layers)}
+
+
+def _renamed_minimax_m2(values: _Values) -> _Values:
+    """Elements of a head that turn, as files of MiniMax-M2 have them, become a part of the head."""
+    turning = values.get("rotary_dim")
+    if turning is None:
+        return values
+    part = size("rotary_dim", turning) / size("head_dim", values.get("head_dim"))
+    return {"partial_rotary_factor": part, **values}
+
+
+def _minimax_m2(values: _Values, layers: int) -> dict[str, Any]:
+    return {"mixture": parse_minimax_m2(values, layers), "qk_norm": "row"}
 
 
 def _qwen3_moe(values: _Values, layers: int) -> dict[str, Any]:
@@ -82,7 +103,7 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
 
 
 _GLM4_EXPERTS = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
-_GLM4_EXPERTS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+_GLM4_EXPERTS |= {"first_k_dense_replace": 1}
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
         {"num_key_value_heads": 8},
@@ -91,11 +112,20 @@ MIXED_FAMILIES = {
         o_bias=False,
         fields=_mixtral,
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
+        names=Names(mlp="block_sparse_moe"),
+        qkv_bias=False,
+        o_bias=False,
+        partial_rotary_factor=1.0,
+        renamed=_renamed_minimax_m2,
+        fields=_minimax_m2,
+    ),
     "Qwen3MoeForCausalLM": Family({"sliding_window": 4096, "num_key_value_heads": 4}, fields=_qwen3_moe),
     "DeepseekV2ForCausalLM": Family(mlp_bias="mlp_bias", fields=partial(_deepseek, parse_deepseek_v2)),
     "DeepseekV3ForCausalLM": Family(fields=partial(_deepseek, parse_deepseek_v3)),
     "Glm4MoeForCausalLM": Family(
-        {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | _GLM4_EXPERTS,
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "routed_scaling_factor": 1.0, **_GLM4_EXPERTS},
         o_bias=False,
         partial_rotary_factor=0.5,
         fields=_glm4_moe,
