@@ -131,6 +131,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_routed_experts": 6, "first_k_dense_replace": 0, "norm_topk_prob": False, "tie_word_embeddings": True}
         | {"use_qk_norm": True, "num_key_value_heads": 1},
     ),
+    "minimax m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16}),
+    "minimax m2, one expert of four, tied": (
+        "MiniMaxM2",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "minimax m2, three layers, yarn": (
+        "MiniMaxM2",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "num_hidden_layers": 3}
+        | {"rope_parameters": YARN, "num_key_value_heads": 1},
+    ),
     "gpt-oss": ("GptOss", OSS | {"sliding_window": 9, "rope_parameters": YARN | {"truncate": False}}),
     "gpt-oss, three layers, no biases of attention": (
         "GptOss",

@@ -81,7 +81,7 @@ class Experts:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         found = self.router.tensors() | self.weights.tensors()
         if self.correction_bias is not None:
-            found[f"{self.mixture.router}.e_score_correction_bias"] = self.correction_bias
+            found[self.mixture.correction_bias] = self.correction_bias
         if self.shared is not None:
             found |= {f"{self.mixture.shared}.{name}": tensor for name, tensor in self.shared.tensors().items()}
         if self.shared_gate is not None:

@@ -9,7 +9,15 @@ from typing import Any
 from .config_values import MAX_POSITIONS, first, flag, is_integer, number, refuse, size
 from .family import ATTENTION_SIZES, FULL, SLIDING, Family, eos_token_ids, one_window, windows_by_layer
 from .latent import Latent
-from .mixture import Mixture, parse_deepseek_v2, parse_deepseek_v3, parse_gpt_oss, parse_mixtral, parse_qwen3_moe
+from .mixture import (
+    Mixture,
+    parse_deepseek_v2,
+    parse_deepseek_v3,
+    parse_gpt_oss,
+    parse_minimax_m2,
+    parse_mixtral,
+    parse_qwen3_moe,
+)
 from .parts import Names
 from .rope import Rope
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
@@ -21,6 +29,19 @@ _BAMBA_ROTARY_FACTOR = 0.5  # unless `rope_parameters` has another, whatever the
 
 def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
     return {"mixture": parse_mixtral(values, layers), "sliding_windows": one_window(values, layers)}
+
+
+def _renamed_minimax_m2(values: _Values) -> _Values:
+    """Elements of a head that turn, as files of MiniMax-M2 have them, become a part of the head."""
+    turning = values.get("rotary_dim")
+    if turning is None:
+        return values
+    part = size("rotary_dim", turning) / size("head_dim", values.get("head_dim"))
+    return {"partial_rotary_factor": part, **values}
+
+
+def _minimax_m2(values: _Values, layers: int) -> dict[str, Any]:
+    return {"mixture": parse_minimax_m2(values, layers), "qk_norm": "row"}
 
 
 def _qwen3_moe(values: _Values, layers: int) -> dict[str, Any]:
@@ -100,7 +121,7 @@ MIXED_FAMILIES = {
         {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(_deepseek, parse_deepseek_v3)
     ),
     "Glm4MoeForCausalLM": Family(
-        {"rms_norm_eps": 1e-5, "num_key_value_heads": 8} | _GLM4_EXPERTS,
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "routed_scaling_factor": 1.0, **_GLM4_EXPERTS},
         o_bias=False,
         partial_rotary_factor=0.5,
         fields=_glm4_moe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .config_values import first, flag, is_integer, number, refuse, size
@@ -28,7 +28,7 @@ class Mixture:
         shared_gate: name of the projection to one logit, whose sigmoid multiplies what this MLP gives; "" for none.
         activation: of an expert, one of those of `pyops.grouped_gemm`.
         has_bias: whether router and experts have biases.
-        router: name of the router in a checkpoint.
+        router, correction_bias: names of the router and of the bias that ranks experts in a checkpoint.
         is_stacked: whether a checkpoint has the weights of all experts in one tensor, input channels before output.
         joined: names of the tensors in which a checkpoint has gates and ups of all experts, [num_experts, 2 *
             intermediate_size, hidden_size], and their downs; () where experts have tensors of their own, or is_stacked.
@@ -55,6 +55,7 @@ class Mixture:
     activation: str = "silu"
     has_bias: bool = False
     router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
     is_stacked: bool = False
     joined: tuple[str, ...] = ()
     router_in_float32: bool = False
@@ -83,6 +84,17 @@ def parse_mixtral(values: dict[str, Any], layers: int) -> Mixture:
         gate="w1",
         up="w3",
         down="w2",
+    )
+
+
+def parse_minimax_m2(values: dict[str, Any], layers: int) -> Mixture:
+    """MiniMax-M2: the experts of Mixtral, the best by sigmoid plus bias."""
+    values = {"num_local_experts": 256, "num_experts_per_tok": 8} | values
+    return replace(
+        parse_mixtral(values, layers),
+        scoring_func="sigmoid",
+        has_correction_bias=True,
+        correction_bias="e_score_correction_bias",
     )
 
 
