@@ -104,7 +104,7 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
 
 
 _GLM4_EXPERTS: dict[str, Any] = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
-_GLM4_EXPERTS |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
+_GLM4_EXPERTS |= {"first_k_dense_replace": 1}
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -112,6 +112,15 @@ MIXED_FAMILIES = {
         qkv_bias=False,
         o_bias=False,
         fields=_mixtral,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
+        names=Names(mlp="block_sparse_moe"),
+        qkv_bias=False,
+        o_bias=False,
+        partial_rotary_factor=1.0,
+        renamed=_renamed_minimax_m2,
+        fields=_minimax_m2,
     ),
     "Qwen3MoeForCausalLM": Family(
         {"sliding_window": 4096, "num_key_value_heads": 4, "eos_token_id": None}, fields=_qwen3_moe
