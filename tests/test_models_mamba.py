@@ -150,7 +150,7 @@ def test_texts_step_back(case: str, folder: Callable[[str], Path]) -> None:
     back = {(0, 20 + 13): 20 + 5, (1, 1 + 20): 1 + 20, (1, 1 + 9): 1, (2, 40 + 23): 40 + 7}
     engine.step_back(2, 40)  # waits, and has nothing to take back
     while engine.busy:
-        for request, token, _ in engine.step():
+        for request, token, *_ in engine.step():
             requests[request].append(token)
             if num_tokens := back.pop((request, len(requests[request])), 0):
                 engine.step_back(request, num_tokens)

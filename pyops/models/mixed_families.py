@@ -114,7 +114,7 @@ MIXED_FAMILIES = {
         fields=_mixtral,
     ),
     "MiniMaxM2ForCausalLM": Family(
-        {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6},
+        {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e6, "eos_token_id": 200020},
         names=Names(mlp="block_sparse_moe"),
         qkv_bias=False,
         o_bias=False,

@@ -10,7 +10,7 @@ from .family import FULL, SLIDING, Family, layer_kinds, pattern, ropes_by_kind, 
 from .parts import Names, Norms
 from .rope import Rope
 
-_OLMO3 = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
+_OLMO3 = {"eos_token_id": 50279, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
 _ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128}
 
 
