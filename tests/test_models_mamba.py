@@ -415,7 +415,9 @@ def test_layers_without_sizes_are_refused() -> None:
     sizes = {name: value for name, value in vars(TINIES["mamba"]).items() if name != "state_space"}
     with pytest.raises(ModelError, match="layer_types: expected 1 of attention, got"):
         Config(**sizes)
-    with pytest.raises(ModelError, match="layer_types: expected 1 of attention or mamba2 or attention and states or mlp, got"):
+    with pytest.raises(
+        ModelError, match="layer_types: expected 1 of attention or mamba2 or attention and states or mlp, got"
+    ):
         Config(**sizes, state_space=TINY_MAMBA2)
     with pytest.raises(ModelError, match="kind: expected mamba or mamba2 or delta_rule, got 'mamba3'"):
         StateSpace("mamba3", 32, 4, 3)
