@@ -108,7 +108,7 @@ def test_the_tables_have_only_fields_of_real_files() -> None:
 
 def test_an_unknown_field_is_named_once() -> None:
     """Whatever its value but null, with the names of the objects that it is in."""
-    rope = {"rope_type": "linear", "factor": 2.0, "mrope_section": [1, 2]}
+    rope = {"rope_type": "linear", "factor": 2.0, "sections": [1, 2]}
     values = LLAMA | {
         "zeta": False,
         "eta": 0,
@@ -116,7 +116,7 @@ def test_an_unknown_field_is_named_once() -> None:
         "rope_scaling": rope,
         "quantization_config": QUANTIZED["AutoAWQ"] | {"a": 1},
     }
-    message = "config.json: not read: eta, quantization_config.a, rope_scaling.mrope_section, zeta"
+    message = "config.json: not read: eta, quantization_config.a, rope_scaling.sections, zeta"
     assert warned(values) == [message]
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
@@ -130,7 +130,7 @@ def test_a_field_that_would_change_tokens_is_refused(name: str) -> None:
     """But for the values that say nothing."""
     for value in (None, *fields.NEUTRAL[name]):
         assert warned(LLAMA | {name: value}) == []
-    for value in {3.5, "no", True} - set(fields.NEUTRAL[name]):
+    for value in [value for value in (3.5, "no", True) if value not in fields.NEUTRAL[name]]:
         with pytest.raises(ModelError, match=rf"^config: {name}: expected .*, got '?{value}"):
             Config.parse(LLAMA | {name: value})
 
