@@ -199,6 +199,14 @@ def test_layers_by_letters() -> None:
     assert config.mixture.layers == (False, False, False, True, False)
 
 
+@pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"])
+def test_gemma_4_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(
+        ModelError, match="architectures: expected heads of one size, where Gemma 4 has two, and no emb"
+    ):
+        Config.parse({"architectures": [name]})
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_config_is_refused(what: str) -> None:
     case, changes, message = BAD[what]

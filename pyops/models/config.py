@@ -22,6 +22,8 @@ from .rope import Rope
 from .state_space import StateSpace
 
 ARCHITECTURES = (*FAMILIES, *MIXED_FAMILIES, *HYBRID_FAMILIES, *MAMBAS)
+_GEMMA4 = "heads of one size, where Gemma 4 has two, and no embeddings for each layer"
+_WHY_NOT = {"Gemma4ForCausalLM": _GEMMA4, "Gemma4ForConditionalGeneration": _GEMMA4}  # {architecture: what is served}
 DTYPES = ("float32", "float16", "bfloat16")
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2")
@@ -219,7 +221,8 @@ class Config:
         values = Fields(values)
         architectures = values.get("architectures")
         if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-            raise refuse("architectures", " or ".join(ARCHITECTURES), architectures)
+            name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+            raise refuse("architectures", _WHY_NOT.get(str(name), " or ".join(ARCHITECTURES)), architectures)
         (architecture,) = architectures
         families = FAMILIES | MIXED_FAMILIES | HYBRID_FAMILIES
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
