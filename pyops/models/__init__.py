@@ -4,7 +4,8 @@ config_values         values of a JSON file, checked
 rope state_space      rotary embedding and state-space layers as config.json describes them
 parts                 norms, multipliers and names of a decoder
 fields                which fields of these files were read, and which change nothing
-family rope_families  how the config.json of a family is read; decoders that differ in how heads turn
+family                how the config.json of a family is read
+rope_families         dense decoders that differ in their rotary embedding
 families              dense decoders by their parts
 mixture latent        mixtures of experts and latent attention as config.json describes them
 mixed_families        decoders with mixtures, latent attention or state-space layers

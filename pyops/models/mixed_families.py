@@ -104,7 +104,7 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
 
 
 _GLM4_EXPERTS: dict[str, Any] = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
-_GLM4_EXPERTS |= {"first_k_dense_replace": 1}
+_GLM4_EXPERTS |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "eos_token_id": None}
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
