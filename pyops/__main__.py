@@ -105,9 +105,10 @@ def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
 
 # Families of models that `generate --help` names; importing them for that would double the time of every command.
 _FAMILIES = (
-    "Bamba, Cohere, Cohere2, DeepseekV2, DeepseekV3, Falcon, Gemma, Gemma2, Gemma3, GPTNeoX, GptOss, Granite, "
-    "Llama, Mamba, Mamba2, Ministral, Mistral, Mistral3, Mixtral, Olmo2, Phi3, Qwen2, Qwen3, Qwen3Moe, "
-    "SmolLM3, StableLm, Starcoder2."
+    "Bamba, Cohere, Cohere2, DeepseekV2, DeepseekV3, Ernie4_5, Falcon, FalconH1, Gemma, Gemma2, Gemma3, "
+    "Glm4Moe, GPTNeoX, GptOss, Granite, GraniteMoeHybrid, Llama, Mamba, Mamba2, MiniMaxM2, Ministral, "
+    "Mistral, Mistral3, Mixtral, NemotronH, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, Qwen3_5, Qwen3Moe, Qwen3Next, "
+    "SeedOss, SmolLM3, StableLm, Starcoder2."
 )
 
 

@@ -280,8 +280,9 @@ class Decoder:
 
 def _scaled(tensor: Tensor, runs: tuple[tuple[float, int], ...]) -> Tensor:
     """`tensor` in float32, each run of its rows times a factor: (factor, rows) of one run after another."""
-    factors, counts = (torch.tensor(each, device=tensor.device) for each in zip(*runs, strict=True))
-    rows = factors.float().repeat_interleave(counts)
+    factors = torch.tensor([factor for factor, _ in runs], dtype=torch.float32, device=tensor.device)
+    counts = torch.tensor([count for _, count in runs], dtype=torch.int64, device=tensor.device)
+    rows = factors.repeat_interleave(counts)
     return tensor.float() * rows.view(-1, *[1] * (tensor.ndim - 1))
 
 

@@ -96,15 +96,16 @@ def _factors(values: _Values, *names: str) -> list[float]:
 
 def _granite(values: _Values, layers: int) -> dict[str, Any]:
     """Granite 4: Granite's multipliers; attention, which may turn or not, in the layers that ``layer_types`` names."""
-    kinds = ["attention" if kind == FULL else kind for kind in first(values.get("layer_types"), [_LINEAR] * layers)]
-    if len(kinds) != layers or not set(kinds) <= {"attention", "mamba", _LINEAR}:
+    kinds = first(values.get("layer_types"), [_LINEAR] * layers)
+    known = (FULL, "attention", "mamba", _LINEAR)
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
         raise refuse("layer_types", f"{layers} of mamba or attention", kinds)
     turns = first(values.get("position_embedding_type"), "nope")
     if turns not in ("rope", "nope"):
         raise refuse("position_embedding_type", "'rope' or 'nope'", turns)
     rope = Rope.parse(values)
     return granite(values, layers) | {
-        "layer_types": tuple("attention" if kind == "attention" else "mamba2" for kind in kinds),
+        "layer_types": tuple("attention" if kind in (FULL, "attention") else "mamba2" for kind in kinds),
         "state_space": parse_bamba(values),
         "intermediate_size": size("shared_intermediate_size", values["shared_intermediate_size"]),
         "mixture": _granite_mixture(values, layers),
@@ -141,7 +142,7 @@ def _nemotron_kinds(values: _Values) -> list[str]:
     """The kind of each layer, by a list or a string of letters."""
     named = first(values.get("layer_types"), values.get("layers_block_type"))
     found = first(named, values.get("hybrid_override_pattern"), [_LINEAR, "moe", FULL, "mlp"])
-    if not isinstance(found, list | str) or not all(kind in _NEMOTRON_KINDS for kind in found):
+    if not isinstance(found, list | str) or not all(kind in tuple(_NEMOTRON_KINDS) for kind in found):
         raise refuse("layers_block_type", f"layers of {', '.join(_NEMOTRON_KINDS)}", found)
     return [_NEMOTRON_KINDS[kind] for kind in found]
 

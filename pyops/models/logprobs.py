@@ -35,7 +35,7 @@ class Logprobs(NamedTuple):
 def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
     """For each row of logits, those of its token and of so many likeliest tokens."""
     scores = logits.float().log_softmax(-1)
-    chosen = scores.gather(-1, torch.tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    chosen = scores.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=scores.device)[:, None])[:, 0].tolist()
     values, order = scores.topk(min(max(counts), scores.shape[-1]), -1)
     rows = zip(chosen, order.tolist(), values.tolist(), counts, strict=True)
     return [Logprobs(one, dict(zip(ids[:count], found[:count], strict=True))) for one, ids, found, count in rows]
@@ -61,7 +61,7 @@ def run_scored(runner: Runner, parts: Sequence[Part], requests: Sequence[Request
     for request, part, end in zip(requests, parts, ends, strict=True):
         if request.prompt_logprobs is not None:
             _score(runner, request, part, hidden[end - len(part.tokens) : end])
-    return runner.model.logits(hidden[torch.tensor(ends, device=hidden.device) - 1])
+    return runner.model.logits(hidden[torch.tensor(ends, dtype=torch.int64, device=hidden.device) - 1])
 
 
 def _score(runner: Runner, request: Request, part: Part, hidden: Tensor) -> None:

@@ -37,7 +37,7 @@ def _renamed_minimax_m2(values: _Values) -> _Values:
     if turning is None:
         return values
     part = size("rotary_dim", turning) / size("head_dim", values.get("head_dim"))
-    return {"partial_rotary_factor": part, **values}
+    return {"partial_rotary_factor": part} | values
 
 
 def _minimax_m2(values: _Values, layers: int) -> dict[str, Any]:
