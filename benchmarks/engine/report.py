@@ -6,7 +6,6 @@ is "own", "plugin", "alone" or "floor".
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,7 +39,7 @@ def render(result: Mapping[str, Any]) -> str:
     ]
     for run, words in list(RUNS.items())[1:]:
         if found := sorted(ratios(result, run)):
-            mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _, _ in found))
+            mean = statistics.geometric_mean(ratio for ratio, _, _ in found)
             slower = sum(ratio > 1 for ratio, _, _ in found)
             worst, model, row = found[-1]
             lines.append(
@@ -58,9 +57,9 @@ def summary(result: Mapping[str, Any], table_at: str) -> str:
     Args:
         table_at: path of the whole table, as a link of the README has it.
     """
-    means = {run: [ratio for ratio, _, _ in ratios(result, run)] for run in ("plugin", "alone")}
-    mean = {run: math.exp(statistics.fmean(map(math.log, found))) for run, found in means.items()}
-    slower = sum(ratio > 1 for ratio in means["plugin"])
+    found = {run: [ratio for ratio, _, _ in ratios(result, run)] for run in ("plugin", "alone")}
+    mean = {run: statistics.geometric_mean(each) for run, each in found.items()}
+    slower = sum(ratio > 1 for ratio in found["plugin"])
     environment = result["environment"]
     names = [row for row in ROWS if "," not in row]
     lines = []
@@ -71,7 +70,7 @@ def summary(result: Mapping[str, Any], table_at: str) -> str:
     text = (
         f"vLLM {environment['vllm']}'s engine on one {environment['gpu']}, random weights, milliseconds with vLLM's own"
         f" kernels → with\n[the plugin](docs/integrations.md#the-plugin).\n"
-        f"[All {len(means['plugin'])} rows]({table_at}) take {mean['plugin']:.2f} of the time by geometric mean,"
+        f"[All {len(found['plugin'])} rows]({table_at}) take {mean['plugin']:.2f} of the time by geometric mean,"
         f" {slower} of them\nmore than 1.00; alone, without a compiled library of vLLM, {mean['alone']:.2f}."
     )
     return "\n".join([text, "", table(["", *names], lines), ""])

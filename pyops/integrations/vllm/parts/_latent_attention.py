@@ -12,12 +12,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
 )
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from ....ops.attention import attention_varlen, sm100_cutlass_mla_decode
 from ....ops.cache import concat_and_cache_mla
-from ._paged_attention import KV_CACHE_DTYPES, MIN_CAPABILITY, refused_combination, used_columns
+from ._paged_attention import KV_CACHE_DTYPES, MIN_CAPABILITY, Served, refused_combination, used_columns
 
 _LATENT_SIZE, _ROPE_SIZE = 512, 64
 _BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with pages of 64 and 150 with pages of 16
@@ -36,15 +36,10 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # typ
         return super().build(common_prefix_len, common, fast_build)
 
 
-class LatentBackend(MLACommonBackend):  # type: ignore[misc]
-    """What the backend serves; vLLM takes its next backend for the rest."""
+class LatentBackend(Served, MLACommonBackend):  # type: ignore[misc]
+    """The backend of MLA decode."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = KV_CACHE_DTYPES
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[LatentImpl]:
@@ -58,17 +53,9 @@ class LatentBackend(MLACommonBackend):  # type: ignore[misc]
     def get_supported_head_sizes(cls) -> list[int]:
         return [_LATENT_SIZE + _ROPE_SIZE]
 
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return max(default_block_size, _BLOCK_SIZE)
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return bool(capability >= MIN_CAPABILITY)
 
     @classmethod
     def supports_combination(

@@ -124,17 +124,30 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
         return updated
 
 
-class PagedBackend(AttentionBackend):  # type: ignore[misc]
-    """What the backend serves; vLLM takes its next backend for the rest."""
+class Served:
+    """What the backends of decoders and of MLA have in common; vLLM takes its next backend for what they refuse."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*KV_CACHE_DTYPES, "fp8_e5m2"]
-    # One custom op of vLLM less in each layer, at tens of microseconds of Python outside of CUDA graphs.
-    forward_includes_kv_cache_update: bool = True
 
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"  # layers look the name up in vLLM's enumeration of backends
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        return bool(capability >= MIN_CAPABILITY)
+
+
+class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
+    """The backend of decoders."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*KV_CACHE_DTYPES, "fp8_e5m2"]
+    # One custom op of vLLM less in each layer, at tens of microseconds of Python outside of CUDA graphs.
+    forward_includes_kv_cache_update: bool = True
 
     @staticmethod
     def get_impl_cls() -> type[PagedImpl]:
@@ -143,10 +156,6 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[PagedMetadataBuilder]:
         return PagedMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     @staticmethod
     def get_kv_cache_shape(
@@ -173,10 +182,6 @@ class PagedBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return bool(capability >= MIN_CAPABILITY)
 
     @classmethod
     def supports_combination(
