@@ -15,6 +15,7 @@ from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
 from pyops.ops.collective import custom_all_reduce, minimax, quick_all_reduce
+from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from tests import axes
 
@@ -45,8 +46,10 @@ def of_ranks() -> list[Specialisation]:
     packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
     return [
         custom_all_reduce._packets(**packets),
-        custom_all_reduce._all_reduce(**packets, TWO_SHOT=False),
-        custom_all_reduce._all_reduce(**packets, TWO_SHOT=True),
+        *(
+            custom_all_reduce._all_reduce(**packets | {"WORLD_SIZE": size}, TWO_SHOT=two, UNROLL=unroll(size))
+            for size, two in ((2, False), (4, True), (8, False), (8, True))
+        ),
         custom_all_reduce._add_rms_norm(**packets, HIDDEN_SIZE=8192),
         minimax._kernel(**shared, Q_SIZE=768, K_SIZE=128, VEC_SIZE=8),
         quick_all_reduce._kernel(**shared, BITS=16, compute_t=dtypes.bfloat16),

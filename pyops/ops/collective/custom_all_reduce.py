@@ -22,6 +22,7 @@ from .communicator import (
     read_lost,
     spread,
     two_shot,
+    unroll,
 )
 from .shared_memory import PACKET_BYTES
 
@@ -139,7 +140,7 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     if not num_vecs:
         return
     part = num_vecs - (found.world_size - 1) * (num_vecs // found.world_size) if two else num_vecs
-    constants["TWO_SHOT"] = two
+    constants |= {"TWO_SHOT": two, "UNROLL": unroll(found.world_size)}
     found.launch("all_reduce", _all_reduce, constants, *geometry(part), {"num_vecs": num_vecs}, peers, out=out)
 
 
