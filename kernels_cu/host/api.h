@@ -41,7 +41,7 @@ struct Slot {
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();
 
-// Flags of include/signals.cuh, by which ranks tell each other what they have done (ranks.h).
+// Flags of collective/signals.cuh, by which ranks tell each other what they have done (ranks.h).
 HOST_API void store_flag(uint32_t* flag, uint32_t value);
 HOST_API bool await_flag(const uint32_t* flag, uint32_t value, unsigned from);
 HOST_API void store_packet(void* address, unsigned long long packet);
