@@ -301,7 +301,7 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     _varlen(one, has_lse=False, **call | {"logits_soft_cap": 400.0, "scale": 30.0 * scale})
 
 
-POLYNOMIALS = """#include "attention.cuh"
+POLYNOMIALS = """#include "attention/attention.cuh"
 extern "C" __global__ void polynomials(float* logits, float* limits, const float* shares, float scale, float cap) {
     const CapSeries<2> two(scale, cap);
     const CapSeries<3> three(scale, cap);

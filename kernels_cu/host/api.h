@@ -41,7 +41,7 @@ struct Slot {
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();
 
-// Flags of include/signals.cuh, by which ranks tell each other what they have done (ranks.h).
+// Flags of collective/signals.cuh, by which ranks tell each other what they have done (ranks.h).
 // What a flag publishes: ALL that its block did, by a release; or, relaxed, that its rank's kernel has begun (START), and
 // that the block's reads are over (READS).
 enum class Flagged : uint8_t { ALL, START, READS };
