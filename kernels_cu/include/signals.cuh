@@ -136,13 +136,9 @@ struct World {
     }
 };
 
-// x = the sum of one vector of every rank in float32, in the order of ranks.
-template <int WORLD_SIZE, typename T, int VEC_SIZE>
-DEVICE void sum_of_ranks(float (&x)[VEC_SIZE], const T* const (&inputs)[WORLD_SIZE], int64_t at) {
-    using vec_t = Vec<T, VEC_SIZE>;
-    vec_t vecs[WORLD_SIZE];
-#pragma unroll
-    for (int i = 0; i < WORLD_SIZE; ++i) vecs[i] = vec_t::load(inputs[i] + at);
+// x = the sum of vectors, one of every rank, in float32, in the order of ranks.
+template <typename T, int VEC_SIZE, int WORLD_SIZE>
+DEVICE void sum_in_order(float (&x)[VEC_SIZE], const Vec<T, VEC_SIZE> (&vecs)[WORLD_SIZE]) {
     vecs[0].to_floats(x);
 #pragma unroll
     for (int i = 1; i < WORLD_SIZE; ++i) {
@@ -151,4 +147,13 @@ DEVICE void sum_of_ranks(float (&x)[VEC_SIZE], const T* const (&inputs)[WORLD_SI
 #pragma unroll
         for (int j = 0; j < VEC_SIZE; ++j) x[j] += other[j];
     }
+}
+
+// The same of the vectors that lie at `at` in the input of each rank.
+template <int WORLD_SIZE, typename T, int VEC_SIZE>
+DEVICE void sum_of_ranks(float (&x)[VEC_SIZE], const T* const (&inputs)[WORLD_SIZE], int64_t at) {
+    Vec<T, VEC_SIZE> vecs[WORLD_SIZE];
+#pragma unroll
+    for (int i = 0; i < WORLD_SIZE; ++i) vecs[i] = Vec<T, VEC_SIZE>::load(inputs[i] + at);
+    sum_in_order(x, vecs);
 }
