@@ -31,6 +31,7 @@ from ._experts import fused_experts as fused_experts
 from ._experts import fused_moe as fused_moe
 from ._marlin_experts import fused_marlin_moe as fused_marlin_moe
 from ._model_error import ModelError as ModelError
+from ._parallel_experts import parallel_fused_experts as parallel_fused_experts
 from .compile_ahead import warmup as warmup
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
@@ -47,6 +48,7 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.collective.custom_all_reduce import *
+from .ops.collective.expert_parallel import *
 from .ops.collective.minimax import *
 from .ops.collective.process_group import *
 from .ops.collective.quick_all_reduce import *

@@ -57,7 +57,7 @@ all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
         for (int u = 0; u < UNROLL; ++u) {
             if (i + step * u >= end - begin) break;
             float x[VEC_SIZE];
-            sum_of_ranks(x, vecs[u]);
+            sum_in_order(x, vecs[u]);
             vec_t::from_floats(x).store(sums + (i + step * u) * VEC_SIZE);
         }
     }

@@ -151,9 +151,9 @@ struct World {
     }
 };
 
-// x = the sum of a vector of every rank in float32, in the order of ranks.
-template <int WORLD_SIZE, typename vec_t, int VEC_SIZE>
-DEVICE void sum_of_ranks(float (&x)[VEC_SIZE], const vec_t (&vecs)[WORLD_SIZE]) {
+// x = the sum of vectors, one of every rank, in float32, in the order of ranks.
+template <typename T, int VEC_SIZE, int WORLD_SIZE>
+DEVICE void sum_in_order(float (&x)[VEC_SIZE], const Vec<T, VEC_SIZE> (&vecs)[WORLD_SIZE]) {
     vecs[0].to_floats(x);
 #pragma unroll
     for (int i = 1; i < WORLD_SIZE; ++i) {

@@ -14,8 +14,8 @@ namespace host {
 // Defined in global.h.
 inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc, bool is_flag = false);
 
-constexpr uint32_t OWNER = 0xff, PRIVATE = 0x100, LASTING = 0x200;  // bits of Launch::owners
-constexpr size_t MAX_FLAGS = 1 << 14;                               // a power of two
+constexpr uint32_t OWNER = 0xff, PRIVATE = 0x100, LASTING = 0x200, EARLY = 0x400;  // bits of Launch::owners
+constexpr size_t MAX_FLAGS = 1 << 14;                                              // a power of two
 
 // What a block, or a thread, knows of a rank: its last epochs of which writes, and of which reads, are known to be over.
 // Knowledge of writes is knowledge of reads.
@@ -104,11 +104,12 @@ inline bool flags_tell_of(Access kind, uint32_t epoch) {
                 kind == Access::READ ? "read" : "write", rank, before);
 }
 
-// An access to memory of rank `owner`, another: it must have begun, and must not have ended.
+// An access to memory of rank `owner`, another: it must have begun unless the memory is EARLY, and must not have ended
+// unless it is LASTING.
 inline void check_owner(uint32_t owner, Access kind, const void* pc) {
     const unsigned rank = owner & OWNER;
     const char* verb = kind == Access::READ ? "read" : "write";
-    if (seen_of(rank).writes < rank_clocks[rank].first_epoch) {
+    if (!(owner & EARLY) && seen_of(rank).writes < rank_clocks[rank].first_epoch) {
         raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory of rank %u, of whose start no flag has told", verb,
                     rank);
     }

@@ -14,7 +14,7 @@ from pyops._core.example import ArgMaker
 from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
-from pyops.ops.collective import custom_all_reduce, minimax, quick_all_reduce
+from pyops.ops.collective import custom_all_reduce, expert_parallel, minimax, quick_all_reduce
 from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from tests import axes
@@ -44,6 +44,10 @@ def of_ranks() -> list[Specialisation]:
     """Of the kernels of several ranks, which no op of the registry launches."""
     shared = {"WORLD_SIZE": 8, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
     packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
+    rows = shared | {"VEC_SIZE": 8, "HIDDEN_SIZE": 7168, "TOP_K": 8, "NUM_EXPERTS": 256}
+    of_experts = [
+        (rows | {"WORLD_SIZE": ranks, "id_t": id_t}) for ranks in (2, 4, 8) for id_t in (dtypes.int32, dtypes.int64)
+    ]
     return [
         custom_all_reduce._packets(**packets),
         *(
@@ -54,6 +58,7 @@ def of_ranks() -> list[Specialisation]:
         minimax._kernel(**shared, Q_SIZE=768, K_SIZE=128, VEC_SIZE=8),
         quick_all_reduce._kernel(**shared, BITS=16, compute_t=dtypes.bfloat16),
         quick_all_reduce._kernel(**shared, BITS=6, compute_t=dtypes.float16),
+        *(kernel(**one) for one in of_experts for kernel in (expert_parallel._dispatch, expert_parallel._combine)),
     ]
 
 

@@ -71,10 +71,13 @@ def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, ful
     return handle
 
 
-def keep(signals: int) -> None:
-    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`."""
+def keep(signals: int, early: bool = False) -> None:
+    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`.
+
+    With `early`, it may begin when others have written there.
+    """
     if (here := ranks.here()) is not None:
-        here.world.keep(signals)
+        here.world.keep(signals, early)
 
 
 def communicator(op: str, fa: int) -> Communicator:

@@ -1,0 +1,234 @@
+"""Rows of tokens that go to the GPUs of their experts, and the sums of what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._core import dtypes, ranks
+from ..._core.errors import OpError
+from ..._core.kernel import Kernel
+from ..._core.lazy import torch
+from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, read_lost, spread
+from .custom_all_reduce import keep
+from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DispatchedRows", "ExpertParallel"]
+
+_dispatch = Kernel("collective/expert_dispatch.cu")
+_combine = Kernel("collective/expert_combine.cu")
+
+
+class DispatchedRows(NamedTuple):
+    """What a rank has of the tokens of all ranks, on memory that the next dispatch of any rank writes.
+
+    Row ``t * world_size + r`` is token t of rank r. It is defined where one of its ids is not -1.
+
+    Attributes:
+        rows: [most_tokens * world_size, hidden_size]; products may write their results here.
+        topk_ids: [most_tokens * world_size, top_k] int32: experts as this rank numbers its own, -1 for all others.
+        topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
+    """
+
+    rows: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+
+class ExpertParallel:
+    """Experts divided among the GPUs of a node: `dispatch` the tokens, multiply, `combine` the results.
+
+    Rank r has the experts ``r * num_experts / world_size`` to ``(r + 1) * num_experts / world_size - 1``. A token
+    crosses the links once for each other rank that has one of its experts. Every rank makes every call, in the same
+    order; a `dispatch` is followed by a `combine`. Both may be captured into CUDA graphs. A kernel that has waited 30
+    seconds for a rank ends as that of `all_reduce` does, and the next call is a RankError.
+
+    ::
+
+        parallel = ExpertParallel(group, "cuda:0", num_experts=256, max_tokens=128, hidden_size=7168, top_k=8)
+        rows, ids, weights = parallel.dispatch(x, topk_ids, topk_weights)
+        fused_experts(rows, w1, w2, weights, ids, inplace=True)
+        out = parallel.combine(rows)
+
+    `parallel_fused_experts` does these three lines.
+
+    Args:
+        group: as of `CustomAllReduce`. device: the GPU of this process, which reaches the memory of every other.
+        num_experts: on all ranks; the number of ranks divides it.
+        max_tokens: of one rank in a call.
+        hidden_size: elements of a row; a multiple of 16 bytes.
+        top_k: choices of a token.
+        dtype: of rows; float32, float16 or bfloat16; None for bfloat16.
+
+    Attributes:
+        experts: those of this rank.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        device: Any,
+        num_experts: int,
+        max_tokens: int,
+        hidden_size: int,
+        top_k: int,
+        dtype: Any = None,
+    ) -> None:
+        self.group, self.device, self.max_tokens = group, torch.device(device), max_tokens
+        self.hidden_size, self.top_k, self.dtype = hidden_size, top_k, dtype or torch.bfloat16
+        sizes = {"num_experts": num_experts, "max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}
+        for name, value in sizes.items():
+            if not 1 <= value < 1 << 31:
+                raise OpError("ExpertParallel", name, f"expected 1 or more, got {value}")
+        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise OpError("ExpertParallel", "dtype", f"expected float32, float16 or bfloat16, got {dtype}")
+        if hidden_size * self.dtype.itemsize % VEC_BYTES:
+            expected = f"expected rows that {VEC_BYTES} bytes divide"
+            raise OpError("ExpertParallel", "hidden_size", f"{expected}, got {hidden_size} of {self.dtype}")
+        world_size = len(exchanged(None, group))
+        if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and ranks.here() is None):
+            raise OpError("ExpertParallel", "group", f"expected 2, 4, 6 or 8 ranks, got {world_size}")
+        if max_tokens * world_size * max(hidden_size, top_k) >= 1 << 31:
+            raise OpError("ExpertParallel", "max_tokens", f"expected fewer than 2^31 elements, got {max_tokens} tokens")
+        if num_experts % world_size:
+            raise OpError("ExpertParallel", "num_experts", f"expected a multiple of {world_size}, got {num_experts}")
+        self._map(group, world_size)
+        first = self._memory.rank * (num_experts // world_size)
+        self.world_size, self.experts = world_size, range(first, first + num_experts // world_size)
+        self._constants = {
+            "scalar_t": dtypes.of(self.dtype),
+            "HIDDEN_SIZE": hidden_size,
+            "VEC_SIZE": VEC_BYTES // self.dtype.itemsize,
+            "TOP_K": top_k,
+            "NUM_EXPERTS": num_experts,
+        }
+        self._sent: tuple[Tensor, int] | None = (
+            None  # the ids of the dispatch that is to be combined, and its most_tokens
+        )
+
+    def _map(self, group: Any, world_size: int) -> None:
+        """Signals, rows, ids and weights, in one piece of memory."""
+        num_rows, (hidden_size, top_k) = self.max_tokens * world_size, (self.hidden_size, self.top_k)
+        choices, nbytes = num_rows * top_k * 4, num_rows * hidden_size * self.dtype.itemsize
+        self._offsets = {"ids_offset": SIGNAL_BYTES + nbytes, "weights_offset": SIGNAL_BYTES + nbytes + choices}
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            memory = self._memory = GroupMemory(group, SIGNAL_BYTES + nbytes + 2 * choices)
+            keep(memory.addresses[memory.rank], early=True)
+            table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)
+            self._ranks = Communicator(tuple(memory.addresses), table, memory.rank, True)
+            self._rows, self._ids, self._weights = (
+                memory.bytes_of(offset, size, self.device).view(dtype).view(num_rows, -1)
+                for offset, size, dtype in (
+                    (SIGNAL_BYTES, nbytes, self.dtype),
+                    (self._offsets["ids_offset"], choices, torch.int32),
+                    (self._offsets["weights_offset"], choices, torch.float32),
+                )
+            )
+        exchanged(None, group)  # no rank writes before all have written their tables
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int | None = None
+    ) -> DispatchedRows:
+        """Send every token to the ranks of its experts, and wait for what they send.
+
+        Args:
+            x: [num_tokens, hidden_size], contiguous; num_tokens may be 0, and differ among ranks.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; ids that name no expert are dropped.
+            topk_weights: [num_tokens, top_k] float32, contiguous.
+            most_tokens: tokens of the rank that has most, the same number on all ranks; None for `max_tokens`.
+        """
+        if self._sent is not None:
+            raise OpError("dispatch", "x", "expected a combine of what was dispatched before")
+        most = self.max_tokens if most_tokens is None else most_tokens
+        self._check("dispatch", x, topk_ids, topk_weights, most)
+        received = self.send(x, topk_ids, topk_weights, most)
+        self._sent = topk_ids, most
+        return received
+
+    def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of the results of each token over the ranks of its experts, in float32 in their order, rounded once.
+
+        The choices are those of the last `dispatch`, whose topk_ids must not have been written meanwhile.
+
+        Args:
+            rows: [most_tokens * world_size, hidden_size], of every row the sum over this rank's experts. Those of
+                `dispatch`, or others, which are copied there.
+            out: [num_tokens, hidden_size], contiguous, written; None for a new tensor.
+
+        Returns:
+            `out`; 0 for a token that has no expert.
+        """
+        if self._sent is None:
+            raise OpError("combine", "rows", "expected a dispatch before")
+        topk_ids, most = self._sent
+        own, shape = self._rows[: most * self.world_size], (topk_ids.shape[0], self.hidden_size)
+        self._check_rows("combine", "rows", rows, tuple(own.shape), contiguous=False)
+        if out is not None:
+            self._check_rows("combine", "out", out, shape)
+        else:
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if rows.data_ptr() != own.data_ptr():
+            own.copy_(rows)
+        self.fetch(out, topk_ids, most)
+        self._sent = None
+        return out
+
+    def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> DispatchedRows:
+        """`dispatch` without its checks, that of turns above all."""
+        tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+        fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
+        self._launch("dispatch", _dispatch, most_tokens, fixed, tensors)
+        num_rows = most_tokens * self.world_size
+        return DispatchedRows(*(one[:num_rows] for one in (self._rows, self._ids, self._weights)))
+
+    def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
+        """`combine` of what lies in the rows, without its checks."""
+        tensors = {"out": out, "topk_ids": topk_ids}
+        self._launch("combine", _combine, most_tokens, {"num_tokens": out.shape[0]}, tensors)
+
+    def _launch(
+        self, op: str, kernel: Kernel, most_tokens: int, fixed: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> None:
+        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype)}
+        geometry = spread(most_tokens * self.hidden_size // self._constants["VEC_SIZE"])
+        self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
+
+    def lost_ranks(self) -> dict[int, tuple[int, int]]:
+        """As the function of this name: ranks that a kernel has given up waiting for."""
+        return read_lost(self._ranks.lost)
+
+    def close(self) -> None:
+        """Free the memory, of which `dispatch` has returned tensors. Every rank calls, when no kernel runs any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        exchanged(None, self.group)
+        self._memory.close()
+
+    def _check(self, op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> None:
+        if x.dim() != 2 or not 0 <= x.shape[0] <= most_tokens:
+            raise OpError(op, "x", f"expected at most {most_tokens} rows, got shape {list(x.shape)}")
+        if not 1 <= most_tokens <= self.max_tokens:
+            raise OpError(op, "most_tokens", f"expected 1 to {self.max_tokens}, got {most_tokens}")
+        self._check_rows(op, "x", x, (x.shape[0], self.hidden_size))
+        choices = x.shape[0], self.top_k
+        for name, tensor, allowed in (
+            ("topk_ids", topk_ids, (torch.int32, torch.int64)),
+            ("topk_weights", topk_weights, (torch.float32,)),
+        ):
+            of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
+            if not of or tuple(tensor.shape) != choices:
+                expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
+                raise OpError(op, name, f"{expected}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
+
+    def _check_rows(self, op: str, name: str, tensor: Tensor, shape: tuple[int, int], contiguous: bool = True) -> None:
+        found = tuple(tensor.shape), tensor.dtype, tensor.device
+        if found != (shape, self.dtype, self._rows.device):
+            expected = f"expected {self.dtype} {list(shape)} on {self._rows.device}"
+            raise OpError(op, name, f"{expected}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
+        if contiguous and not (tensor.is_contiguous() and tensor.data_ptr() % VEC_BYTES == 0):
+            got = f"strides {tensor.stride()} at {tensor.data_ptr():#x}"
+            raise OpError(op, name, f"expected a contiguous tensor at an address that {VEC_BYTES} divides, got {got}")
