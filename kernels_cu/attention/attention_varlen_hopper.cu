@@ -54,8 +54,8 @@ constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = ceil_div(HEAD_SIZE, 1
 // A thread's registers: what the producer gives up, the consumers take.
 constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
-// Elements of a thread whose exponentials come before the wait for the product before: docs/performance/prefill.md, "The
-// wait for the product before".
+// A thread computes the exponentials of this many elements before it waits for P V of the previous tile:
+// docs/performance/prefill.md, "The wait for P V".
 constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
 // The named barriers of the first consumer; the others follow: of its turns, and of its queries.
 constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;

@@ -22,13 +22,14 @@ constexpr float SLACK = sizeof(product_t) == 1 ? 0.8f : 8.0f;
 // Whether queries became product_t, each row relative to a power of two: a row's products then have a unit of their own.
 constexpr bool CONVERTS_QUERIES = is_same<product_t, half_t> && !is_same<scalar_t, half_t>;
 constexpr int UNITS = CONVERTS_QUERIES ? 2 : 1;  // of a thread's rows
-// Large values lack registers for what saves instructions of a tile: docs/performance/prefill.md, "Instructions of a tile".
+// Values of more than 128 elements leave no registers for row sums by WGMMA: docs/performance/prefill.md,
+// "Instructions per KV tile".
 constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
 // Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
 // before they are rounded, as a log-sum-exp needs them.
 constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
-// Whether usual tiles have instructions of their own, docs/performance/prefill.md, "A text of usual tiles". Under a soft
-// cap usual tiles are those that the short series serves. Products of e4m3 lose by it, "Products of e4m3 without usual tiles".
+// Whether interior tiles take a path of their own: docs/performance/prefill.md, "Fast path for interior tiles". Under a
+// soft cap these are the tiles that the short series serves. E4m3 loses by it: "E4m3 has no fast path".
 constexpr bool OF_E4M3 = is_same<product_t, fp8_e4m3_t>;
 constexpr bool HAS_USUAL = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_SOFTCAP || SUMS_BY_PRODUCTS);
 
@@ -126,7 +127,7 @@ struct Softmax {
     }
 
     // Whether the short series serves all products of the warp. Squares are compared: the assembler then computes the
-    // series of a usual tile ahead of the wait for the product before, docs/performance/prefill.md, "A text of usual tiles".
+    // series of an interior tile ahead of the wait for P V: docs/performance/prefill.md, "Fast path for interior tiles".
     DEVICE void find_square(float magnitude) {
         square = magnitude * magnitude;
         by_short_series = SHORT_SERIES && !any_lane(!(square < short_limit * short_limit));

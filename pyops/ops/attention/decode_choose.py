@@ -17,31 +17,31 @@ from .join import JoinConfig, choose_join, lanes_of
 TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (splits.cuh)
 NUM_WARPS = 4  # of a block, where nothing speaks for another number
 
-# "Three warps to a block, of which exactly four fit, are one round of 512": 136 to 129 us.
+# "Three warps per CTA make one wave of 512 CTAs": 136 to 129 us.
 _WARPS_OF_ONE_WAVE = (4, 3)
-# "A round that is not full costs half a round at least." Three warps before two and one: "The last block of a row joins
-# its splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
+# "A partial wave costs at least half a wave." Three warps before two and one: "The last CTA of a row combines its
+# splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
 _MIN_TAIL = 0.5  # of the time of a full wave
 
-# "One short sequence: two launches were a third of it": clusters of eight blocks of eight warps 7.2 to 5.5 us.
+# "Clusters for short sequences": eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
 _WIDE_CLUSTER_WARPS = 8
 _MAX_WIDE_ELEMENTS = 1024  # of the results of a warp: those of eight warps fit into 48 KB of shared memory
-_MAX_BLOCKS_PER_SM = 2  # "Clusters lose where there is more to do": 16 sequences of 1024 tokens 25.1 against 23.1 us
+_MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 1024 tokens 25.1 against 23.1 us
 _MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4  # of a warp: one sequence of 4096 tokens ties, 8192 lose
 
 _MIN_SPLIT = 64  # tokens: a step of every warp of a block
 _MAX_SPLITS = 128
 _MIN_WANTED_SPLITS = 4  # for one long sequence among short ones
-# "Half the warps that fit saturate memory": of one sequence, 33 splits take 40.4 us and 49 splits, a wave, 42.3.
+# "Half of the resident warps saturate memory": of one sequence, 33 splits take 40.4 us and 49 splits, a wave, 42.3.
 _WAVE_PER_SATURATION = 1.5
-# "Splits by a sequence's own length alone leave long ones for the end": the kernel shares the splits out by length.
+# "Splits sized by length alone leave long sequences to the end": the kernel shares the splits out by length.
 _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
 
-# "The last block of a row joins its splits": up to 49 planned for 8 sequences, of which six come, it is faster than a
+# "The last CTA of a row combines its splits": up to 49 planned for 8 sequences, of which six come, it is faster than a
 # kernel of its own; 64 for 3 sequences, and all of one sequence, are slower.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 

@@ -26,7 +26,7 @@ _SIMT_WARPS = 4
 _MAX_SPLITS = 128
 _MIN_SPLIT = 64  # tokens for each 16 heads of a block: more are worth the queries that a split reads and its results
 _MAX_CANDIDATE_SPLIT = 512  # tokens of a split, at least, that tuning tries
-_MAX_WAVES = 2  # of splits; docs/performance/decode.md: "A round that is not full costs half a round at least"
+_MAX_WAVES = 2  # of splits; docs/performance/decode.md: "A partial wave costs at least half a wave"
 # Of mla_decode.cu: (query heads of a block, tokens of a step, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
 WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # where warps have 64 lanes

@@ -24,10 +24,10 @@ MIN_CODE_STAGES = 2
 _JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
 _MAX_SPLITS = 32
 _NO_WINDOW = 2**31 - 1  # the sliding_window that kernels take for none
-# Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
+# Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "Sections of heads".
 _SECTION_BYTES = 24 << 20
-# The model of the device, in times of a tile: docs/performance/prefill.md, "An item of work costs 3.2 us" and "A number
-# without work costs 1.5 us".
+# The cost model, in times of a KV tile: docs/performance/prefill.md, "A work tile costs 3.2 us" and "An empty work slot
+# costs 1.5 us".
 _ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 

@@ -24,7 +24,7 @@ _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of
 _STATIC_SHARED_MEMORY = 2176  # bytes of a block, at most: places of 64 keys and values of two tiles, and which lack one
 # docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
-_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill: one then")
+_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill")
 
 
 @dataclass(frozen=True, slots=True)

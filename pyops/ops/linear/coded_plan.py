@@ -36,8 +36,8 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance/experts.md, "Codes along K by
-# wgmma". Of mxfp4, 3 and 128 rows of gpt-oss were measured.
+# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance/experts.md, "K-major weights
+# by WGMMA". Of mxfp4, 3 and 128 rows of gpt-oss were measured.
 _BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
 _MAX_WGMMA_ROWS = 512  # by arithmetic: tiles of 96 rows make numbers of all codes anew
 

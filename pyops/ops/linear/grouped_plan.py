@@ -20,7 +20,7 @@ _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _STORE_BYTES = 64 * 128  # of a warpgroup of grouped_gemm.cu: 64 rows on their way to out
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 16
-_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance/experts.md)
+_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance/products.md)
 _GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
 _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
 # Rows of an expert from which on tiles of 128 rows are faster than tiles of 64. With scales of blocks, where larger

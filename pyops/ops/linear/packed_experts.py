@@ -26,7 +26,7 @@ from .packed_plan import (
 from .packed_problem import PackedExperts, PackedProblem
 
 # Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs (4 and 8 rows of
-# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts: tiles"), and than weights in full, by products
+# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts"), and than weights in full, by products
 # without experts.
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
 _MIN_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1

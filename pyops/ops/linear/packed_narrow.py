@@ -21,7 +21,7 @@ _TURNS = 4  # warpgroups, which take steps in turn
 _STAGES = (4, 8)  # that shared memory has room for
 _LAYOUTS = ("marlin", "awq", "exllama")
 # Of multiprocessors, those that have a tile, from which on the kernel is faster than gemm_packed_mma.cu: measured on an
-# H200 (docs/performance/packed.md, "Few rows by wgmma").
+# H200 (docs/performance/packed.md, "M of 9 to 16 by WGMMA").
 _MIN_FULL = 0.8
 
 
