@@ -11,6 +11,7 @@
 //     TOP_K          choices of a token
 //     NUM_EXPERTS    on all ranks
 //     id_t           element type of topk_ids
+//     CODES, code_t  of the dispatch: of no interest here
 
 #include "expert_rows.cuh"
 

@@ -20,6 +20,7 @@ __all__ = ["DispatchedRows", "ExpertParallel"]
 
 _dispatch = Kernel("collective/expert_dispatch.cu")
 _combine = Kernel("collective/expert_combine.cu")
+_GROUP = 128  # elements under one scale, as in expert_rows.cuh
 
 
 class DispatchedRows(NamedTuple):
@@ -28,14 +29,19 @@ class DispatchedRows(NamedTuple):
     Row ``t * world_size + r`` is token t of rank r. It is defined where one of its ids is not -1.
 
     Attributes:
-        rows: [most_tokens * world_size, hidden_size]; products may write their results here.
+        rows: [most_tokens * world_size, hidden_size] of `quant_dtype`, or else of `dtype`; rows of one stride.
         topk_ids: [most_tokens * world_size, top_k] int32: experts as this rank numbers its own, -1 for all others.
         topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
+        scales: [most_tokens * world_size, hidden_size / 128] float32, of codes; None for rows that are none.
+        results: [most_tokens * world_size, hidden_size] of `dtype`, memory for what `combine` takes. It is that of
+            `rows`, which must have been read before.
     """
 
     rows: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    scales: Tensor | None
+    results: Tensor
 
 
 class ExpertParallel:
@@ -49,9 +55,9 @@ class ExpertParallel:
     ::
 
         parallel = ExpertParallel(group, "cuda:0", num_experts=256, max_tokens=128, hidden_size=7168, top_k=8)
-        rows, ids, weights = parallel.dispatch(x, topk_ids, topk_weights)
-        fused_experts(rows, w1, w2, weights, ids, inplace=True)
-        out = parallel.combine(rows)
+        sent = parallel.dispatch(x, topk_ids, topk_weights)
+        fused_experts(sent.rows, w1, w2, sent.topk_weights, sent.topk_ids, inplace=True)
+        out = parallel.combine(sent.results)
 
     `parallel_fused_experts` does these three lines.
 
@@ -62,6 +68,8 @@ class ExpertParallel:
         hidden_size: elements of a row; a multiple of 16 bytes.
         top_k: choices of a token.
         dtype: of rows; float32, float16 or bfloat16; None for bfloat16.
+        quant_dtype: torch.float8_e4m3fn, and rows cross the links as the codes of `per_token_group_quant_fp8` in groups
+            of 128; or None. Results are of `dtype`.
 
     Attributes:
         experts: those of this rank.
@@ -76,6 +84,7 @@ class ExpertParallel:
         hidden_size: int,
         top_k: int,
         dtype: Any = None,
+        quant_dtype: Any = None,
     ) -> None:
         self.group, self.device, self.max_tokens = group, torch.device(device), max_tokens
         self.hidden_size, self.top_k, self.dtype = hidden_size, top_k, dtype or torch.bfloat16
@@ -83,6 +92,10 @@ class ExpertParallel:
         for name, value in sizes.items():
             if not 1 <= value < 1 << 31:
                 raise OpError("ExpertParallel", name, f"expected 1 or more, got {value}")
+        self.quant_dtype = quant_dtype
+        if quant_dtype is not None and (quant_dtype != torch.float8_e4m3fn or hidden_size % _GROUP):
+            expected = f"expected None, or float8_e4m3fn and a hidden_size that {_GROUP} divides"
+            raise OpError("ExpertParallel", "quant_dtype", f"{expected}, got {quant_dtype} and {hidden_size}")
         if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise OpError("ExpertParallel", "dtype", f"expected float32, float16 or bfloat16, got {dtype}")
         if hidden_size * self.dtype.itemsize % VEC_BYTES:
@@ -104,29 +117,33 @@ class ExpertParallel:
             "VEC_SIZE": VEC_BYTES // self.dtype.itemsize,
             "TOP_K": top_k,
             "NUM_EXPERTS": num_experts,
+            "code_t": dtypes.float8_e4m3fn,
         }
         self._sent: tuple[Tensor, int] | None = (
             None  # the ids of the dispatch that is to be combined, and its most_tokens
         )
 
     def _map(self, group: Any, world_size: int) -> None:
-        """Signals, rows, ids and weights, in one piece of memory."""
-        num_rows, (hidden_size, top_k) = self.max_tokens * world_size, (self.hidden_size, self.top_k)
-        choices, nbytes = num_rows * top_k * 4, num_rows * hidden_size * self.dtype.itemsize
-        self._offsets = {"ids_offset": SIGNAL_BYTES + nbytes, "weights_offset": SIGNAL_BYTES + nbytes + choices}
+        """Signals, rows, ids, weights and scales, in one piece of memory."""
+        num_rows = self.max_tokens * world_size
+        groups = 0 if self.quant_dtype is None else self.hidden_size // _GROUP
+        columns = {"rows": self.hidden_size, "ids": self.top_k, "weights": self.top_k, "scales": groups}
+        of = {"rows": self.dtype, "ids": torch.int32, "weights": torch.float32, "scales": torch.float32}
+        offsets, end = {}, SIGNAL_BYTES
+        for name, count in columns.items():
+            offsets[name] = end
+            end += -(-num_rows * count * of[name].itemsize // VEC_BYTES) * VEC_BYTES
+        self._offsets = {f"{name}_offset": offsets[name] for name in ("ids", "weights", "scales")}
         on_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            memory = self._memory = GroupMemory(group, SIGNAL_BYTES + nbytes + 2 * choices)
+            memory = self._memory = GroupMemory(group, end)
             keep(memory.addresses[memory.rank], early=True)
             table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)
             self._ranks = Communicator(tuple(memory.addresses), table, memory.rank, True)
-            self._rows, self._ids, self._weights = (
-                memory.bytes_of(offset, size, self.device).view(dtype).view(num_rows, -1)
-                for offset, size, dtype in (
-                    (SIGNAL_BYTES, nbytes, self.dtype),
-                    (self._offsets["ids_offset"], choices, torch.int32),
-                    (self._offsets["weights_offset"], choices, torch.float32),
-                )
+            own = memory.own(self.device)
+            self._rows, self._ids, self._weights, self._scales = (
+                own[offsets[name] :][: num_rows * count * of[name].itemsize].view(of[name]).view(num_rows, count)
+                for name, count in columns.items()
             )
         exchanged(None, group)  # no rank writes before all have written their tables
 
@@ -155,8 +172,8 @@ class ExpertParallel:
         The choices are those of the last `dispatch`, whose topk_ids must not have been written meanwhile.
 
         Args:
-            rows: [most_tokens * world_size, hidden_size], of every row the sum over this rank's experts. Those of
-                `dispatch`, or others, which are copied there.
+            rows: [most_tokens * world_size, hidden_size] of `dtype`, of every row the sum over this rank's experts: the
+                `results` of `dispatch`, or others, which are copied there.
             out: [num_tokens, hidden_size], contiguous, written; None for a new tensor.
 
         Returns:
@@ -181,9 +198,13 @@ class ExpertParallel:
         """`dispatch` without its checks, that of turns above all."""
         tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
         fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
-        self._launch("dispatch", _dispatch, most_tokens, fixed, tensors)
-        num_rows = most_tokens * self.world_size
-        return DispatchedRows(*(one[:num_rows] for one in (self._rows, self._ids, self._weights)))
+        self._launch("dispatch", _dispatch, most_tokens, fixed, tensors, self.quant_dtype is not None)
+        of = slice(0, most_tokens * self.world_size)
+        ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
+        if self.quant_dtype is None:
+            return DispatchedRows(results, ids, weights, None, results)
+        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # each lies where the row of its results begins
+        return DispatchedRows(codes, ids, weights, self._scales[of], results)
 
     def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
         """`combine` of what lies in the rows, without its checks."""
@@ -191,9 +212,15 @@ class ExpertParallel:
         self._launch("combine", _combine, most_tokens, {"num_tokens": out.shape[0]}, tensors)
 
     def _launch(
-        self, op: str, kernel: Kernel, most_tokens: int, fixed: dict[str, Any], tensors: dict[str, Tensor]
+        self,
+        op: str,
+        kernel: Kernel,
+        most_tokens: int,
+        fixed: dict[str, Any],
+        tensors: dict[str, Tensor],
+        codes: bool = False,
     ) -> None:
-        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype)}
+        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype), "CODES": codes}
         geometry = spread(most_tokens * self.hidden_size // self._constants["VEC_SIZE"])
         self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
 
