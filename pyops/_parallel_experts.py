@@ -57,7 +57,8 @@ def parallel_fused_experts(
     if parallel.quant_dtype is not None and not (quant_config and quant_config.block_shape == [SCALE_BLOCK] * 2):
         expected = f"expected blocks of {SCALE_BLOCK} x {SCALE_BLOCK} for rows of {parallel.quant_dtype}"
         raise OpError("parallel_fused_experts", "quant_config", f"{expected}, got {quant_config}")
-    sent = parallel.dispatch(hidden_states, topk_ids, topk_weights, most_tokens)
-    call = sent.rows, sent.scales, w1, w2, sent.topk_weights, sent.topk_ids, activation
-    experts_into(sent.results, *call, quant_config=quant_config)
-    return parallel.combine(sent.results, out)
+    with parallel.naming("parallel_fused_experts"):
+        sent = parallel.dispatch(hidden_states, topk_ids, topk_weights, most_tokens)
+        call = sent.rows, sent.scales, w1, w2, sent.topk_weights, sent.topk_ids, activation
+        experts_into(sent.results, *call, quant_config=quant_config)
+        return parallel.combine(sent.results, out)

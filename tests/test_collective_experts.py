@@ -10,6 +10,7 @@ import torch
 
 import kernels_cu
 import pyops
+from pyops import _parallel_experts
 from pyops._core.kernel import Kernel
 from pyops.ops.collective import expert_parallel
 from pyops.ops.collective.shared_memory import SIGNAL_BYTES
@@ -245,6 +246,25 @@ def test_a_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) 
 
     meeting = 1 if which == "dispatch" else 2
     assert divided(3, body) == [{1: (0, meeting)}, {}, {1: (0, meeting)}]
+
+
+def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes: a product is the next call behind a dispatch that has waited for a rank."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(_parallel_experts, "experts_into", fail)
+
+    def body(rank: int, parallel: pyops.ExpertParallel) -> None:
+        parallel._ranks.lost[1 - rank] = torch.tensor([1, 5])
+        x, ids = torch.ones(1, HIDDEN), torch.zeros(1, TOP_K, dtype=torch.int32)
+        w1, w2 = torch.ones(2, 8, HIDDEN), torch.ones(2, HIDDEN, 4)
+        named = rf"parallel_fused_experts: a kernel has given up waiting for rank {1 - rank} \(block 0, meeting 5\)"
+        with pytest.raises(pyops.RankError, match=named):
+            pyops.parallel_fused_experts(parallel, x, w1, w2, torch.ones(1, TOP_K), ids)
+
+    divided(2, body)
 
 
 @needs_compiler

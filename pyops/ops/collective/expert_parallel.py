@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._core import dtypes, ranks
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.lazy import torch
-from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, read_lost, spread
+from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread
 from .custom_all_reduce import keep
 from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged
 
@@ -73,6 +73,9 @@ class ExpertParallel:
 
     Attributes:
         experts: those of this rank.
+
+    Raises:
+        OpError: of sizes that the kernels do not take, of `dispatch` and `combine` before anything is launched.
     """
 
     def __init__(
@@ -88,29 +91,12 @@ class ExpertParallel:
     ) -> None:
         self.group, self.device, self.max_tokens = group, torch.device(device), max_tokens
         self.hidden_size, self.top_k, self.dtype = hidden_size, top_k, dtype or torch.bfloat16
+        self.quant_dtype, self.world_size = quant_dtype, len(exchanged(None, group))
         sizes = {"num_experts": num_experts, "max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}
-        for name, value in sizes.items():
-            if not 1 <= value < 1 << 31:
-                raise OpError("ExpertParallel", name, f"expected 1 or more, got {value}")
-        self.quant_dtype = quant_dtype
-        if quant_dtype is not None and (quant_dtype != torch.float8_e4m3fn or hidden_size % _GROUP):
-            expected = f"expected None, or float8_e4m3fn and a hidden_size that {_GROUP} divides"
-            raise OpError("ExpertParallel", "quant_dtype", f"{expected}, got {quant_dtype} and {hidden_size}")
-        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise OpError("ExpertParallel", "dtype", f"expected float32, float16 or bfloat16, got {dtype}")
-        if hidden_size * self.dtype.itemsize % VEC_BYTES:
-            expected = f"expected rows that {VEC_BYTES} bytes divide"
-            raise OpError("ExpertParallel", "hidden_size", f"{expected}, got {hidden_size} of {self.dtype}")
-        world_size = len(exchanged(None, group))
-        if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and ranks.here() is None):
-            raise OpError("ExpertParallel", "group", f"expected 2, 4, 6 or 8 ranks, got {world_size}")
-        if max_tokens * world_size * max(hidden_size, top_k) >= 1 << 31:
-            raise OpError("ExpertParallel", "max_tokens", f"expected fewer than 2^31 elements, got {max_tokens} tokens")
-        if num_experts % world_size:
-            raise OpError("ExpertParallel", "num_experts", f"expected a multiple of {world_size}, got {num_experts}")
-        self._map(group, world_size)
-        first = self._memory.rank * (num_experts // world_size)
-        self.world_size, self.experts = world_size, range(first, first + num_experts // world_size)
+        _check_sizes(self.world_size, sizes, self.dtype, quant_dtype)
+        self._map()
+        first, count = self._memory.rank * num_experts // self.world_size, num_experts // self.world_size
+        self.experts = range(first, first + count)
         self._constants = {
             "scalar_t": dtypes.of(self.dtype),
             "HIDDEN_SIZE": hidden_size,
@@ -119,13 +105,11 @@ class ExpertParallel:
             "NUM_EXPERTS": num_experts,
             "code_t": dtypes.float8_e4m3fn,
         }
-        self._sent: tuple[Tensor, int] | None = (
-            None  # the ids of the dispatch that is to be combined, and its most_tokens
-        )
+        self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch that is to be combined
 
-    def _map(self, group: Any, world_size: int) -> None:
+    def _map(self) -> None:
         """Signals, rows, ids, weights and scales, in one piece of memory."""
-        num_rows = self.max_tokens * world_size
+        num_rows = self.max_tokens * self.world_size
         groups = 0 if self.quant_dtype is None else self.hidden_size // _GROUP
         columns = {"rows": self.hidden_size, "ids": self.top_k, "weights": self.top_k, "scales": groups}
         of = {"rows": self.dtype, "ids": torch.int32, "weights": torch.float32, "scales": torch.float32}
@@ -135,8 +119,8 @@ class ExpertParallel:
             end += -(-num_rows * count * of[name].itemsize // VEC_BYTES) * VEC_BYTES
         self._offsets = {f"{name}_offset": offsets[name] for name in ("ids", "weights", "scales")}
         on_gpu = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            memory = self._memory = GroupMemory(group, end)
+        with torch.cuda.device(self.device) if on_gpu else nullcontext():
+            memory = self._memory = GroupMemory(self.group, end)
             keep(memory.addresses[memory.rank], early=True)
             table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)
             self._ranks = Communicator(tuple(memory.addresses), table, memory.rank, True)
@@ -145,7 +129,7 @@ class ExpertParallel:
                 own[offsets[name] :][: num_rows * count * of[name].itemsize].view(of[name]).view(num_rows, count)
                 for name, count in columns.items()
             )
-        exchanged(None, group)  # no rank writes before all have written their tables
+        exchanged(None, self.group)  # no rank writes before all have written their tables
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int | None = None
@@ -161,7 +145,13 @@ class ExpertParallel:
         if self._sent is not None:
             raise OpError("dispatch", "x", "expected a combine of what was dispatched before")
         most = self.max_tokens if most_tokens is None else most_tokens
-        self._check("dispatch", x, topk_ids, topk_weights, most)
+        if not 1 <= most <= self.max_tokens:
+            raise OpError("dispatch", "most_tokens", f"expected 1 to {self.max_tokens}, got {most}")
+        if x.dim() != 2 or x.shape[0] > most:
+            raise OpError("dispatch", "x", f"expected at most {most} rows, got shape {list(x.shape)}")
+        _check_rows("dispatch", "x", x, (x.shape[0], self.hidden_size), self._rows)
+        _check_contiguous("dispatch", "x", x)
+        _check_choices(x, topk_ids, topk_weights, self.top_k)
         received = self.send(x, topk_ids, topk_weights, most)
         self._sent = topk_ids, most
         return received
@@ -183,11 +173,11 @@ class ExpertParallel:
             raise OpError("combine", "rows", "expected a dispatch before")
         topk_ids, most = self._sent
         own, shape = self._rows[: most * self.world_size], (topk_ids.shape[0], self.hidden_size)
-        self._check_rows("combine", "rows", rows, tuple(own.shape), contiguous=False)
-        if out is not None:
-            self._check_rows("combine", "out", out, shape)
-        else:
+        _check_rows("combine", "rows", rows, tuple(own.shape), own)
+        if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        _check_rows("combine", "out", out, shape, own)
+        _check_contiguous("combine", "out", out)
         if rows.data_ptr() != own.data_ptr():
             own.copy_(rows)
         self.fetch(out, topk_ids, most)
@@ -224,6 +214,10 @@ class ExpertParallel:
         geometry = spread(most_tokens * self.hidden_size // self._constants["VEC_SIZE"])
         self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
 
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """Within it, an error of the device that comes from ranks that do not come is a `RankError` that names them."""
+        return naming_lost_ranks(what, self._ranks.lost)
+
     def lost_ranks(self) -> dict[int, tuple[int, int]]:
         """As the function of this name: ranks that a kernel has given up waiting for."""
         return read_lost(self._ranks.lost)
@@ -235,27 +229,50 @@ class ExpertParallel:
         exchanged(None, self.group)
         self._memory.close()
 
-    def _check(self, op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> None:
-        if x.dim() != 2 or not 0 <= x.shape[0] <= most_tokens:
-            raise OpError(op, "x", f"expected at most {most_tokens} rows, got shape {list(x.shape)}")
-        if not 1 <= most_tokens <= self.max_tokens:
-            raise OpError(op, "most_tokens", f"expected 1 to {self.max_tokens}, got {most_tokens}")
-        self._check_rows(op, "x", x, (x.shape[0], self.hidden_size))
-        choices = x.shape[0], self.top_k
-        for name, tensor, allowed in (
-            ("topk_ids", topk_ids, (torch.int32, torch.int64)),
-            ("topk_weights", topk_weights, (torch.float32,)),
-        ):
-            of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
-            if not of or tuple(tensor.shape) != choices:
-                expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
-                raise OpError(op, name, f"{expected}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
 
-    def _check_rows(self, op: str, name: str, tensor: Tensor, shape: tuple[int, int], contiguous: bool = True) -> None:
-        found = tuple(tensor.shape), tensor.dtype, tensor.device
-        if found != (shape, self.dtype, self._rows.device):
-            expected = f"expected {self.dtype} {list(shape)} on {self._rows.device}"
-            raise OpError(op, name, f"{expected}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
-        if contiguous and not (tensor.is_contiguous() and tensor.data_ptr() % VEC_BYTES == 0):
-            got = f"strides {tensor.stride()} at {tensor.data_ptr():#x}"
-            raise OpError(op, name, f"expected a contiguous tensor at an address that {VEC_BYTES} divides, got {got}")
+def _check_sizes(world_size: int, sizes: dict[str, int], dtype: Any, quant_dtype: Any) -> None:
+    def refuse(name: str, expected: str, got: Any) -> OpError:
+        return OpError("ExpertParallel", name, f"expected {expected}, got {got}")
+
+    for name, value in sizes.items():
+        if not 1 <= value < 1 << 31:
+            raise refuse(name, "1 or more", value)
+    num_experts, max_tokens, hidden_size, top_k = sizes.values()
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise refuse("dtype", "float32, float16 or bfloat16", dtype)
+    if quant_dtype is not None and (quant_dtype != torch.float8_e4m3fn or hidden_size % _GROUP):
+        got = f"{quant_dtype} and {hidden_size}"
+        raise refuse("quant_dtype", f"None, or float8_e4m3fn and a hidden_size that {_GROUP} divides", got)
+    if hidden_size * dtype.itemsize % VEC_BYTES:
+        raise refuse("hidden_size", f"rows that {VEC_BYTES} bytes divide", f"{hidden_size} of {dtype}")
+    if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and ranks.here() is None):
+        raise refuse("group", "2, 4, 6 or 8 ranks", world_size)
+    if max_tokens * world_size * max(hidden_size, top_k) >= 1 << 31:
+        raise refuse("max_tokens", "fewer than 2^31 elements", f"{max_tokens} tokens of {world_size} ranks")
+    if num_experts % world_size:
+        raise refuse("num_experts", f"a multiple of {world_size}", num_experts)
+
+
+def _check_choices(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, top_k: int) -> None:
+    choices = x.shape[0], top_k
+    for name, tensor, allowed in (
+        ("topk_ids", topk_ids, (torch.int32, torch.int64)),
+        ("topk_weights", topk_weights, (torch.float32,)),
+    ):
+        of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
+        if not of or tuple(tensor.shape) != choices:
+            expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
+            got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise OpError("dispatch", name, f"{expected}, got {got}")
+
+
+def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    if (tuple(tensor.shape), tensor.dtype, tensor.device) != (shape, like.dtype, like.device):
+        expected, got = f"{like.dtype} {list(shape)} on {like.device}", f"{tensor.dtype} {list(tensor.shape)}"
+        raise OpError(op, name, f"expected {expected}, got {got} on {tensor.device}")
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous() or tensor.data_ptr() % VEC_BYTES:
+        got = f"strides {tensor.stride()} at {tensor.data_ptr():#x}"
+        raise OpError(op, name, f"expected a contiguous tensor at an address that {VEC_BYTES} divides, got {got}")
