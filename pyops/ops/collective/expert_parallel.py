@@ -59,7 +59,7 @@ class ExpertParallel:
         fused_experts(sent.rows, w1, w2, sent.topk_weights, sent.topk_ids, inplace=True)
         out = parallel.combine(sent.results)
 
-    `parallel_fused_experts` does these three lines.
+    `parallel_fused_experts` does these three lines, and multiplies codes, too.
 
     Args:
         group: as of `CustomAllReduce`. device: the GPU of this process, which reaches the memory of every other.
