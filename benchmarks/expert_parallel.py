@@ -5,12 +5,12 @@ torchrun --nproc-per-node 4 -m benchmarks.expert_parallel DeepSeek-V3
 python -m benchmarks.expert_parallel --predict
 
 A Markdown table of microseconds, of a call in a CUDA graph of 20, of the slowest rank; every rank has `tokens` tokens
-in bfloat16, each with random experts. `both` is a dispatch and a combine with nothing in between, and `predicted` what
-the model of docs/many_gpus.md, whose table `--predict` prints, says of it. `link` is the bytes of both over 450 GB/s,
-which no way can undercut. `gather` is NCCL's all-gather of rows and choices and its reduce-scatter of results;
-`all-to-all` is its exchange of as many rows as a rank has tokens with every rank, and back, with the sum. Before a line
-is timed, each way moves rows whose results are exact, and `parallel_fused_experts` agrees with one GPU that has all
-experts; else an error.
+in bfloat16, each with random experts. `in fp8` is a dispatch whose rows cross as codes. `both` is one of bfloat16 and a
+combine with nothing in between, and `predicted` what the model of docs/many_gpus.md, whose table `--predict` prints,
+says of it. `link` is the bytes of both over 450 GB/s, which no way can undercut. `gather` is NCCL's all-gather of rows
+and choices and its reduce-scatter of results; `all-to-all` is its exchange of as many rows as a rank has tokens with
+every rank, and back, with the sum. Before a line is timed, each way moves rows whose results are exact, and
+`parallel_fused_experts` agrees with one GPU that has all experts; else an error.
 """
 
 from __future__ import annotations
@@ -103,7 +103,19 @@ class Exchange:
 
 
 def of_kernels(parallel: pyops.ExpertParallel) -> Exchange:
-    return Exchange("pyops", parallel.dispatch, parallel.combine)
+    return Exchange("pyops", lambda *choices: parallel.dispatch(*choices)[:3], parallel.combine)
+
+
+def of_codes(parallel: pyops.ExpertParallel) -> Exchange:
+    """Of a `parallel` whose rows cross as codes."""
+
+    def dispatch(*choices: torch.Tensor) -> Dispatched:
+        sent = parallel.dispatch(*choices)
+        assert sent.scales is not None
+        rows = sent.rows.float().view(*sent.scales.shape, -1) * sent.scales[..., None]
+        return rows.view(len(rows), -1).bfloat16(), sent.topk_ids, sent.topk_weights
+
+    return Exchange("pyops, fp8", dispatch, parallel.combine)
 
 
 def _unpacked(choices: torch.Tensor, experts: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,13 +211,14 @@ def check_products(parallel: pyops.ExpertParallel, model: Model, tokens: int, ra
 
 
 def measure(model: Model, tokens: int, group: Any, device: torch.device) -> list[float]:
-    """Microseconds: of a dispatch, a combine and both by the kernels, and of both by NCCL's ways."""
+    """Microseconds: of a dispatch, one of codes, a combine, and both by the kernels; of both by NCCL's ways."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = model.num_experts, tokens, model.hidden_size, model.top_k
     parallel = pyops.ExpertParallel(group, device, *sizes)
+    codes = pyops.ExpertParallel(group, device, *sizes, quant_dtype=torch.float8_e4m3fn)
     x, ids, weights = draw(model, tokens, rank, device)
     ways = [of_kernels(parallel), *(way(parallel.experts, world_size) for way in (by_gather, by_all_to_all))]
-    for way in ways:
+    for way in (*ways, of_codes(codes)):
         check(way, parallel.experts, x, ids, weights)
     check_products(parallel, model, tokens, rank)
     out = torch.empty_like(x)
@@ -219,10 +232,12 @@ def measure(model: Model, tokens: int, group: Any, device: torch.device) -> list
 
     alone = [
         Way("dispatch", lambda x: parallel.send(x, ids, weights, tokens).rows),
+        Way("dispatch, fp8", lambda x: codes.send(x, ids, weights, tokens).results),
         Way("combine", combine),
     ]
     found = [timed(way, x) for way in (*alone, *map(both, ways))]
     parallel.close()
+    codes.close()
     return found
 
 
@@ -241,15 +256,15 @@ def main(arguments: Sequence[str]) -> None:
     group, world_size = dist.new_group(backend="gloo", timeout=_TIMEOUT), dist.get_world_size()
     if not reach_each_other(group, device):
         raise SystemExit("expected 2, 4, 6 or 8 GPUs of one node, each of which reaches the memory of every other")
-    names = ["model", "tokens", "dispatch", "combine", "both", "predicted", "link", "gather", "all-to-all"]
+    names = ["model", "tokens", "dispatch", "in fp8", "combine", "both", "predicted", "link", "gather", "all-to-all"]
     if dist.get_rank() == 0:
         print(f"{torch.cuda.get_device_name()} x {world_size}\n\n{_row(names)}\n{_row(['---'] * len(names))}")
     for model in MODELS:
         for tokens in TOKENS if not arguments or model.name in arguments else ():
-            there, back, both, *others = measure(model, tokens, group, device)
+            *kernels, gather, all_to_all = measure(model, tokens, group, device)
             expected, link = sum(predicted(model, world_size, tokens)), 2 * model.nbytes(world_size, tokens) / NVLINK
             if dist.get_rank() == 0:
-                numbers = (there, back, both, 1e6 * expected, 1e6 * link, *others)
+                numbers = (*kernels, 1e6 * expected, 1e6 * link, gather, all_to_all)
                 print(_row([model.name, str(tokens), *(f"{one:.1f}" for one in numbers)]), flush=True)
     dist.destroy_process_group()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ._core.errors import OpError
-from ._experts import FusedMoEQuantConfig, fused_experts
+from ._experts import FusedMoEQuantConfig, experts_into
 from ._experts_products import scale_is_of_all
 from .ops.collective.expert_parallel import ExpertParallel
+from .ops.linear.gemm_problem import SCALE_BLOCK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,8 @@ def parallel_fused_experts(
     their order, and rounded once.
 
     Args:
-        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size.
+        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a quant_dtype,
+            quant_config has it, too, and blocks of 128 x 128.
         hidden_states: [num_tokens, hidden_size], contiguous; as many tokens as this rank has, or none.
         w1, w2, activation, quant_config: as in `fused_experts`, of the experts of this rank. One scale of all
             activations must be given (`a1_scale`): what would be found is that of rows without a token, too.
@@ -52,6 +54,11 @@ def parallel_fused_experts(
         raise OpError(
             "parallel_fused_experts", "quant_config", "expected an a1_scale with one scale of all activations"
         )
-    rows, ids, weights = parallel.dispatch(hidden_states, topk_ids, topk_weights, most_tokens)
-    fused_experts(rows, w1, w2, weights, ids, inplace=True, activation=activation, quant_config=quant_config)
-    return parallel.combine(rows, out)
+    if parallel.quant_dtype is not None and not (quant_config and quant_config.block_shape == [SCALE_BLOCK] * 2):
+        expected = f"expected blocks of {SCALE_BLOCK} x {SCALE_BLOCK} for rows of {parallel.quant_dtype}"
+        raise OpError("parallel_fused_experts", "quant_config", f"{expected}, got {quant_config}")
+    with parallel.naming("parallel_fused_experts"):
+        sent = parallel.dispatch(hidden_states, topk_ids, topk_weights, most_tokens)
+        call = sent.rows, sent.scales, w1, w2, sent.topk_weights, sent.topk_ids, activation
+        experts_into(sent.results, *call, quant_config=quant_config)
+        return parallel.combine(sent.results, out)

@@ -12,7 +12,7 @@ import torch
 
 import pyops
 from benchmarks import expert_parallel
-from benchmarks.expert_parallel import Exchange, Model, check, check_products, draw, of_kernels, predicted
+from benchmarks.expert_parallel import Exchange, Model, check, check_products, draw, of_codes, of_kernels, predicted
 from pyops.testing import ranks
 
 SMALL = Model("small", 64, 8, 3)
@@ -42,6 +42,9 @@ def test_the_kernels_pass_the_checks() -> None:
         check(of_kernels(parallel), parallel.experts, *draw(SMALL, 5, rank, parallel.device))
         check_products(parallel, SMALL, 5, rank)
         parallel.close()
+        model = Model("of groups", 256, 8, 3)
+        codes = pyops.ExpertParallel(None, "cpu", 8, 5, 256, 3, quant_dtype=torch.float8_e4m3fn)
+        check(of_codes(codes), codes.experts, *draw(model, 5, rank, codes.device))
 
     ranks(2, 60).run(body)
 
@@ -50,7 +53,7 @@ def test_a_wrong_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int) -> None:
         parallel = pyops.ExpertParallel(None, "cpu", *(SMALL.num_experts, 5, SMALL.hidden_size, SMALL.top_k))
         x, ids, weights = draw(SMALL, 5, rank, parallel.device)
-        wrong = Exchange("wrong", parallel.dispatch, lambda rows: parallel.combine(rows.flip(0)))
+        wrong = Exchange("wrong", of_kernels(parallel).dispatch, lambda rows: parallel.combine(rows.flip(0)))
         with pytest.raises(AssertionError, match="wrong: 5 tokens of 64 do not come back as they should"):
             check(wrong, parallel.experts, x, ids, weights)
         monkeypatch.setattr(parallel, "combine", lambda rows, out: torch.zeros_like(x))

@@ -10,13 +10,14 @@ import torch
 
 import kernels_cu
 import pyops
+from pyops import _parallel_experts
 from pyops._core.kernel import Kernel
 from pyops.ops.collective import expert_parallel
 from pyops.ops.collective.shared_memory import SIGNAL_BYTES
 from pyops.testing import SCHEDULES, Schedule, cpu, ranks, scheduled
 from tests.test_linear_grouped import needs_compiler
 from tests.test_linear_products import draw, positive
-from tests.test_moe_experts import experts_in_float64
+from tests.test_moe_experts import experts_in_float64, quantised
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HIDDEN, TOP_K, MAX_TOKENS = 72, 3, 9
@@ -76,7 +77,7 @@ def test_rows_go_to_the_ranks_of_their_experts_and_back(world_size: int, dtype: 
 
     def body(rank: int, parallel: pyops.ExpertParallel) -> None:
         for most, xs, ids, weights in calls:
-            rows, own, own_weights = parallel.dispatch(xs[rank], ids[rank], weights[rank], most)
+            rows, own, own_weights, *_ = parallel.dispatch(xs[rank], ids[rank], weights[rank], most)
             assert (len(rows), len(own), len(own_weights)) == (most * world_size,) * 3
             for r in range(world_size):
                 for t in range(most):
@@ -119,7 +120,7 @@ def test_ids_that_name_no_expert_lead_nowhere(schedule: Schedule) -> None:
 
     def body(rank: int, parallel: pyops.ExpertParallel) -> None:
         out = torch.full_like(x, torch.nan)
-        rows, own, weights = parallel.dispatch(x, ids, torch.ones(3, TOP_K))
+        rows, own, weights, *_ = parallel.dispatch(x, ids, torch.ones(3, TOP_K))
         assert own.max().item() == (1 if rank == 2 else -1)
         multiplied(rows, own, weights, rank)
         assert parallel.combine(rows, out) is out
@@ -141,7 +142,7 @@ def one_kernel(text: str) -> Kernel:
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 expert_dispatch(scalar_t* out, const scalar_t* x, const id_t* topk_ids, const float* topk_weights,
                 const uint64_t* signals, LostRank* lost, Signals* own_signals, int num_tokens, int most_tokens,
-                int64_t ids_offset, int64_t weights_offset, int rank) {
+                int64_t ids_offset, int64_t weights_offset, int64_t scales_offset, int rank) {
     World<WORLD_SIZE> world(signals, own_signals, lost, rank);
     ExpertRows rows(world);
     world.meet<Flagged::ALL>();
@@ -149,7 +150,7 @@ expert_dispatch(scalar_t* out, const scalar_t* x, const id_t* topk_ids, const fl
         const int64_t first = int64_t(call) * num_tokens;
         const id_t* const ids = topk_ids + first * TOP_K;
         rows.dispatch(x + first * HIDDEN_SIZE, ids, topk_weights + first * TOP_K, num_tokens, most_tokens, ids_offset,
-                      weights_offset);
+                      weights_offset, scales_offset);
         scalar_t* const own = rows.memory<scalar_t>(rank, SIGNAL_BYTES);
         for (int row = threadIdx.x; row < most_tokens * WORLD_SIZE; row += NUM_THREADS) {
             float factor = 0;
@@ -207,9 +208,9 @@ MISTAKES = {
         "world.meet<Flagged::READS>();\n    }",
     ),
     "no meeting before the results": ("world.meet<Flagged::ALL>();  // results", "// results"),
-    "ranks share a row": ("* WORLD_SIZE + world.rank) * HIDDEN_SIZE", "* WORLD_SIZE) * HIDDEN_SIZE"),
+    "ranks share a row": ("* WORLD_SIZE + world.rank; }", "* WORLD_SIZE; }"),
     "ranks share ids": ("const int at = (token * WORLD_SIZE + world.rank)", "const int at = (token * WORLD_SIZE)"),
-    "a row of another token": ("(int64_t(i / ROW_VECS) * WORLD_SIZE", "(int64_t(i / ROW_VECS ^ 1) * WORLD_SIZE"),
+    "a row of another token": ("return int64_t(i / ROW_VECS)", "return int64_t(i / ROW_VECS ^ 1)"),
     "a token of all its ranks but one": ("ranks[b] |= 1u <<", "ranks[b] = 1u <<"),
 }
 
@@ -250,6 +251,25 @@ def test_a_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) 
 
     meeting = 1 if which == "dispatch" else 2
     assert divided(3, body) == [{1: (0, meeting)}, {}, {1: (0, meeting)}]
+
+
+def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes: a product is the next call behind a dispatch that has waited for a rank."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(_parallel_experts, "experts_into", fail)
+
+    def body(rank: int, parallel: pyops.ExpertParallel) -> None:
+        parallel._ranks.lost[1 - rank] = torch.tensor([1, 5])
+        x, ids = torch.ones(1, HIDDEN), torch.zeros(1, TOP_K, dtype=torch.int32)
+        w1, w2 = torch.ones(2, 8, HIDDEN), torch.ones(2, HIDDEN, 4)
+        named = rf"parallel_fused_experts: a kernel has given up waiting for rank {1 - rank} \(block 0, meeting 5\)"
+        with pytest.raises(pyops.RankError, match=named):
+            pyops.parallel_fused_experts(parallel, x, w1, w2, torch.ones(1, TOP_K), ids)
+
+    divided(2, body)
 
 
 @needs_compiler
@@ -333,9 +353,72 @@ def test_calls_are_refused() -> None:
         ((4, 8, 6, 2), "hidden_size"),
         ((4, 8, 64, 0), "top_k"),
         ((4, 8, 64, 2, torch.float64), "dtype"),
+        ((4, 8, 128, 2, None, torch.int8), "quant_dtype"),
+        ((4, 8, 64, 2, None, torch.float8_e4m3fn), "quant_dtype"),
     ],
 )
 def test_sizes_are_refused(sizes: tuple[Any, ...], name: str) -> None:
     with pytest.raises(pyops.OpError, match=f"^ExpertParallel: {name}: "):
         ranks(2, 20).run(lambda rank: pyops.ExpertParallel(None, "cpu", *sizes))
     assert SIGNAL_BYTES % 256 == 0  # rows behind the signals are as aligned as the memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_cross_as_codes(dtype: torch.dtype) -> None:
+    """Codes and scales are those of `per_token_group_quant_fp8`, bit for bit. Results are of the dtype."""
+    hidden, tokens = 384, 5
+    x = draw(tokens, hidden, dtype=torch.float32) * torch.logspace(-9, 4, tokens)[:, None]
+    x[1, 3], x[2, 130], x[3, :128], x[4, 256:] = torch.nan, torch.inf, 0.0, -0.0
+    x[0, :2] = torch.tensor([3e38, 1e-30])
+    x = x.to(dtype)
+    codes, scales = pyops.per_token_group_quant_fp8(x, 128)
+    ids = torch.tensor([[1, 2], [0, 1], [3, -1], [2, 2], [3, 0]])
+
+    def body(rank: int) -> None:
+        parallel = pyops.ExpertParallel(None, "cpu", 4, 6, hidden, 2, dtype, torch.float8_e4m3fn)
+        count = tokens * rank  # rank 0 has none
+        sent = parallel.dispatch(x[:count], ids[:count], ids[:count].float())
+        assert sent.scales is not None
+        assert sent.rows.dtype == torch.float8_e4m3fn
+        here = (ids // 2 == rank).any(1)
+        rows = torch.arange(tokens)[here] * 2 + 1
+        assert torch.equal(sent.rows.view(torch.uint8)[rows], codes.view(torch.uint8)[here])
+        assert torch.equal(sent.scales[rows].view(torch.int32), scales[here].view(torch.int32))
+        sent.results.fill_(rank + 1)
+        sums = parallel.combine(sent.results)
+        assert sums.dtype == dtype
+        assert sums[:, 0].tolist() == [3.0, 1.0, 2.0, 2.0, 3.0][:count]
+        parallel.close()
+
+    ranks(2, 20).run(body)
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", ["reference", "kernels"])
+def test_codes_that_cross_make_what_rows_make(mode: str) -> None:
+    """Bit for bit: products of 8 bits quantise rows in the same groups."""
+    experts, hidden, channels, tokens = 4, 128, 128, 3
+    (c1, s1, _), (c2, s2, _) = (
+        quantised(draw(experts, *size, dtype=torch.float32), "fp8 block")
+        for size in ((256, hidden), (hidden, channels))
+    )
+    ids = torch.tensor([[0, 1], [2, 9], [3, 1]])
+
+    def body(rank: int) -> list[torch.Tensor]:
+        x, own, outs = draw(tokens, hidden, dtype=torch.bfloat16, seed=rank), slice(2 * rank, 2 * rank + 2), []
+        blocks = {"block_shape": [128, 128], "w1_scale": s1[own], "w2_scale": s2[own]}
+        config = pyops.FusedMoEQuantConfig(quant_dtype=torch.float8_e4m3fn, **blocks)
+        for quant_dtype in (None, torch.float8_e4m3fn):
+            parallel = pyops.ExpertParallel(None, "cpu", experts, tokens, hidden, 2, None, quant_dtype)
+            call = parallel, x, c1[own], c2[own], positive(tokens, 2), ids
+            if quant_dtype is not None:
+                with pytest.raises(pyops.OpError, match="quant_config: expected blocks of 128 x 128"):
+                    pyops.parallel_fused_experts(*call)
+            outs.append(pyops.parallel_fused_experts(*call, quant_config=config))
+            parallel.close()
+        return outs
+
+    with cpu(mode):
+        for by_rows, by_codes in ranks(2, 60).run(body):
+            assert by_rows.any(1).all()
+            assert torch.equal(by_rows, by_codes)

@@ -22,7 +22,7 @@ def _replayed(parallel: pyops.ExpertParallel, rank: int) -> bool:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for out in outs:
-            rows, local, here = parallel.dispatch(x, ids, weights, 7)
+            rows, local, here, *_ = parallel.dispatch(x, ids, weights, 7)
             rows.mul_(factors(local, here, parallel.experts.start).to(rows.dtype))
             parallel.combine(rows, out)
     found = []

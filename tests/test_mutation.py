@@ -114,7 +114,8 @@ def test_every_kernel_has_mutants() -> None:
     """But those that call one function of a header."""
     kernels = [file for file in kernels_cu.names() if file.endswith(".cu")]
     without = {file for file in kernels if not operators.mutants_of(file, kernels_cu.read(file))}
-    assert without <= {"quantize/scaled_fp4_quant.cu", "quantize/silu_and_mul_nvfp4_quant.cu"}
+    of_fp4 = {"quantize/scaled_fp4_quant.cu", "quantize/silu_and_mul_nvfp4_quant.cu"}
+    assert without <= of_fp4 | {"collective/expert_dispatch.cu", "collective/expert_combine.cu"}
 
 
 def test_declarations() -> None:

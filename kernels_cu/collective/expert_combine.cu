@@ -3,7 +3,7 @@
 //     out[t] = T(sum_p float(row t * W + rank of rank p))    over these ranks in their order, rounded once; else 0
 //
 // Thread t of block b sums the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, which it reads
-// where the ranks hold them. include/expert_rows.cuh has the order of ranks.
+// where the ranks hold them. expert_rows.cuh has the order of ranks.
 //
 // Constants
 //     WORLD_SIZE     W, ranks
@@ -11,6 +11,7 @@
 //     TOP_K          choices of a token
 //     NUM_EXPERTS    on all ranks
 //     id_t           element type of topk_ids
+//     CODES, code_t  of the dispatch: of no interest here
 
 #include "expert_rows.cuh"
 

@@ -45,9 +45,8 @@ def of_ranks() -> list[Specialisation]:
     shared = {"WORLD_SIZE": 8, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
     packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
     rows = shared | {"VEC_SIZE": 8, "HIDDEN_SIZE": 7168, "TOP_K": 8, "NUM_EXPERTS": 256}
-    of_experts = [
-        (rows | {"WORLD_SIZE": ranks, "id_t": id_t}) for ranks in (2, 4, 8) for id_t in (dtypes.int32, dtypes.int64)
-    ]
+    rows |= {"id_t": dtypes.int64, "code_t": dtypes.float8_e4m3fn, "CODES": False}
+    of_experts = [rows | {"WORLD_SIZE": world_size} for world_size in (2, 4, 8)]
     return [
         custom_all_reduce._packets(**packets),
         *(
@@ -58,7 +57,8 @@ def of_ranks() -> list[Specialisation]:
         minimax._kernel(**shared, Q_SIZE=768, K_SIZE=128, VEC_SIZE=8),
         quick_all_reduce._kernel(**shared, BITS=16, compute_t=dtypes.bfloat16),
         quick_all_reduce._kernel(**shared, BITS=6, compute_t=dtypes.float16),
-        *(kernel(**one) for one in of_experts for kernel in (expert_parallel._dispatch, expert_parallel._combine)),
+        *(expert_parallel._dispatch(**one | {"CODES": codes}) for one in of_experts for codes in (False, True)),
+        *(expert_parallel._combine(**one) for one in of_experts),
     ]
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._core import dtypes, ranks
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.lazy import torch
-from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, read_lost, spread
+from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread
 from .custom_all_reduce import keep
 from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged
 
@@ -20,6 +20,7 @@ __all__ = ["DispatchedRows", "ExpertParallel"]
 
 _dispatch = Kernel("collective/expert_dispatch.cu")
 _combine = Kernel("collective/expert_combine.cu")
+_GROUP = 128  # elements under one scale, as in expert_rows.cuh
 
 
 class DispatchedRows(NamedTuple):
@@ -28,14 +29,19 @@ class DispatchedRows(NamedTuple):
     Row ``t * world_size + r`` is token t of rank r. It is defined where one of its ids is not -1.
 
     Attributes:
-        rows: [most_tokens * world_size, hidden_size]; products may write their results here.
+        rows: [most_tokens * world_size, hidden_size] of `quant_dtype`, or else of `dtype`; rows of one stride.
         topk_ids: [most_tokens * world_size, top_k] int32: experts as this rank numbers its own, -1 for all others.
         topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
+        scales: [most_tokens * world_size, hidden_size / 128] float32, of codes; None for rows that are none.
+        results: [most_tokens * world_size, hidden_size] of `dtype`, memory for what `combine` takes. It is that of
+            `rows`, which must have been read before.
     """
 
     rows: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    scales: Tensor | None
+    results: Tensor
 
 
 class ExpertParallel:
@@ -49,11 +55,11 @@ class ExpertParallel:
     ::
 
         parallel = ExpertParallel(group, "cuda:0", num_experts=256, max_tokens=128, hidden_size=7168, top_k=8)
-        rows, ids, weights = parallel.dispatch(x, topk_ids, topk_weights)
-        fused_experts(rows, w1, w2, weights, ids, inplace=True)
-        out = parallel.combine(rows)
+        sent = parallel.dispatch(x, topk_ids, topk_weights)
+        fused_experts(sent.rows, w1, w2, sent.topk_weights, sent.topk_ids, inplace=True)
+        out = parallel.combine(sent.results)
 
-    `parallel_fused_experts` does these three lines.
+    `parallel_fused_experts` does these three lines, and multiplies codes, too.
 
     Args:
         group: as of `CustomAllReduce`. device: the GPU of this process, which reaches the memory of every other.
@@ -62,9 +68,14 @@ class ExpertParallel:
         hidden_size: elements of a row; a multiple of 16 bytes.
         top_k: choices of a token.
         dtype: of rows; float32, float16 or bfloat16; None for bfloat16.
+        quant_dtype: torch.float8_e4m3fn, and rows cross the links as the codes of `per_token_group_quant_fp8` in groups
+            of 128; or None. Results are of `dtype`.
 
     Attributes:
         experts: those of this rank.
+
+    Raises:
+        OpError: of sizes that the kernels do not take, of `dispatch` and `combine` before anything is launched.
     """
 
     def __init__(
@@ -76,59 +87,49 @@ class ExpertParallel:
         hidden_size: int,
         top_k: int,
         dtype: Any = None,
+        quant_dtype: Any = None,
     ) -> None:
         self.group, self.device, self.max_tokens = group, torch.device(device), max_tokens
         self.hidden_size, self.top_k, self.dtype = hidden_size, top_k, dtype or torch.bfloat16
+        self.quant_dtype, self.world_size = quant_dtype, len(exchanged(None, group))
         sizes = {"num_experts": num_experts, "max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}
-        for name, value in sizes.items():
-            if not 1 <= value < 1 << 31:
-                raise OpError("ExpertParallel", name, f"expected 1 or more, got {value}")
-        if self.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise OpError("ExpertParallel", "dtype", f"expected float32, float16 or bfloat16, got {dtype}")
-        if hidden_size * self.dtype.itemsize % VEC_BYTES:
-            expected = f"expected rows that {VEC_BYTES} bytes divide"
-            raise OpError("ExpertParallel", "hidden_size", f"{expected}, got {hidden_size} of {self.dtype}")
-        world_size = len(exchanged(None, group))
-        if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and ranks.here() is None):
-            raise OpError("ExpertParallel", "group", f"expected 2, 4, 6 or 8 ranks, got {world_size}")
-        if max_tokens * world_size * max(hidden_size, top_k) >= 1 << 31:
-            raise OpError("ExpertParallel", "max_tokens", f"expected fewer than 2^31 elements, got {max_tokens} tokens")
-        if num_experts % world_size:
-            raise OpError("ExpertParallel", "num_experts", f"expected a multiple of {world_size}, got {num_experts}")
-        self._map(group, world_size)
-        first = self._memory.rank * (num_experts // world_size)
-        self.world_size, self.experts = world_size, range(first, first + num_experts // world_size)
+        _check_sizes(self.world_size, sizes, self.dtype, quant_dtype)
+        self._map()
+        first, count = self._memory.rank * num_experts // self.world_size, num_experts // self.world_size
+        self.experts = range(first, first + count)
         self._constants = {
             "scalar_t": dtypes.of(self.dtype),
             "HIDDEN_SIZE": hidden_size,
             "VEC_SIZE": VEC_BYTES // self.dtype.itemsize,
             "TOP_K": top_k,
             "NUM_EXPERTS": num_experts,
+            "code_t": dtypes.float8_e4m3fn,
         }
-        self._sent: tuple[Tensor, int] | None = (
-            None  # the ids of the dispatch that is to be combined, and its most_tokens
-        )
+        self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch that is to be combined
 
-    def _map(self, group: Any, world_size: int) -> None:
-        """Signals, rows, ids and weights, in one piece of memory."""
-        num_rows, (hidden_size, top_k) = self.max_tokens * world_size, (self.hidden_size, self.top_k)
-        choices, nbytes = num_rows * top_k * 4, num_rows * hidden_size * self.dtype.itemsize
-        self._offsets = {"ids_offset": SIGNAL_BYTES + nbytes, "weights_offset": SIGNAL_BYTES + nbytes + choices}
+    def _map(self) -> None:
+        """Signals, rows, ids, weights and scales, in one piece of memory."""
+        num_rows = self.max_tokens * self.world_size
+        groups = 0 if self.quant_dtype is None else self.hidden_size // _GROUP
+        columns = {"rows": self.hidden_size, "ids": self.top_k, "weights": self.top_k, "scales": groups}
+        of = {"rows": self.dtype, "ids": torch.int32, "weights": torch.float32, "scales": torch.float32}
+        offsets, end = {}, SIGNAL_BYTES
+        for name, count in columns.items():
+            offsets[name] = end
+            end += -(-num_rows * count * of[name].itemsize // VEC_BYTES) * VEC_BYTES
+        self._offsets = {f"{name}_offset": offsets[name] for name in ("ids", "weights", "scales")}
         on_gpu = self.device.type == "cuda"
-        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
-            memory = self._memory = GroupMemory(group, SIGNAL_BYTES + nbytes + 2 * choices)
+        with torch.cuda.device(self.device) if on_gpu else nullcontext():
+            memory = self._memory = GroupMemory(self.group, end)
             keep(memory.addresses[memory.rank], early=True)
             table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)
             self._ranks = Communicator(tuple(memory.addresses), table, memory.rank, True)
-            self._rows, self._ids, self._weights = (
-                memory.bytes_of(offset, size, self.device).view(dtype).view(num_rows, -1)
-                for offset, size, dtype in (
-                    (SIGNAL_BYTES, nbytes, self.dtype),
-                    (self._offsets["ids_offset"], choices, torch.int32),
-                    (self._offsets["weights_offset"], choices, torch.float32),
-                )
+            own = memory.own(self.device)
+            self._rows, self._ids, self._weights, self._scales = (
+                own[offsets[name] :][: num_rows * count * of[name].itemsize].view(of[name]).view(num_rows, count)
+                for name, count in columns.items()
             )
-        exchanged(None, group)  # no rank writes before all have written their tables
+        exchanged(None, self.group)  # no rank writes before all have written their tables
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int | None = None
@@ -144,7 +145,13 @@ class ExpertParallel:
         if self._sent is not None:
             raise OpError("dispatch", "x", "expected a combine of what was dispatched before")
         most = self.max_tokens if most_tokens is None else most_tokens
-        self._check("dispatch", x, topk_ids, topk_weights, most)
+        if not 1 <= most <= self.max_tokens:
+            raise OpError("dispatch", "most_tokens", f"expected 1 to {self.max_tokens}, got {most}")
+        if x.dim() != 2 or x.shape[0] > most:
+            raise OpError("dispatch", "x", f"expected at most {most} rows, got shape {list(x.shape)}")
+        _check_rows("dispatch", "x", x, (x.shape[0], self.hidden_size), self._rows)
+        _check_contiguous("dispatch", "x", x)
+        _check_choices(x, topk_ids, topk_weights, self.top_k)
         received = self.send(x, topk_ids, topk_weights, most)
         self._sent = topk_ids, most
         return received
@@ -155,8 +162,8 @@ class ExpertParallel:
         The choices are those of the last `dispatch`, whose topk_ids must not have been written meanwhile.
 
         Args:
-            rows: [most_tokens * world_size, hidden_size], of every row the sum over this rank's experts. Those of
-                `dispatch`, or others, which are copied there.
+            rows: [most_tokens * world_size, hidden_size] of `dtype`, of every row the sum over this rank's experts: the
+                `results` of `dispatch`, or others, which are copied there.
             out: [num_tokens, hidden_size], contiguous, written; None for a new tensor.
 
         Returns:
@@ -166,11 +173,11 @@ class ExpertParallel:
             raise OpError("combine", "rows", "expected a dispatch before")
         topk_ids, most = self._sent
         own, shape = self._rows[: most * self.world_size], (topk_ids.shape[0], self.hidden_size)
-        self._check_rows("combine", "rows", rows, tuple(own.shape), contiguous=False)
-        if out is not None:
-            self._check_rows("combine", "out", out, shape)
-        else:
+        _check_rows("combine", "rows", rows, tuple(own.shape), own)
+        if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        _check_rows("combine", "out", out, shape, own)
+        _check_contiguous("combine", "out", out)
         if rows.data_ptr() != own.data_ptr():
             own.copy_(rows)
         self.fetch(out, topk_ids, most)
@@ -181,9 +188,13 @@ class ExpertParallel:
         """`dispatch` without its checks, that of turns above all."""
         tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
         fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
-        self._launch("dispatch", _dispatch, most_tokens, fixed, tensors)
-        num_rows = most_tokens * self.world_size
-        return DispatchedRows(*(one[:num_rows] for one in (self._rows, self._ids, self._weights)))
+        self._launch("dispatch", _dispatch, most_tokens, fixed, tensors, self.quant_dtype is not None)
+        of = slice(0, most_tokens * self.world_size)
+        ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
+        if self.quant_dtype is None:
+            return DispatchedRows(results, ids, weights, None, results)
+        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # each lies where the row of its results begins
+        return DispatchedRows(codes, ids, weights, self._scales[of], results)
 
     def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
         """`combine` of what lies in the rows, without its checks."""
@@ -191,11 +202,21 @@ class ExpertParallel:
         self._launch("combine", _combine, most_tokens, {"num_tokens": out.shape[0]}, tensors)
 
     def _launch(
-        self, op: str, kernel: Kernel, most_tokens: int, fixed: dict[str, Any], tensors: dict[str, Tensor]
+        self,
+        op: str,
+        kernel: Kernel,
+        most_tokens: int,
+        fixed: dict[str, Any],
+        tensors: dict[str, Tensor],
+        codes: bool = False,
     ) -> None:
-        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype)}
+        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype), "CODES": codes}
         geometry = spread(most_tokens * self.hidden_size // self._constants["VEC_SIZE"])
         self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
+
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """Within it, an error of the device that comes from ranks that do not come is a `RankError` that names them."""
+        return naming_lost_ranks(what, self._ranks.lost)
 
     def lost_ranks(self) -> dict[int, tuple[int, int]]:
         """As the function of this name: ranks that a kernel has given up waiting for."""
@@ -208,27 +229,50 @@ class ExpertParallel:
         exchanged(None, self.group)
         self._memory.close()
 
-    def _check(self, op: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> None:
-        if x.dim() != 2 or not 0 <= x.shape[0] <= most_tokens:
-            raise OpError(op, "x", f"expected at most {most_tokens} rows, got shape {list(x.shape)}")
-        if not 1 <= most_tokens <= self.max_tokens:
-            raise OpError(op, "most_tokens", f"expected 1 to {self.max_tokens}, got {most_tokens}")
-        self._check_rows(op, "x", x, (x.shape[0], self.hidden_size))
-        choices = x.shape[0], self.top_k
-        for name, tensor, allowed in (
-            ("topk_ids", topk_ids, (torch.int32, torch.int64)),
-            ("topk_weights", topk_weights, (torch.float32,)),
-        ):
-            of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
-            if not of or tuple(tensor.shape) != choices:
-                expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
-                raise OpError(op, name, f"{expected}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
 
-    def _check_rows(self, op: str, name: str, tensor: Tensor, shape: tuple[int, int], contiguous: bool = True) -> None:
-        found = tuple(tensor.shape), tensor.dtype, tensor.device
-        if found != (shape, self.dtype, self._rows.device):
-            expected = f"expected {self.dtype} {list(shape)} on {self._rows.device}"
-            raise OpError(op, name, f"{expected}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
-        if contiguous and not (tensor.is_contiguous() and tensor.data_ptr() % VEC_BYTES == 0):
-            got = f"strides {tensor.stride()} at {tensor.data_ptr():#x}"
-            raise OpError(op, name, f"expected a contiguous tensor at an address that {VEC_BYTES} divides, got {got}")
+def _check_sizes(world_size: int, sizes: dict[str, int], dtype: Any, quant_dtype: Any) -> None:
+    def refuse(name: str, expected: str, got: Any) -> OpError:
+        return OpError("ExpertParallel", name, f"expected {expected}, got {got}")
+
+    for name, value in sizes.items():
+        if not 1 <= value < 1 << 31:
+            raise refuse(name, "1 or more", value)
+    num_experts, max_tokens, hidden_size, top_k = sizes.values()
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise refuse("dtype", "float32, float16 or bfloat16", dtype)
+    if quant_dtype is not None and (quant_dtype != torch.float8_e4m3fn or hidden_size % _GROUP):
+        got = f"{quant_dtype} and {hidden_size}"
+        raise refuse("quant_dtype", f"None, or float8_e4m3fn and a hidden_size that {_GROUP} divides", got)
+    if hidden_size * dtype.itemsize % VEC_BYTES:
+        raise refuse("hidden_size", f"rows that {VEC_BYTES} bytes divide", f"{hidden_size} of {dtype}")
+    if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and ranks.here() is None):
+        raise refuse("group", "2, 4, 6 or 8 ranks", world_size)
+    if max_tokens * world_size * max(hidden_size, top_k) >= 1 << 31:
+        raise refuse("max_tokens", "fewer than 2^31 elements", f"{max_tokens} tokens of {world_size} ranks")
+    if num_experts % world_size:
+        raise refuse("num_experts", f"a multiple of {world_size}", num_experts)
+
+
+def _check_choices(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, top_k: int) -> None:
+    choices = x.shape[0], top_k
+    for name, tensor, allowed in (
+        ("topk_ids", topk_ids, (torch.int32, torch.int64)),
+        ("topk_weights", topk_weights, (torch.float32,)),
+    ):
+        of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
+        if not of or tuple(tensor.shape) != choices:
+            expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
+            got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise OpError("dispatch", name, f"{expected}, got {got}")
+
+
+def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    if (tuple(tensor.shape), tensor.dtype, tensor.device) != (shape, like.dtype, like.device):
+        expected, got = f"{like.dtype} {list(shape)} on {like.device}", f"{tensor.dtype} {list(tensor.shape)}"
+        raise OpError(op, name, f"expected {expected}, got {got} on {tensor.device}")
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous() or tensor.data_ptr() % VEC_BYTES:
+        got = f"strides {tensor.stride()} at {tensor.data_ptr():#x}"
+        raise OpError(op, name, f"expected a contiguous tensor at an address that {VEC_BYTES} divides, got {got}")

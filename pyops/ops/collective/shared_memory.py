@@ -87,7 +87,7 @@ class GroupMemory:
     """
 
     def __init__(self, group: Any, size: int) -> None:
-        self.group = group
+        self.group, self._size = group, size
         self._own, handle = allocate_shared_buffer_and_handle(size)
         handles = exchanged(handle.tolist(), group)
         here = ranks.here()
@@ -97,12 +97,11 @@ class GroupMemory:
             for rank, one in enumerate(handles)
         ]
 
-    def bytes_of(self, offset: int, size: int, device: Any) -> Tensor:
+    def own(self, device: Any) -> Tensor:
         """A uint8 tensor on the memory of this rank."""
-        address = self._own + offset
         if device.type == "cpu":
-            return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-        return torch.as_tensor(_Bytes(address, size), device=device)
+            return torch.frombuffer((ctypes.c_char * self._size).from_address(self._own), dtype=torch.uint8)
+        return torch.as_tensor(_Bytes(self._own, self._size), device=device)
 
     def close(self) -> None:
         """Free the memory. Every process calls, when none uses it any more."""
