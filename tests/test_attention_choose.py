@@ -179,7 +179,7 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
         for launch in V1.launches(*args):
             texts[launch.specialisation.text] = launch.specialisation.kernel.file.split("/")[1]
     clusters = ["attention_decode.cu"] * (max_tokens == 2048)
-    joins = ["attention_combine.cu"] * (max_tokens > 2048)  # of many splits
+    joins = ["decode_combine.cu"] * (max_tokens > 2048)  # of many splits
     assert sorted(texts.values()) == [*joins, "attention_decode.cu", *clusters]
 
 

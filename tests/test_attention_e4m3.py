@@ -1,4 +1,4 @@
-"""Prompts of e4m3 queries: attention_varlen_e4m3.cu under the model of Hopper on the host, and what takes its place."""
+"""Prompts of e4m3 queries: prefill_sm90_fp8.cu under the model of Hopper on the host, and what takes its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attention_varlen_hopper.cu, mla_decode_hopper.cu, mla_decode_few_heads.cu: right under every schedule of the model of
+"""prefill_sm90.cu, mla_decode_sm90.cu, mla_decode_small_h.cu: right under every schedule of the model of
 Hopper on the host; what is chosen."""
 
 from __future__ import annotations
@@ -465,11 +465,11 @@ def test_choice() -> None:
 def test_choice_of_decode_attention() -> None:
     """For sequences of one token among many, of which the other kernel takes none; values are as long as keys there."""
     for num_tokens, changes, files in (
-        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "attention_varlen_hopper.cu"]),
-        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "attention_varlen.cu"]),
-        (70 * 128, {"num_seqs": 70}, ["attention_varlen_hopper.cu"]),
-        (65 * 100, {"num_seqs": 65}, ["attention_varlen_hopper.cu"]),
-        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["attention_varlen_hopper.cu"]),
+        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "prefill_sm90.cu"]),
+        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "prefill_mma.cu"]),
+        (70 * 128, {"num_seqs": 70}, ["prefill_sm90.cu"]),
+        (65 * 100, {"num_seqs": 65}, ["prefill_sm90.cu"]),
+        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["prefill_sm90.cu"]),
         (70, {"num_seqs": 70, "dtype": "float32"}, ["attention_decode_simt.cu"]),
     ):
         problem = _problem(num_tokens, 128, **changes)

@@ -1,4 +1,4 @@
-"""gemm.cu and gemm_swap.cu: right under every schedule of the model of Hopper on the host; what is chosen."""
+"""gemm_sm90.cu and gemm_sm90_swap_ab.cu: right under every schedule of the host's model of Hopper; what is chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLA decode of few heads from an fp8 cache: the geometry of mla_decode_codes.cu."""
+"""MLA decode of few heads from an fp8 cache: the geometry of mla_decode_small_h_fp8.cu."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..._core.kernel import Kernel, Launch
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem, arguments_of, constants_of
 
-_decode = Kernel("attention/mla_decode_codes.cu")
+_decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
 _HEADS, _TOKENS = 16, 64  # of a block, of a tile
 _NUM_THREADS, _BLOCKS = 128, 2  # of a multiprocessor
@@ -24,7 +24,7 @@ _TILE_US, _START_US, _JOIN_US, _BYTES_PER_US = 2.2, 4.0, 3.0, 4.3e6
 
 @dataclass(frozen=True, slots=True)
 class CodesConfig:
-    """The geometry of mla_decode_codes.cu.
+    """The geometry of mla_decode_small_h_fp8.cu.
 
     Attributes:
         max_splits: splits of a sequence, at most; a block takes one split.

@@ -1,4 +1,4 @@
-"""MLA decode of few heads, entries of 16 bits or scaled codes, on Hopper: the geometry of mla_decode_few_heads.cu."""
+"""MLA decode of few heads, entries of 16 bits or scaled codes, on Hopper: the geometry of mla_decode_small_h.cu."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..._core.kernel import Kernel, Launch
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem, arguments_of, constants_of
 
-_decode = Kernel("attention/mla_decode_few_heads.cu")
+_decode = Kernel("attention/mla_decode_small_h.cu")
 
 _HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64  # of a block, of a group of warps
 _GROUPS = (4, 2)  # of a block, of which one or two share a multiprocessor
@@ -25,7 +25,7 @@ _UNIT_US, _ALONE, _START_US, _JOIN_US, _BYTES_PER_US = 1.5, 1.4, 4.0, 3.0, 4.3e6
 
 @dataclass(frozen=True, slots=True)
 class FewHeadsConfig:
-    """The geometry of mla_decode_few_heads.cu.
+    """The geometry of mla_decode_small_h.cu.
 
     Attributes:
         groups: groups of two warps of a block.
@@ -67,7 +67,7 @@ class FewHeadsConfig:
 
 
 def shared_memory(problem: Problem, groups: int) -> int:
-    """Bytes of dynamic shared memory of a block, as mla_decode_few_heads.cu counts them."""
+    """Bytes of dynamic shared memory of a block, as mla_decode_small_h.cu counts them."""
     logits, stages = 4096 * groups, 4 if problem.is_ds_mla else 2
     return _HEADS * ENTRY_SIZE * 2 + logits + stages * groups * _GROUP_TOKENS * _entry_bytes(problem)
 

@@ -1,4 +1,4 @@
-"""MLA decode by wgmma on compute capability 9.0: the geometry of mla_decode_hopper.cu."""
+"""MLA decode by wgmma on compute capability 9.0: the geometry of mla_decode_sm90.cu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..._core.tensor_map import TensorMap
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem
 
-_decode = Kernel("attention/mla_decode_hopper.cu")
+_decode = Kernel("attention/mla_decode_sm90.cu")
 
 _HEADS = 64  # of a block
 _TOKENS = 64  # of a tile
@@ -27,7 +27,7 @@ _PAIR_US, _JOIN_US, _BYTES_PER_US = 3.0, 3.0, 4.3e6
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """The geometry of mla_decode_hopper.cu.
+    """The geometry of mla_decode_sm90.cu.
 
     Attributes:
         cluster: blocks that widen codes for each other: 1, or, of entries of "fp8_ds_mla", 2.

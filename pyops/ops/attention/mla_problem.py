@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether mla_decode_hopper.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
+        """Whether mla_decode_sm90.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def has_few_heads(self) -> bool:
-        """Whether mla_decode_codes.cu (plain codes) or mla_decode_few_heads.cu serves: 16 bits or fp8, aligned rows."""
+        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu serves: 16 bits, fp8, aligned."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")

@@ -1,4 +1,4 @@
-"""Attention of many query tokens of e4m3: the geometry of attention_varlen_e4m3.cu, and what takes its place."""
+"""Attention of many query tokens of e4m3: the geometry of prefill_sm90_fp8.cu, and what takes its place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .varlen_hopper import (
 )
 from .varlen_problem import Problem
 
-_e4m3 = Kernel("attention/attention_varlen_e4m3.cu")
+_e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
 
 # Keys of a tile and warpgroups of rows, by the size of a head, as registers allow; the first is chosen:
@@ -37,7 +37,7 @@ _NUM_THREADS = 256  # of widen_queries.cu; no measurement of its own
 
 @dataclass(frozen=True, slots=True)
 class E4m3Config:
-    """The geometry of attention_varlen_e4m3.cu.
+    """The geometry of prefill_sm90_fp8.cu.
 
     Attributes:
         tokens: keys of a tile.
@@ -49,7 +49,7 @@ class E4m3Config:
 
     def __post_init__(self) -> None:
         if self.tokens not in (64, 128) or self.consumers not in (2, 3):
-            raise ValueError(f"no geometry of attention_varlen_e4m3.cu: {self}")
+            raise ValueError(f"no geometry of prefill_sm90_fp8.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[E4m3Config]:
         """Another tile, or another number of warpgroups."""
@@ -112,7 +112,7 @@ def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
 
 
 def choose(problem: Problem, device: Device) -> E4m3Config | None:
-    """The geometry by the size of heads; None where attention_varlen_e4m3.cu does not serve the call, or
+    """The geometry by the size of heads; None where prefill_sm90_fp8.cu does not serve the call, or
     parts of it have keys of their own (split-KV)."""
     codes = problem.codes
     if (

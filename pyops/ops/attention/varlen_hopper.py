@@ -1,4 +1,4 @@
-"""Attention of many query tokens by wgmma on compute capability 9.0: the geometry of attention_varlen_hopper.cu."""
+"""Attention of many query tokens by wgmma on compute capability 9.0: the geometry of prefill_sm90.cu."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..._core.tensor_map import TensorMap
 from .decode_launch import workspace
 from .varlen_problem import Problem
 
-_hopper = Kernel("attention/attention_varlen_hopper.cu")
-_join = Kernel("attention/attention_varlen_join.cu")
+_hopper = Kernel("attention/prefill_sm90.cu")
+_join = Kernel("attention/prefill_combine.cu")
 
 ROW_BYTES = 128  # of a panel: the swizzle
 _BARRIER_BYTES = 8
 _STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
 _MAX_STAGES = 4  # of tiles of keys, and of codes
 MIN_CODE_STAGES = 2
-_JOIN_WARPS = 8  # of a block of attention_varlen_join.cu; each has a row
+_JOIN_WARPS = 8  # of a block of prefill_combine.cu; each has a row
 _MAX_SPLITS = 32
 _NO_WINDOW = 2**31 - 1  # the sliding_window that kernels take for none
 # Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "A section of heads".
@@ -33,7 +33,7 @@ _ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    """The geometry of attention_varlen_hopper.cu; the attributes are constants of the kernel.
+    """The geometry of prefill_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
         tokens: keys of a tile.
@@ -47,7 +47,7 @@ class HopperConfig:
 
     def __post_init__(self) -> None:
         if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in (2, 3) or self.max_splits < 1:
-            raise ValueError(f"no geometry of attention_varlen_hopper.cu: {self}")
+            raise ValueError(f"no geometry of prefill_sm90.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[HopperConfig]:
         """Other tiles and numbers of warpgroups, as far as shared memory and registers suffice."""

@@ -17,7 +17,7 @@ from .varlen_e4m3 import E4m3Config
 from .varlen_hopper import HopperConfig
 from .varlen_problem import Problem
 
-_varlen = Kernel("attention/attention_varlen.cu")
+_prefill_mma = Kernel("attention/prefill_mma.cu")
 
 _NUM_WARPS = 4
 _TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
@@ -88,7 +88,7 @@ def _step_tokens(problem: Problem, device: Device) -> int:
 
 
 def shared_memory(problem: Problem, config: Config) -> int:
-    """Bytes of dynamic shared memory of a block, as attention_varlen.cu counts them.
+    """Bytes of dynamic shared memory of a block, as prefill_mma.cu counts them.
 
     Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128
     bytes.
@@ -158,7 +158,7 @@ def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arg
     num_tokens, out = problem.query.shape[0], problem.out
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
-    kernel = _varlen(
+    kernel = _prefill_mma(
         **constants,
         TOKENS=config.step_tokens,
         ROW_TILES=config.row_tiles,

@@ -21,7 +21,7 @@ _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
 def _max_head_size(device: Device) -> int:
-    """Of attention_varlen.cu: by WMMA, registers of larger heads spill."""
+    """Of prefill_mma.cu: by WMMA, registers of larger heads spill."""
     return 256 if device.supports("mma") or device.warp_size == 64 else 128
 
 
@@ -90,7 +90,7 @@ class Problem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether attention_varlen.cu serves the call; attention_decode_simt.cu serves every call."""
+        """Whether prefill_mma.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
         unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 a lane has all of an operand: with slopes or a soft cap beside short values, registers spill.
@@ -111,7 +111,7 @@ class Problem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether attention_varlen_hopper.cu serves the call."""
+        """Whether prefill_sm90.cu serves the call."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale

@@ -31,7 +31,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list[Launch], Operand]:
     """The activations as they are multiplied, and the launches that write them.
 
-    `in_fours`: activations of 8 bits come in the order in which gemm_packed.cu multiplies layout marlin_8.
+    `in_fours`: activations of 8 bits come in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
     """
     w, dtype, a = problem.weight, problem.compute_dtype, problem.a
     if w.perm is None and a.dtype is dtype:

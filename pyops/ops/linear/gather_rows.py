@@ -31,7 +31,7 @@ def gathered(
         num_experts, num_rows, top_k, k: sizes.
         perm: [num_experts, K], the order of columns; or None.
         by_place: whether there is a row for each place of the lists; else for each row.
-        lane_step: elements of K of a step of grouped_gemm_packed_hopper.cu, in whose order columns are then; or 0.
+        lane_step: elements of K of a step of wq_grouped_gemm_sm90.cu, in whose order columns are then; or 0.
     """
     places = lists.num_blocks * lists.block_size
     rows = places if by_place else num_rows

@@ -1,7 +1,7 @@
 """Matrix products by wgmma on compute capability 9.0: two kernels, the choice among them, tensor maps of operands.
 
-`GemmConfig` is gemm.cu, for many rows of a; `SwapConfig` is gemm_swap.cu, for few. `choose` takes the one that a model
-of the device finds fastest.
+`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. `choose` takes the
+one that a model of the device finds fastest.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
 from .gemm_problem import SCALE_BLOCK, Operand, Problem
 
-_gemm, _gemm_swap = Kernel("linear/gemm.cu"), Kernel("linear/gemm_swap.cu")
+_gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
 
 _DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
 _BARRIER_BYTES = 8
 _MAX_STAGES = 8
-_MAX_BLOCKED_STAGES = 6  # of gemm_swap.cu, with scales of blocks
-_MAX_TURN_COLUMNS = 192  # of a tile of gemm.cu whose sums one warpgroup has
-_MAX_BLOCK_COLUMNS = 128  # of a tile of gemm.cu whose threads add up sums of blocks of K
+_MAX_BLOCKED_STAGES = 6  # of gemm_sm90_swap_ab.cu, with scales of blocks
+_MAX_TURN_COLUMNS = 192  # of a tile of gemm_sm90.cu whose sums one warpgroup has
+_MAX_BLOCK_COLUMNS = 128  # of a tile of gemm_sm90.cu whose threads add up sums of blocks of K
 _MAX_GROUP = 64
-_MAX_SWAP_COLUMNS = 128  # of a tile of gemm_swap.cu
-_MAX_BLOCKED_ROWS = 32  # of a tile of gemm_swap.cu, whose sums scales of blocks double
+_MAX_SWAP_COLUMNS = 128  # of a tile of gemm_sm90_swap_ab.cu
+_MAX_BLOCKED_ROWS = 32  # of a tile of gemm_sm90_swap_ab.cu, whose sums scales of blocks double
 _BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
 _GROUP_BYTES = 16 << 20  # of rows of a that tiles which run together share, and that stay in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """The geometry of gemm.cu; the attributes are constants of the kernel.
+    """The geometry of gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_n: columns of a tile, whose rows are 128.
@@ -56,7 +56,7 @@ class GemmConfig:
     def __post_init__(self) -> None:
         most = _MAX_TURN_COLUMNS if self.ping_pong else 256
         if self.tile_n % 16 or not 0 < self.tile_n <= most or self.cluster not in (1, 2):
-            raise ValueError(f"no geometry of gemm.cu: {self}")
+            raise ValueError(f"no geometry of gemm_sm90.cu: {self}")
 
     def candidates(self, problem: Problem, device: Device) -> list[GemmConfig]:
         """Other tiles, clusters and orders of tiles."""
@@ -75,7 +75,7 @@ class GemmConfig:
 
     def launch(self, problem: Problem) -> Launch:
         """As many clusters as the device holds go over the tiles."""
-        device, kernel = problem.device, problem.kernel(_gemm.for_arch(problem.device.arch_feature))
+        device, kernel = problem.device, problem.kernel(_gemm_sm90.for_arch(problem.device.arch_feature))
         sum_block, constants = _sum_block(problem, 0), problem.constants()
         if not self._fits(sum_block):
             raise ValueError(f"no registers for sums of {sum_block} elements of K: {self}")
@@ -110,7 +110,7 @@ class GemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class SwapConfig:
-    """The geometry of gemm_swap.cu; the attributes are constants of the kernel.
+    """The geometry of gemm_sm90_swap_ab.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
@@ -124,7 +124,7 @@ class SwapConfig:
     def __post_init__(self) -> None:
         shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= _MAX_SWAP_COLUMNS
         if not shape or self.splits not in (1, 2, 4, 8):
-            raise ValueError(f"no geometry of gemm_swap.cu: {self}")
+            raise ValueError(f"no geometry of gemm_sm90_swap_ab.cu: {self}")
 
     @property
     def padded_n(self) -> int:
@@ -152,7 +152,7 @@ class SwapConfig:
 
     def launch(self, problem: Problem) -> Launch:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
-        device, kernel = problem.device, problem.kernel(_gemm_swap.for_arch(problem.device.arch_feature))
+        device, kernel = problem.device, problem.kernel(_gemm_sm90_swap_ab.for_arch(problem.device.arch_feature))
         sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
         exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
         stage = (self.tile_m + self.padded_n) * _STEP_BYTES + 2 * _BARRIER_BYTES

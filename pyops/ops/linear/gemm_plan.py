@@ -18,17 +18,17 @@ from .gemm_hopper import GemmConfig, SwapConfig
 from .gemm_problem import HELD_STAGES, Problem, multiplies
 from .skinny_linear import SkinnyConfig
 
-_mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
+_mma, _simt = Kernel("linear/gemm_sm80.cu"), Kernel("linear/gemm_simt.cu")
 
 MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
 
-# What skinny_linear.cu serves in the place of gemm_swap.cu, measured on an H200 (docs/performance/products.md):
+# What gemv.cu serves in the place of gemm_sm90_swap_ab.cu, measured on an H200 (docs/performance/products.md):
 # one row and weights that are not too large, a few rows and small weights.
 _MAX_SKINNY_WEIGHT, _MAX_SKINNY_K = 2**26, 2**13
 _MAX_SMALL_WEIGHT, _MAX_SMALL_ROWS = 2**21, 4
 # Chosen by arithmetic, measured nowhere yet.
-_MAX_SKINNY_ROWS = 2  # up to which skinny_linear.cu serves a product on devices without gemm_swap.cu
-_STEP_BYTES = 128  # of a row, which a step of gemm_mma.cu copies to shared memory
+_MAX_SKINNY_ROWS = 2  # up to which gemv.cu serves a product on devices without gemm_sm90_swap_ab.cu
+_STEP_BYTES = 128  # of a row, which a step of gemm_sm80.cu copies to shared memory
 _MAX_STAGES = 4, 8  # steps in flight: of large tiles and of small ones
 _SMALL_TILE = 16 * 1024  # bytes of a step of a small tile
 _MAX_SPLITS = 8  # blocks that share a tile
@@ -40,7 +40,7 @@ _GROUP_ROWS = 8  # row tiles whose blocks run together, so that the L2 cache hol
 
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
-    """The geometry of gemm_mma.cu; the attributes are constants of the kernel.
+    """The geometry of gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a block's tile of sums.
@@ -148,7 +148,7 @@ def choose(problem: Problem, device: Device) -> Config:
 
 
 def _is_skinny(problem: Problem, on_hopper: bool) -> bool:
-    """Whether so few rows are bound by reading the weight that skinny_linear.cu, without tensor cores, is faster."""
+    """Whether so few rows are bound by reading the weight that gemv.cu, without tensor cores, is faster."""
     plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
     if not plain or not problem.rows_are_dense or problem.k == 0:
         return False

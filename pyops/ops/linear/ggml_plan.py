@@ -16,7 +16,7 @@ from .gemm_problem import Problem as DenseProblem
 from .ggml_problem import UNIT, Problem
 
 _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
-_digits, _simt = Kernel("linear/ggml_mul_mat_digits.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
+_digits, _simt = Kernel("linear/ggml_mul_mat_row.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
 # Measured on an H200: docs/performance/gguf.md.
 MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
@@ -27,10 +27,10 @@ _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it, if that is enough for 
 _RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
-# Of a multiprocessor, for which registers of ggml_mul_mat_digits.cu are bounded; and where rows have experts, elements
+# Of a multiprocessor, for which registers of ggml_mul_mat_row.cu are bounded; and where rows have experts, elements
 # of X are loaded one by one, or codes are looked up: more spill.
 _RESIDENT_DIGITS_THREADS, _FEWER_RESIDENT_THREADS = 1024, 768
-# Types that ggml_mul_mat_digits.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
+# Types that ggml_mul_mat_row.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
 _DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
 # Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
 # docs/performance/amd.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
@@ -180,7 +180,7 @@ class VecConfig:
 
 @dataclass(frozen=True, slots=True)
 class DigitsConfig:
-    """The geometry of ggml_mul_mat_digits.cu; the attributes are constants of the kernel.
+    """The geometry of ggml_mul_mat_row.cu; the attributes are constants of the kernel.
 
     Attributes:
         k_warps: warps, along K.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["skinny_linear"]
 
-_skinny_linear = Kernel("linear/skinny_linear.cu")
+_gemv = Kernel("linear/gemv.cu")
 # Measured on an H200: docs/performance/products.md, "`skinny_linear`".
 _MAX_TOKENS = 4  # tokens of a block; a lane has a sum for each of them in registers
 _MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many others
@@ -30,7 +30,7 @@ _RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for on
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """The geometry of skinny_linear.cu; the attributes are constants of the kernel.
+    """The geometry of gemv.cu; the attributes are constants of the kernel.
 
     Attributes:
         vec_size: elements of a vector.
@@ -67,7 +67,7 @@ class SkinnyConfig:
         """The launch for a problem whose sums become elements of out by conversion, and at most a bias."""
         given = (problem.epilogue.out, problem.a.source, problem.b.source, problem.epilogue.bias)
         pairs = dict(zip(("out", "input", "weight", "bias"), given, strict=True))
-        kernel = _skinny_linear.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
+        kernel = _gemv.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
         pointers: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
         strides = problem.epilogue.arguments()
         return kernel(
