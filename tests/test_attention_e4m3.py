@@ -13,12 +13,12 @@ import torch
 import pyops
 from pyops._core import config, device, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import varlen_hopper
+from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.varlen_e4m3 import E4m3Config
-from pyops.ops.attention.varlen_hopper import HopperConfig
-from pyops.ops.attention.varlen_plan import Config, choose, launch
-from pyops.ops.attention.varlen_problem import Problem, check_varlen
+from pyops.ops.attention.prefill_plan import Config, choose, launch
+from pyops.ops.attention.prefill_problem import Problem, check_varlen
+from pyops.ops.attention.prefill_sm90 import HopperConfig
+from pyops.ops.attention.prefill_sm90_fp8 import E4m3Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import KERNELS
 from tests.profiles import few
@@ -227,7 +227,7 @@ def test_choice() -> None:
         assert chosen == expected
         for one in (chosen, *chosen.candidates(problem, HOPPER)):
             (found,) = launch(problem, one)
-            assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+            assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
             assert found.specialisation.constants["STAGES"] >= 2
     for problem, kind, count in (
         (_problem(64, 128), HopperConfig, 3),
@@ -251,4 +251,4 @@ def test_compiles_without_spills_and_advice(head_size: int, has_lse: bool) -> No
     one = launch(problem, choose(problem, HOPPER))[0].specialisation
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+    assert report.shared_bytes <= prefill_sm90._STATIC_BYTES

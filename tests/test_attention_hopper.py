@@ -14,11 +14,11 @@ import torch
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Kernel
-from pyops.ops.attention import mla_codes, mla_few_heads, mla_hopper, varlen_hopper
+from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.varlen_hopper import HopperConfig
-from pyops.ops.attention.varlen_plan import Config, choose, launch
-from pyops.ops.attention.varlen_problem import Problem, check_varlen
+from pyops.ops.attention.prefill_plan import Config, choose, launch
+from pyops.ops.attention.prefill_problem import Problem, check_varlen
+from pyops.ops.attention.prefill_sm90 import HopperConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import KERNELS
 from tests.core.conftest import launched
@@ -155,7 +155,7 @@ def test_values_shorter_than_keys(
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of one key-value head after another; of two, and then of the one that is left."""
-    monkeypatch.setattr(varlen_hopper, "section_heads", lambda *_: section)
+    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: section)
     _varlen(HopperConfig(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 
@@ -428,7 +428,7 @@ def test_choice() -> None:
             assert isinstance(chosen, HopperConfig)
             for one in (chosen, *chosen.candidates(served, HOPPER)):
                 found = launch(served, one)[0]
-                assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+                assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
     # Splits where items of work are fewer than multiprocessors: 8 of 16 tokens and a key-value head.
     assert choose(_problem(64, 128), HOPPER) == HopperConfig(128, 2, max_splits=8)
@@ -508,7 +508,7 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
     assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+    assert report.shared_bytes <= prefill_sm90._STATIC_BYTES
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
         call = mla_call(lengths, num_heads, page_size, dtype=dtype, num_kv_splits=splits, device=on)
         with schedule:
             assert_is_mla(call)
-        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+        assert isinstance(tuning.last[MLA.name], mla_sm90.HopperConfig)
         result = call["out"], call["lse"]
         first = first or result
         assert same_bits(first[0], result[0])
@@ -577,11 +577,11 @@ def test_mla_codes(
             call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
-        few_heads = mla_codes.CodesConfig if kind == FP8 else mla_few_heads.FewHeadsConfig
-        expected = few_heads if num_heads <= 16 else mla_hopper.HopperConfig
+        few_heads = mla_small_h_fp8.CodesConfig if kind == FP8 else mla_small_h.FewHeadsConfig
+        expected = few_heads if num_heads <= 16 else mla_sm90.HopperConfig
         chosen = tuning.last[MLA.name]
         assert isinstance(chosen, expected)
-        if isinstance(chosen, mla_hopper.HopperConfig):  # two blocks of heads share conversions of scaled codes
+        if isinstance(chosen, mla_sm90.HopperConfig):  # two blocks of heads share conversions of scaled codes
             assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
     MLA.forget()
 
@@ -638,7 +638,7 @@ def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype
 def test_mla_compiles_without_spills_and_advice(
     cluster: int, cache_t: dtypes.DType, half_boxes: bool, is_ds_mla: bool
 ) -> None:
-    one = mla_hopper._decode.for_arch("sm_90a")(
+    one = mla_sm90._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,
         out_t=dtypes.bfloat16,
@@ -653,7 +653,7 @@ def test_mla_compiles_without_spills_and_advice(
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes + mla_hopper._SHARED_BYTES <= HOPPER.shared_memory
+    assert report.shared_bytes + mla_sm90._SHARED_BYTES <= HOPPER.shared_memory
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -661,9 +661,9 @@ def test_mla_compiles_without_spills_and_advice(
     ("kernel", "cache_t", "is_ds_mla"),
     few(
         [
-            (mla_few_heads._decode, dtypes.float8_e4m3fn, True),
-            (mla_few_heads._decode, dtypes.bfloat16, False),
-            (mla_codes._decode, dtypes.float8_e4m3fn, False),
+            (mla_small_h._decode, dtypes.float8_e4m3fn, True),
+            (mla_small_h._decode, dtypes.bfloat16, False),
+            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False),
         ],
         2,
     ),
@@ -678,7 +678,7 @@ def test_mla_of_few_heads_compiles_without_spills(kernel: Kernel, cache_t: dtype
         PAGE_SIZE=64,
         HAS_LSE=True,
         IS_DS_MLA=is_ds_mla,
-        **({} if kernel is mla_codes._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
+        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import varlen_hopper
+from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options
-from pyops.ops.attention.varlen_hopper import HopperConfig
-from pyops.ops.attention.varlen_plan import Config, choose, launch
-from pyops.ops.attention.varlen_problem import Problem, check_ragged
+from pyops.ops.attention.prefill_plan import Config, choose, launch
+from pyops.ops.attention.prefill_problem import Problem, check_ragged
+from pyops.ops.attention.prefill_sm90 import HopperConfig
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, strategies
 from tests.calls import DEVICES, KERNELS, Host
 from tests.profiles import few
@@ -388,4 +388,4 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     if arch == "sm_90":
         assert one.constants["scalar_t"] is dtypes.bfloat16
-        assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+        assert report.shared_bytes <= prefill_sm90._STATIC_BYTES

@@ -9,7 +9,7 @@ import torch
 
 import pyops
 from pyops._core import config, tuning
-from pyops.ops.attention.varlen_hopper import HopperConfig
+from pyops.ops.attention.prefill_sm90 import HopperConfig
 from pyops.testing import same_bits
 from tests.calls import DEVICES, Host
 from tests.test_attention import paged_call

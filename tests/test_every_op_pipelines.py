@@ -21,11 +21,11 @@ import pyops
 from pyops._core import config, device, source
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Specialisation
-from pyops.ops.attention.varlen_hopper import HopperConfig
+from pyops.ops.attention.prefill_sm90 import HopperConfig
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig
-from pyops.ops.linear.gemm_hopper import GemmConfig, SwapConfig
 from pyops.ops.linear.gemm_plan import MmaConfig
+from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
 from pyops.ops.linear.grouped_plan import GroupedConfig, GroupedMmaConfig, GroupedSimtConfig
 from pyops.ops.linear.packed_hopper import PackedConfig

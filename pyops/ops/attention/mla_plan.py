@@ -9,15 +9,15 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import mla_codes, mla_few_heads, mla_hopper
+from . import mla_sm90, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
 from .join import TILE_TOKENS, JoinConfig, choose_join, lanes_of, launch_join
 from .layout import absent, heads_stride
-from .mla_codes import CodesConfig
-from .mla_few_heads import FewHeadsConfig
-from .mla_hopper import HopperConfig
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, Problem
+from .mla_sm90 import HopperConfig
+from .mla_small_h import FewHeadsConfig
+from .mla_small_h_fp8 import CodesConfig
 
 _decode = Kernel("attention/mla_decode.cu")
 _decode_simt = Kernel("attention/mla_decode_simt.cu")
@@ -83,11 +83,11 @@ AnyConfig = Config | HopperConfig | CodesConfig | FewHeadsConfig
 def choose(problem: Problem, device: Device) -> AnyConfig:
     """The Config for this problem."""
     if problem.has_few_heads and problem.is_plain_fp8:
-        return mla_codes.choose(problem, device)
+        return mla_small_h_fp8.choose(problem, device)
     if problem.has_few_heads:
-        return mla_few_heads.choose(problem, device)
+        return mla_small_h.choose(problem, device)
     if problem.uses_wgmma:
-        return mla_hopper.choose(problem, device)
+        return mla_sm90.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED

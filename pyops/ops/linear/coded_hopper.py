@@ -11,7 +11,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
 from .coded_experts import CodedExperts
 from .coded_problem import CodedProblem
-from .gather_rows import gathered
+from .expert_rows import gathered
 from .packed_experts import TILES
 
 _wq_grouped_gemm_sm90 = Kernel("linear/wq_grouped_gemm_sm90.cu")

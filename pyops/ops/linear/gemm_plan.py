@@ -13,9 +13,9 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import FLOATS
 from ..._core.kernel import Kernel, Launch, Scratch
-from . import gemm_hopper, skinny_linear
-from .gemm_hopper import GemmConfig, SwapConfig
+from . import gemm_sm90, skinny_linear
 from .gemm_problem import HELD_STAGES, Problem, multiplies
+from .gemm_sm90 import GemmConfig, SwapConfig
 from .skinny_linear import SkinnyConfig
 
 _mma, _simt = Kernel("linear/gemm_sm80.cu"), Kernel("linear/gemm_simt.cu")
@@ -137,11 +137,11 @@ Config = GemmConfig | SwapConfig | MmaConfig | SimtConfig | SkinnyConfig
 
 def choose(problem: Problem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
-    on_hopper = gemm_hopper.serves(problem, device)
+    on_hopper = gemm_sm90.serves(problem, device)
     if _is_skinny(problem, on_hopper):
         return skinny_linear.choose(problem, device)
     if on_hopper:
-        return gemm_hopper.choose(problem, device)
+        return gemm_sm90.choose(problem, device)
     if not multiplies(problem.dtype, device):
         return SimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)

@@ -8,7 +8,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.kernel import Launch, Scratch
 from . import dequantize_packed, grouped_plan, packed_tile
-from .gather_rows import gathered
+from .expert_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, max_boxes, step_rows

@@ -11,7 +11,7 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, Operand, Problem, column_bias
 from .scaled_mm import check_scales, codes, scaled

@@ -11,7 +11,7 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .decode_launch import workspace
-from .varlen_problem import Problem
+from .prefill_problem import Problem
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _join = Kernel("attention/prefill_combine.cu")

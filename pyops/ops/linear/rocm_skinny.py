@@ -1,4 +1,4 @@
-"""vLLM's products for few tokens: those of its ROCm namespace, and those of DeepSeek-V3's layers.
+"""The skinny GEMMs of vLLM's ROCm namespace.
 
 Where upstream has a kernel for some sizes alone, these serve any size, on every platform.
 """
@@ -8,23 +8,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
-from ..._core.dtypes import E4M3, bfloat16, float16, float32
+from ..._core.dtypes import E4M3, bfloat16, float16
 from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, Operand, Problem
-from .scaled_mm import check_product, codes
+from .scaled_mm import codes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LLMM1", "dsv3_fused_a_gemm", "dsv3_router_gemm", "wvSplitK", "wvSplitKQ", "wvSplitKrc"]
+__all__ = ["LLMM1", "wvSplitK", "wvSplitKQ", "wvSplitKrc"]
 
 
-def _product(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None = None) -> Tensor:
+def weight_product(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None = None) -> Tensor:
     """float64 ``in_b @ in_a.T + in_bias``."""
     x = in_b.double() @ in_a.double().T
     return x if in_bias is None else x + in_bias.double()
@@ -36,7 +36,7 @@ def _result(in_a: TensorArg, in_b: TensorArg) -> Result:
     return Result((in_b.shape[0], in_a.shape[0]), in_b.dtype)
 
 
-def _plan(
+def plan_product(
     out: TensorArg,
     in_a: TensorArg,
     in_b: TensorArg,
@@ -60,7 +60,7 @@ def _plan(
     return plan(Problem(Operand.of_matrix(in_b), Operand.of_matrix(in_a), k, epilogue))
 
 
-def _example(make: Any, num_tokens: int, dtype: str, with_bias: bool) -> tuple[Any, Any, Any]:
+def example_tensors(make: Any, num_tokens: int, dtype: str, with_bias: bool) -> tuple[Any, Any, Any]:
     """A weight, tokens, and a bias or None."""
     k, outputs = 160, 40
     return (
@@ -82,7 +82,7 @@ def LLMM1(in_a: Tensor, in_b: Tensor, rows_per_block: int, *, out: Tensor) -> No
         rows_per_block: upstream's geometry; any integer, which changes nothing.
         out: [tokens, outputs] of the same dtype, returned; elements of a row lie one after another.
     """
-    out.copy_(_product(in_a, in_b))
+    out.copy_(weight_product(in_a, in_b))
 
 
 @LLMM1.result
@@ -94,14 +94,14 @@ def result_LLMM1(in_a: TensorArg, in_b: TensorArg) -> Result:
 def plan_LLMM1(in_a: TensorArg, in_b: TensorArg, out: TensorArg) -> Launch:
     check.dtype(in_a, float16, bfloat16)
     check.dtype(out, in_a.dtype)
-    return _plan(out, in_a, in_b)
+    return plan_product(out, in_a, in_b)
 
 
 @LLMM1.example
 def example_LLMM1(
     make: Any, *, num_tokens: int = 1, dtype: Literal["bfloat16", "float16"] = "bfloat16"
 ) -> tuple[Any, ...]:
-    weight, tokens, _ = _example(make, num_tokens, dtype, with_bias=False)
+    weight, tokens, _ = example_tensors(make, num_tokens, dtype, with_bias=False)
     return (weight, tokens, 4, make.empty(num_tokens, 40, dtype=dtype))
 
 
@@ -118,7 +118,7 @@ def wvSplitK(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
         out: [tokens, outputs] of the same dtype, returned; elements of a row lie one after another.
     """
-    out.copy_(_product(in_a, in_b, in_bias))
+    out.copy_(weight_product(in_a, in_b, in_bias))
 
 
 @wvSplitK.result
@@ -130,14 +130,14 @@ def result_wvSplitK(in_a: TensorArg, in_b: TensorArg) -> Result:
 def plan_wvSplitK(in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, out: TensorArg) -> Launch:
     check.dtype(in_a, float16, bfloat16)
     check.dtype(out, in_a.dtype)
-    return _plan(out, in_a, in_b, in_bias)
+    return plan_product(out, in_a, in_b, in_bias)
 
 
 @wvSplitK.example
 def example_wvSplitK(
     make: Any, *, num_tokens: int = 4, dtype: Literal["bfloat16", "float16"] = "bfloat16", with_bias: bool = False
 ) -> tuple[Any, ...]:
-    return (*_example(make, num_tokens, dtype, with_bias), 80, make.empty(num_tokens, 40, dtype=dtype))
+    return (*example_tensors(make, num_tokens, dtype, with_bias), 80, make.empty(num_tokens, 40, dtype=dtype))
 
 
 @op(returns="out", atol=2.0**-18)
@@ -153,7 +153,7 @@ def wvSplitKrc(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int,
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
         out: [tokens, outputs] of the same dtype, returned; elements of a row lie one after another.
     """
-    out.copy_(_product(in_a, in_b, in_bias))
+    out.copy_(weight_product(in_a, in_b, in_bias))
 
 
 @wvSplitKrc.result
@@ -165,14 +165,14 @@ def result_wvSplitKrc(in_a: TensorArg, in_b: TensorArg) -> Result:
 def plan_wvSplitKrc(in_a: TensorArg, in_b: TensorArg, in_bias: TensorArg | None, out: TensorArg) -> Launch:
     check.dtype(in_a, float16, bfloat16)
     check.dtype(out, in_a.dtype)
-    return _plan(out, in_a, in_b, in_bias)
+    return plan_product(out, in_a, in_b, in_bias)
 
 
 @wvSplitKrc.example
 def example_wvSplitKrc(
     make: Any, *, num_tokens: int = 32, dtype: Literal["bfloat16", "float16"] = "bfloat16", with_bias: bool = False
 ) -> tuple[Any, ...]:
-    return (*_example(make, num_tokens, dtype, with_bias), 80, make.empty(num_tokens, 40, dtype=dtype))
+    return (*example_tensors(make, num_tokens, dtype, with_bias), 80, make.empty(num_tokens, 40, dtype=dtype))
 
 
 @op(out="out_c", atol=lambda in_a, in_b: absolute_error(in_b, in_a.T))
@@ -191,7 +191,7 @@ def wvSplitKQ(
         scale_a: of the weight, one float32; scale_b: of the tokens, likewise.
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
     """
-    x = scale_b.reshape(()) * (scale_a.reshape(()) * _product(in_a, in_b).float())
+    x = scale_b.reshape(()) * (scale_a.reshape(()) * weight_product(in_a, in_b).float())
     out_c.copy_(x if in_bias is None else x + in_bias.float())
 
 
@@ -208,7 +208,7 @@ def plan_wvSplitKQ(
     check.dtype(out_c, float16, bfloat16)
     check.scalar(scale_a)
     check.scalar(scale_b)
-    return _plan(out_c, in_a, in_b, in_bias, scale_a, scale_b)
+    return plan_product(out_c, in_a, in_b, in_bias, scale_a, scale_b)
 
 
 @wvSplitKQ.example
@@ -230,55 +230,3 @@ def example_wvSplitKQ(
         make.full(1, value=0.02, dtype="float32"),
         80,
     )
-
-
-@op(out="output", atol=2.0**-18)
-def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
-    """DeepSeek-V3's first projections of queries and latents: ``output = mat_a @ mat_b``, summed in float32.
-
-    Args:
-        output: [tokens, outputs] bfloat16, written; elements of a row lie one after another.
-        mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
-        mat_b: the weight, [K, outputs] bfloat16, of any strides; column-major is fast.
-    """
-    output.copy_(mat_a.double() @ mat_b.double())
-
-
-@dsv3_fused_a_gemm.plan
-def plan_dsv3_fused_a_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> Launch:
-    rows, columns = check_product(output, mat_a, mat_b, bfloat16)
-    check.dtype(output, bfloat16)
-    return plan(Problem(rows, columns, mat_a.shape[1], Epilogue(output)))
-
-
-@dsv3_fused_a_gemm.example
-def example_dsv3_fused_a_gemm(make: Any, *, num_tokens: int = 4) -> tuple[Any, ...]:
-    weight, tokens, _ = _example(make, num_tokens, "bfloat16", with_bias=False)
-    return (make.empty(num_tokens, 40, dtype="bfloat16"), tokens, make.transposed(weight))
-
-
-@op(out="output", atol=2.0**-18)
-def dsv3_router_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
-    """DeepSeek-V3's router: ``output = mat_a @ mat_b.T``, summed in float32 and rounded once, if at all.
-
-    Args:
-        output: [tokens, experts] float32 or bfloat16, written; elements of a row lie one after another.
-        mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
-        mat_b: the weight, [experts, K] bfloat16, likewise.
-    """
-    output.copy_(_product(mat_b, mat_a))
-
-
-@dsv3_router_gemm.plan
-def plan_dsv3_router_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> Launch:
-    check.dtype(mat_a, bfloat16)
-    check.dtype(output, float32, bfloat16)
-    return _plan(output, mat_b, mat_a)
-
-
-@dsv3_router_gemm.example
-def example_dsv3_router_gemm(
-    make: Any, *, num_tokens: int = 4, out_dtype: Literal["float32", "bfloat16"] = "float32"
-) -> tuple[Any, ...]:
-    weight, tokens, _ = _example(make, num_tokens, "bfloat16", with_bias=False)
-    return (make.empty(num_tokens, 40, dtype=out_dtype), tokens, weight)

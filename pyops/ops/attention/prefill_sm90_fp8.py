@@ -11,7 +11,8 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .layout import absent, heads_stride
-from .varlen_hopper import (
+from .prefill_problem import Problem
+from .prefill_sm90 import (
     MIN_CODE_STAGES,
     ROW_BYTES,
     choose_splits,
@@ -24,7 +25,6 @@ from .varlen_hopper import (
     taken,
     window_of,
 )
-from .varlen_problem import Problem
 
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")

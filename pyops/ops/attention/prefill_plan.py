@@ -9,13 +9,13 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import decode_choose, decode_launch, varlen_e4m3, varlen_hopper
+from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of
 from .layout import absent, heads_stride, max_tokens_of
-from .varlen_e4m3 import E4m3Config
-from .varlen_hopper import HopperConfig
-from .varlen_problem import Problem
+from .prefill_problem import Problem
+from .prefill_sm90 import HopperConfig
+from .prefill_sm90_fp8 import E4m3Config
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
 
@@ -59,10 +59,10 @@ class Config:
 
 def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Config:
     """The Config for this problem."""
-    if of_codes := varlen_e4m3.choose(problem, device):
+    if of_codes := prefill_sm90_fp8.choose(problem, device):
         return of_codes
     if problem.uses_wgmma:
-        return varlen_hopper.choose(problem, device)
+        return prefill_sm90.choose(problem, device)
     head_size = problem.query.shape[2]
     is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
@@ -119,7 +119,7 @@ def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list
     if single_rows is None:
         launches = _launch_rows(problem, config, min_tokens=1)
         is_widened = problem.codes is not None and not isinstance(config, E4m3Config)
-        return varlen_e4m3.widened(problem, launches) if is_widened else launches
+        return prefill_sm90_fp8.widened(problem, launches) if is_widened else launches
     device = problem.query.device
     decode_config = tuning.config("paged_attention_v1", single_rows, device, decode_choose.choose)
     return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]

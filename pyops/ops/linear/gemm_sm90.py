@@ -178,7 +178,7 @@ class SwapConfig:
         )
 
 
-_FLOAT16_SUMS = 64  # elements of K of fp8 that tensor cores add up for a result of float16 (fp8_sums.py)
+_FLOAT16_SUMS = 64  # elements of K of fp8 that tensor cores add up for a result of float16 (fp8_accumulation.py)
 
 
 def _sum_block(problem: Problem, of_bfloat16: int) -> int:
