@@ -15,9 +15,9 @@ from pyops._core import config, device, offline, tuning
 from pyops._core.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.prefill_plan import Config, choose, launch
-from pyops.ops.attention.prefill_problem import Problem, check_varlen
-from pyops.ops.attention.prefill_sm90 import HopperConfig
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.attention.prefill_sm90_fp8 import E4m3Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import KERNELS
@@ -202,7 +202,9 @@ def test_refusals() -> None:
             VARLEN.wrapper(**call | changes)
 
 
-def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", *, block: int = 16, **options: Any) -> Problem:
+def _problem(
+    num_tokens: int, head_size: int, arch: str = "sm_90", *, block: int = 16, **options: Any
+) -> PrefillProblem:
     """Of four sequences, with four query heads to each of two key-value heads."""
     make = ArgMaker(device.model(arch))
     cache, scale = make.empty(99, block, 2, head_size, dtype="uint8"), make.empty(1, dtype="float32")
@@ -230,11 +232,11 @@ def test_choice() -> None:
             assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
             assert found.specialisation.constants["STAGES"] >= 2
     for problem, kind, count in (
-        (_problem(64, 128), HopperConfig, 3),
-        (_problem(4096, 192), HopperConfig, 2),
-        (_problem(4096, 128, logits_soft_cap=9.0), HopperConfig, 2),
-        (_problem(4096, 128, block=20), Config, 2),
-        (_problem(4096, 128, "sm_100"), Config, 2),
+        (_problem(64, 128), PrefillSm90Config, 3),
+        (_problem(4096, 192), PrefillSm90Config, 2),
+        (_problem(4096, 128, logits_soft_cap=9.0), PrefillSm90Config, 2),
+        (_problem(4096, 128, block=20), PrefillMmaConfig, 2),
+        (_problem(4096, 128, "sm_100"), PrefillMmaConfig, 2),
     ):
         chosen = choose(problem, problem.query.device)
         assert isinstance(chosen, kind)

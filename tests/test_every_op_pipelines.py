@@ -21,7 +21,7 @@ import pyops
 from pyops._core import config, device, source
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Specialisation
-from pyops.ops.attention.prefill_sm90 import HopperConfig
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig
 from pyops.ops.linear.gemm_plan import MmaConfig
@@ -91,8 +91,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "attention/prefill_mma.cu": [partial(on_ampere, prefill_on_ampere)],
     "attention/prefill_sm90_fp8.cu": [partial(e4m3.test_long_sums_are_exact, "cpu")],
     "attention/prefill_sm90.cu": [
-        partial(prefill.test_geometries, "cpu", HopperConfig(64, 2), (4, 2), 16, 8),
-        partial(prefill.test_geometries, "cpu", HopperConfig(48, 3), (4, 2), 64, 16),
+        partial(prefill.test_geometries, "cpu", PrefillSm90Config(64, 2), (4, 2), 16, 8),
+        partial(prefill.test_geometries, "cpu", PrefillSm90Config(48, 3), (4, 2), 64, 16),
     ],
     "attention/mla_decode.cu": [partial(on_ampere, mla_on_ampere)],
     "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 16, FP8)],

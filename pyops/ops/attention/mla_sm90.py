@@ -12,7 +12,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .join import JoinConfig, choose_join, lanes_of
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
@@ -26,7 +26,7 @@ _PAIR_US, _JOIN_US, _BYTES_PER_US = 3.0, 3.0, 4.3e6
 
 
 @dataclass(frozen=True, slots=True)
-class HopperConfig:
+class MlaSm90Config:
     """The geometry of mla_decode_sm90.cu.
 
     Attributes:
@@ -43,14 +43,14 @@ class HopperConfig:
 
     SPLIT_UNIT = _TOKENS
 
-    def candidates(self, problem: Problem, device: Device) -> list[HopperConfig]:
+    def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
         """Other clusters and splits. How splits are joined stays: a table cannot hold it."""
         found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
         if problem.num_kv_splits <= 0:
             found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
         return found
 
-    def launch(self, problem: Problem, arguments: dict[str, Any]) -> Launch:
+    def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each 64 heads of each split of each sequence."""
         cache, page_table, device = problem.cache, problem.page_table, problem.cache.device
         num_pages, page_size, _ = cache.shape
@@ -89,12 +89,12 @@ class HopperConfig:
         )
 
 
-def _groups(problem: Problem) -> int:
+def _groups(problem: MlaProblem) -> int:
     """Blocks that share the heads of a sequence."""
     return -(-problem.num_heads // _HEADS)
 
 
-def _may_share(problem: Problem) -> bool:
+def _may_share(problem: MlaProblem) -> bool:
     """Whether blocks may be clusters of two, each of which widens half of the codes: of codes with scales."""
     return _groups(problem) % 2 == 0 and problem.is_ds_mla
 
@@ -115,7 +115,7 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
     return TensorMap(cache, cache.dtype, sizes, strides, box, _ROW_BYTES)
 
 
-def choose(problem: Problem, device: Device) -> HopperConfig:
+def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     """As many splits as end first by the model of the device; clusters where they may share conversions."""
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
@@ -132,4 +132,4 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     max_splits = max(1, min(max_splits, tiles))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
-    return HopperConfig(2 if _may_share(problem) else 1, max_splits, _TOKENS, join)
+    return MlaSm90Config(2 if _may_share(problem) else 1, max_splits, _TOKENS, join)

@@ -11,7 +11,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch
 from .join import JoinConfig, choose_join, lanes_of
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem, arguments_of, constants_of
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
@@ -41,7 +41,7 @@ class FewHeadsConfig:
 
     SPLIT_UNIT = 64
 
-    def candidates(self, problem: Problem, device: Device) -> list[FewHeadsConfig]:
+    def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
         """Other blocks and splits. How splits are joined stays: a table cannot hold it."""
         del device
         found = tuning.varied(self, groups=_GROUPS)
@@ -49,7 +49,7 @@ class FewHeadsConfig:
             found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
         return found
 
-    def launch(self, problem: Problem, arguments: dict[str, Any]) -> Launch:
+    def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each split of each sequence."""
         kernel = _decode(
             **constants_of(problem),
@@ -66,24 +66,24 @@ class FewHeadsConfig:
         )
 
 
-def shared_memory(problem: Problem, groups: int) -> int:
+def shared_memory(problem: MlaProblem, groups: int) -> int:
     """Bytes of dynamic shared memory of a block, as mla_decode_small_h.cu counts them."""
     logits, stages = 4096 * groups, 4 if problem.is_ds_mla else 2
     return _HEADS * ENTRY_SIZE * 2 + logits + stages * groups * _GROUP_TOKENS * _entry_bytes(problem)
 
 
-def _entry_bytes(problem: Problem) -> int:
+def _entry_bytes(problem: MlaProblem) -> int:
     return problem.cache.shape[2] * problem.cache.dtype.itemsize
 
 
-def _copy_tokens(problem: Problem) -> int:
+def _copy_tokens(problem: MlaProblem) -> int:
     """Entries that one copy takes: of 16, those that lie one after another in a page."""
     cache = problem.cache
     lie_dense = cache.strides[1] == cache.shape[2] or cache.shape[1] == 1
     return gcd(cache.shape[1], 16) if lie_dense else 1
 
 
-def choose(problem: Problem, device: Device) -> FewHeadsConfig:
+def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """Blocks and splits that end first by the model of the device."""
     units = -(-problem.max_tokens // FewHeadsConfig.SPLIT_UNIT)
     split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read

@@ -9,7 +9,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.kernel import Kernel, Launch
 from .join import JoinConfig, choose_join, lanes_of
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, Problem, arguments_of, constants_of
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
@@ -38,14 +38,14 @@ class CodesConfig:
 
     SPLIT_UNIT = _TOKENS
 
-    def candidates(self, problem: Problem, device: Device) -> list[CodesConfig]:
+    def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
         """Other splits. How splits are joined stays: a table cannot hold it."""
         del device
         if problem.num_kv_splits > 0:
             return []
         return tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
 
-    def launch(self, problem: Problem, arguments: dict[str, Any]) -> Launch:
+    def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
         """A block for each split of each sequence."""
         kernel = _decode(
             **constants_of(problem),
@@ -60,7 +60,7 @@ class CodesConfig:
         )
 
 
-def choose(problem: Problem, device: Device) -> CodesConfig:
+def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     """As many splits as end first by the model of the device."""
     tiles = -(-problem.max_tokens // _TOKENS)
     split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read

@@ -13,8 +13,8 @@ from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8
 from .arguments import Sparse
 from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of
 from .layout import absent, heads_stride, max_tokens_of
-from .prefill_problem import Problem
-from .prefill_sm90 import HopperConfig
+from .prefill_problem import PrefillProblem
+from .prefill_sm90 import PrefillSm90Config
 from .prefill_sm90_fp8 import E4m3Config
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
@@ -28,7 +28,7 @@ _MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without 
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class PrefillMmaConfig:
     """How one call runs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Config:
     step_tokens: int
     min_blocks: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillMmaConfig]:
         """Other warps, tiles, steps and registers."""
         if not problem.uses_mma:
             return tuning.varied(self, num_warps=tuning.beside(self.num_warps, 2, 8))
@@ -57,7 +57,7 @@ class Config:
         return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
 
 
-def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Config:
+def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | PrefillSm90Config | E4m3Config:
     """The Config for this problem."""
     if of_codes := prefill_sm90_fp8.choose(problem, device):
         return of_codes
@@ -68,7 +68,7 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Conf
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
     has_registers = device.supports("mma") or device.warp_size == 64  # for copies that are held, too
-    config = Config(
+    config = PrefillMmaConfig(
         num_warps=_NUM_WARPS,
         row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
         step_tokens=_step_tokens(problem, device),
@@ -78,7 +78,7 @@ def choose(problem: Problem, device: Device) -> Config | HopperConfig | E4m3Conf
     return config if fits else replace(config, num_warps=_NUM_WARPS // 2)
 
 
-def _step_tokens(problem: Problem, device: Device) -> int:
+def _step_tokens(problem: PrefillProblem, device: Device) -> int:
     """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand."""
     head_size = problem.query.shape[2]
     if device.supports("mma") or device.warp_size == 64:
@@ -87,7 +87,7 @@ def _step_tokens(problem: Problem, device: Device) -> int:
     return 16 if is_crowded and device.arch.startswith("gfx11") else 32
 
 
-def shared_memory(problem: Problem, config: Config) -> int:
+def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     """Bytes of dynamic shared memory of a block, as prefill_mma.cu counts them.
 
     Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128
@@ -109,7 +109,7 @@ def _row_bytes(elements: int) -> int:
     return -(-elements // 64) * 128
 
 
-def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list[Launch]:
+def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config) -> list[Launch]:
     """The launches of decode attention for sequences of one query token, where they may be many, and those of the
     kernel of all other sequences.
 
@@ -125,8 +125,10 @@ def launch(problem: Problem, config: Config | HopperConfig | E4m3Config) -> list
     return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]
 
 
-def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, min_tokens: int) -> list[Launch]:
-    """The kernel of sequences of min_tokens query tokens and more, and the join of the splits of a HopperConfig;
+def _launch_rows(
+    problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config, min_tokens: int
+) -> list[Launch]:
+    """The kernel of sequences of min_tokens query tokens and more, and the join of the splits of a PrefillSm90Config;
     elsewhere a block takes its rows over all tokens."""
     options = problem.options
     constants = {
@@ -146,7 +148,7 @@ def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, m
         "length_step": lengths_of(problem.kv).strides[0],
         "starts_step": problem.cu_seqlens_q.strides[0],
     }
-    if isinstance(config, HopperConfig | E4m3Config):
+    if isinstance(config, PrefillSm90Config | E4m3Config):
         return config.launch(problem, constants, arguments | {"min_tokens": min_tokens})
     constants["NUM_WARPS"] = config.num_warps
     if problem.uses_mma:
@@ -154,7 +156,9 @@ def _launch_rows(problem: Problem, config: Config | HopperConfig | E4m3Config, m
     return [_launch_simt(problem, config, constants, arguments)]
 
 
-def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
+def _launch_mma(
+    problem: PrefillProblem, config: PrefillMmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
+) -> Launch:
     num_tokens, out = problem.query.shape[0], problem.out
     block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
     pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
@@ -176,7 +180,9 @@ def _launch_mma(problem: Problem, config: Config, constants: dict[str, Any], arg
     )
 
 
-def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
+def _launch_simt(
+    problem: PrefillProblem, config: PrefillMmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
+) -> Launch:
     num_tokens, num_heads, _ = problem.query.shape
     kernel = decode_simt(
         **NO_STARTS

@@ -26,7 +26,7 @@ def _max_head_size(device: Device) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class PrefillProblem:
     """Query tokens of several sequences against a paged cache, or against ragged keys and values.
 
     Attributes:
@@ -131,14 +131,14 @@ class Problem:
         )
 
     @property
-    def single_rows(self) -> decode_problem.Problem | None:
+    def single_rows(self) -> decode_problem.DecodeProblem | None:
         """What decode attention computes: the sequences of one query token, if they may be enough for all
         multiprocessors; None where the kernel of other sequences takes them. Only the device knows which they are.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV):
             return None
-        single_rows = decode_problem.Problem(
+        single_rows = decode_problem.DecodeProblem(
             self.out,
             self.query,
             self.kv,
@@ -171,7 +171,7 @@ class Problem:
         return " ".join(words)
 
 
-def check_varlen(call: Mapping[str, Any]) -> Problem:
+def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
@@ -185,10 +185,10 @@ def check_varlen(call: Mapping[str, Any]) -> Problem:
     elif q_scale is not None:
         raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    return Problem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
 
 
-def check_ragged(call: Mapping[str, Any]) -> Problem:
+def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
     """The problem of a call of ragged keys and values, whose arguments are given by name; OpError for a call that no
     kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
@@ -200,7 +200,7 @@ def check_ragged(call: Mapping[str, Any]) -> Problem:
         raise check.refuse(query, "sliding_window", f"expected 0 unless causal, got {options.sliding_window}")
     _check_result(out, query, layout, options)
     check.index(cu_seqlens_q, num_seqs_and_one=kv.cu_seqlens_k.shape[0])
-    return Problem(out, query, kv, layout, options, cu_seqlens_q, causal)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, causal)
 
 
 def _check_result(out: TensorArg, query: TensorArg, layout: CacheLayout, options: Options) -> None:

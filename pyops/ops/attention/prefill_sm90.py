@@ -11,7 +11,7 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .decode_launch import workspace
-from .prefill_problem import Problem
+from .prefill_problem import PrefillProblem
 
 _hopper = Kernel("attention/prefill_sm90.cu")
 _join = Kernel("attention/prefill_combine.cu")
@@ -32,7 +32,7 @@ _ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class HopperConfig:
+class PrefillSm90Config:
     """The geometry of prefill_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
@@ -49,12 +49,12 @@ class HopperConfig:
         if self.tokens % 16 or not 0 < self.tokens <= 256 or self.consumers not in (2, 3) or self.max_splits < 1:
             raise ValueError(f"no geometry of prefill_sm90.cu: {self}")
 
-    def candidates(self, problem: Problem, device: Device) -> list[HopperConfig]:
+    def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillSm90Config]:
         """Other tiles and numbers of warpgroups, as far as shared memory and registers suffice."""
         found = tuning.varied(self, tokens=(64, 80, 96, 112, 128, 160, 176, 192), consumers=(2, 3))
         return [one for one in found if one.fits(problem, device)]
 
-    def fits(self, problem: Problem, device: Device) -> bool:
+    def fits(self, problem: PrefillProblem, device: Device) -> bool:
         """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
         registers = -(-problem.value_size // 16) * 8 + self.tokens * 3 // 4
         boxes = self.tokens // problem.box_tokens(self.tokens)
@@ -62,7 +62,7 @@ class HopperConfig:
             self._stages(problem, device)[0] >= 2 and registers <= (192 if self.consumers == 2 else 120) and boxes <= 32
         )
 
-    def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
+    def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
         """As many blocks as the device has multiprocessors, which take work items from a counter; and the join of
         splits, where an item may have several."""
         device, query, layout = problem.query.device, problem.query, problem.layout
@@ -119,7 +119,7 @@ class HopperConfig:
         grid = (num_items, -(-64 * self.consumers // _JOIN_WARPS))
         return [attend, join.launch(grid, 32 * _JOIN_WARPS, **taken(_join, arguments))]
 
-    def _stages(self, problem: Problem, device: Device) -> tuple[int, int, int, int]:
+    def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
         """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory."""
         head_size = problem.query.shape[2]
         key_bytes, value_bytes = (-(-2 * size // ROW_BYTES) * ROW_BYTES for size in (head_size, problem.value_size))
@@ -221,7 +221,7 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
     return TensorMap(cache, cache.dtype, sizes, (token, ROW_BYTES, 8 * token, block), box, ROW_BYTES)
 
 
-def choose(problem: Problem, device: Device) -> HopperConfig:
+def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
     """The largest tile of keys that registers and shared memory have room for; splits of the keys where work items are
     fewer than multiprocessors."""
     one = _choose_tile(problem)
@@ -234,26 +234,26 @@ def choose(problem: Problem, device: Device) -> HopperConfig:
     return replace(one, max_splits=max_splits)
 
 
-def _choose_tile(problem: Problem) -> HopperConfig:
+def _choose_tile(problem: PrefillProblem) -> PrefillSm90Config:
     """The largest tile of keys that registers have room for, beside sums of values; more rows for small heads."""
     head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if head_size <= 64:
-        return HopperConfig(tokens=112 if is_plain else 96, consumers=3)
+        return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=3)
     if value_size <= 128:
-        return HopperConfig(tokens=128, consumers=2)
+        return PrefillSm90Config(tokens=128, consumers=2)
     if value_size <= 192:
-        return HopperConfig(tokens=112 if is_plain else 96, consumers=2)
+        return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=2)
     if problem.is_fp8 or problem.layout.ragged or not has_whole_heads(*problem.keys_and_values):
-        return HopperConfig(tokens=64 if is_plain else 48, consumers=2)
-    return HopperConfig(tokens=80 if is_plain else 64, consumers=2)
+        return PrefillSm90Config(tokens=64 if is_plain else 48, consumers=2)
+    return PrefillSm90Config(tokens=80 if is_plain else 64, consumers=2)
 
 
-def window_of(problem: Problem) -> int:
+def window_of(problem: PrefillProblem) -> int:
     """The window as kernels take it."""
     return min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW
 
 
-def section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
+def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> int:
     """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
     block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
     layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
@@ -262,7 +262,7 @@ def section_heads(problem: Problem, device: Device, num_tiles: int) -> int:
     return max(1, min(layout.num_kv_heads, heads))
 
 
-def choose_splits(problem: Problem, item_rows: int, tile_tokens: int, device: Device) -> int:
+def choose_splits(problem: PrefillProblem, item_rows: int, tile_tokens: int, device: Device) -> int:
     """As many splits of an item as end first by the model of the device.
 
     Each sequence may leave an item, with all its splits, without work.

@@ -11,7 +11,7 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .layout import absent, heads_stride
-from .prefill_problem import Problem
+from .prefill_problem import PrefillProblem
 from .prefill_sm90 import (
     MIN_CODE_STAGES,
     ROW_BYTES,
@@ -51,12 +51,12 @@ class E4m3Config:
         if self.tokens not in (64, 128) or self.consumers not in (2, 3):
             raise ValueError(f"no geometry of prefill_sm90_fp8.cu: {self}")
 
-    def candidates(self, problem: Problem, device: Device) -> list[E4m3Config]:
+    def candidates(self, problem: PrefillProblem, device: Device) -> list[E4m3Config]:
         """Another tile, or another number of warpgroups."""
         found = tuning.varied(self, tokens=(64, 128), consumers=(2, 3))
         return [one for one in found if (one.tokens, one.consumers) in _GEOMETRIES[problem.query.shape[2]]]
 
-    def launch(self, problem: Problem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
+    def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
         """As many blocks as the device has multiprocessors, which take work items from a counter."""
         codes, layout = problem.codes, problem.layout
         assert codes is not None
@@ -111,7 +111,7 @@ def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
     return absent(q_scale=q_scale) | {"q_scale_step": int(q_scale is not None and q_scale.numel > 1)}
 
 
-def choose(problem: Problem, device: Device) -> E4m3Config | None:
+def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
     """The geometry by the size of heads; None where prefill_sm90_fp8.cu does not serve the call, or
     parts of it have keys of their own (split-KV)."""
     codes = problem.codes
@@ -129,7 +129,7 @@ def choose(problem: Problem, device: Device) -> E4m3Config | None:
     return config if choose_splits(problem, 64 * config.consumers, config.tokens, device) == 1 else None
 
 
-def widened(problem: Problem, launches: list[Launch]) -> list[Launch]:
+def widened(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:
     """These launches, for queries of out's type, behind one that makes such queries of e4m3, and of both scales that of
     keys alone."""
     codes = problem.codes

@@ -8,7 +8,7 @@ from ..._core.dtypes import DType, float32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from . import gemm_plan
-from .gemm_problem import Operand, Problem
+from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
 
 _dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
@@ -24,7 +24,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
     dense = Scratch(w.n * w.k * dtype.itemsize)
     gather, a = activations(problem)
     operand = Operand.of_scratch(dense, dtype, w.n, w.k)
-    product = gemm_plan.plan(Problem(a, operand, w.k, problem.epilogue))
+    product = gemm_plan.plan(GemmProblem(a, operand, w.k, problem.epilogue))
     return [] if product.empty else [written(dense, dtype, w), *gather, product]
 
 

@@ -10,7 +10,7 @@ from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .gemm_plan import plan
-from .gemm_problem import Epilogue, Problem
+from .gemm_problem import Epilogue, GemmProblem
 from .rocm_skinny import example_tensors, plan_product, weight_product
 from .scaled_mm import check_product
 
@@ -36,7 +36,7 @@ def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
 def plan_dsv3_fused_a_gemm(output: TensorArg, mat_a: TensorArg, mat_b: TensorArg) -> Launch:
     rows, columns = check_product(output, mat_a, mat_b, bfloat16)
     check.dtype(output, bfloat16)
-    return plan(Problem(rows, columns, mat_a.shape[1], Epilogue(output)))
+    return plan(GemmProblem(rows, columns, mat_a.shape[1], Epilogue(output)))
 
 
 @dsv3_fused_a_gemm.example

@@ -14,7 +14,7 @@ from ..._core.device import Device
 from ..._core.dtypes import FLOATS
 from ..._core.kernel import Kernel, Launch, Scratch
 from . import gemm_sm90, skinny_linear
-from .gemm_problem import HELD_STAGES, Problem, multiplies
+from .gemm_problem import HELD_STAGES, GemmProblem, multiplies
 from .gemm_sm90 import GemmConfig, SwapConfig
 from .skinny_linear import SkinnyConfig
 
@@ -69,7 +69,7 @@ class MmaConfig:
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
 
-    def candidates(self, problem: Problem, device: Device) -> list[MmaConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[MmaConfig]:
         """Other tiles, stages, splits and registers."""
         found = tuning.varied(
             self,
@@ -81,13 +81,13 @@ class MmaConfig:
         )
         return [one for one in found if one.stages >= 2 and one._fits(problem, device)]
 
-    def _fits(self, problem: Problem, device: Device) -> bool:
+    def _fits(self, problem: GemmProblem, device: Device) -> bool:
         """Whether shared memory and registers suffice."""
         sums = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
         enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * sums <= _MAX_RESIDENT_SUMS
         return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
         tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
         splits = self.splits if tiles * self.splits <= 2**31 - 1 else 1
@@ -113,29 +113,29 @@ class MmaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SimtConfig:
+class GemmSimtConfig:
     """The geometry of gemm_simt.cu: rows and columns of a block's tile of sums, of which a thread has 4 x 4."""
 
     tile_m: int
     tile_n: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[SimtConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[GemmSimtConfig]:
         """Other tiles."""
         return tuning.varied(
             self, tile_m=tuning.beside(self.tile_m, 16, 64), tile_n=tuning.beside(self.tile_n, 64, 128)
         )
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
         return problem.kernel(_simt)(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n).launch(
             tiles, self.tile_m * self.tile_n // 16, **problem.arguments()
         )
 
 
-Config = GemmConfig | SwapConfig | MmaConfig | SimtConfig | SkinnyConfig
+Config = GemmConfig | SwapConfig | MmaConfig | GemmSimtConfig | SkinnyConfig
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: GemmProblem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
     on_hopper = gemm_sm90.serves(problem, device)
     if _is_skinny(problem, on_hopper):
@@ -143,11 +143,11 @@ def choose(problem: Problem, device: Device) -> Config:
     if on_hopper:
         return gemm_sm90.choose(problem, device)
     if not multiplies(problem.dtype, device):
-        return SimtConfig(16 if problem.m <= 16 else 64, 64)
+        return GemmSimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
 
 
-def _is_skinny(problem: Problem, on_hopper: bool) -> bool:
+def _is_skinny(problem: GemmProblem, on_hopper: bool) -> bool:
     """Whether so few rows are bound by reading the weight that gemv.cu, without tensor cores, is faster."""
     plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
     if not plain or not problem.rows_are_dense or problem.k == 0:
@@ -160,7 +160,7 @@ def _is_skinny(problem: Problem, on_hopper: bool) -> bool:
     return problem.m <= _MAX_SMALL_ROWS and weight <= _MAX_SMALL_WEIGHT
 
 
-def choose_mma(problem: Problem, device: Device) -> MmaConfig:
+def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
     """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles."""
     m = tuning.power_of_two(problem.m)
 
@@ -189,6 +189,6 @@ def choose_mma(problem: Problem, device: Device) -> MmaConfig:
     return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
 
 
-def plan(problem: Problem) -> Launch:
+def plan(problem: GemmProblem) -> Launch:
     """The launch of the kernel that is chosen, or forced by `tuning`."""
     return tuning.config(problem.op, problem, problem.device, choose).launch(problem)

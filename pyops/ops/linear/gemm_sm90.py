@@ -16,7 +16,7 @@ from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
-from .gemm_problem import SCALE_BLOCK, Operand, Problem
+from .gemm_problem import SCALE_BLOCK, GemmProblem, Operand
 
 _gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
 
@@ -58,7 +58,7 @@ class GemmConfig:
         if self.tile_n % 16 or not 0 < self.tile_n <= most or self.cluster not in (1, 2):
             raise ValueError(f"no geometry of gemm_sm90.cu: {self}")
 
-    def candidates(self, problem: Problem, device: Device) -> list[GemmConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
         """Other tiles, clusters and orders of tiles."""
         found = tuning.varied(
             self,
@@ -73,7 +73,7 @@ class GemmConfig:
         """Whether there are registers for the sums."""
         return not sum_block or (self.tile_n <= _MAX_BLOCK_COLUMNS and not self.ping_pong)
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         """As many clusters as the device holds go over the tiles."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90.for_arch(problem.device.arch_feature))
         sum_block, constants = _sum_block(problem, 0), problem.constants()
@@ -136,7 +136,7 @@ class SwapConfig:
         """Parts of K that are summed apart: of blocks and, of few columns, of their two warpgroups."""
         return self.splits * (2 if self.tile_n <= 64 else 1)
 
-    def candidates(self, problem: Problem, device: Device) -> list[SwapConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[SwapConfig]:
         """Other tiles and splits."""
         found = tuning.varied(
             self,
@@ -150,7 +150,7 @@ class SwapConfig:
         """Whether there is a step of K for each part, and registers for the sums."""
         return self.parts <= steps and (not blocked or self.tile_m <= _MAX_BLOCKED_ROWS)
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90_swap_ab.for_arch(problem.device.arch_feature))
         sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
@@ -181,7 +181,7 @@ class SwapConfig:
 _FLOAT16_SUMS = 64  # elements of K of fp8 that tensor cores add up for a result of float16 (fp8_accumulation.py)
 
 
-def _sum_block(problem: Problem, of_bfloat16: int) -> int:
+def _sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
     """Elements of K that the tensor cores add up, `of_bfloat16` for a result of that type; 0: all."""
     if problem.dtype not in (float8_e4m3fn, float8_e5m2):
         return 0
@@ -190,7 +190,7 @@ def _sum_block(problem: Problem, of_bfloat16: int) -> int:
     return SCALE_BLOCK if problem.epilogue.block_scaled else of_bfloat16
 
 
-def _steps(problem: Problem) -> int:
+def _steps(problem: GemmProblem) -> int:
     return -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
 
 
@@ -203,20 +203,20 @@ def _map(operand: Operand, k: int, rows: int) -> TensorMap:
     return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, _STEP_BYTES)
 
 
-def _out_map(problem: Problem, box: tuple[int, int]) -> TensorMap:
+def _out_map(problem: GemmProblem, box: tuple[int, int]) -> TensorMap:
     out, stride = problem.epilogue.out, problem.epilogue.arguments()["out_stride"]
     itemsize = out.dtype.itemsize
     pitch = stride * itemsize if problem.m > 1 else -(-problem.n * itemsize // 16) * 16
     return TensorMap(out, out.dtype, (problem.n, problem.m), (pitch,), box, box[0] * itemsize)
 
 
-def _arguments(problem: Problem, kernel: Kernel) -> dict[str, Any]:
+def _arguments(problem: GemmProblem, kernel: Kernel) -> dict[str, Any]:
     """Those arguments of the problem that the kernel takes. Maps stand for the pointers to operands."""
     taken = {name for _, name in kernel.signature.parameters}
     return {name: value for name, value in problem.arguments().items() if name in taken}
 
 
-def serves(problem: Problem, device: Device) -> bool:
+def serves(problem: GemmProblem, device: Device) -> bool:
     """Whether the kernels run on the device and take this problem: 8 or 16 bits, operands that can be mapped."""
     epilogue = problem.epilogue
     empty = 0 in (problem.m, problem.n, problem.k)
@@ -242,7 +242,7 @@ _STEP_CYCLES = 120.0  # of a step, however small
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 
 
-def choose(problem: Problem, device: Device) -> GemmConfig | SwapConfig:
+def choose(problem: GemmProblem, device: Device) -> GemmConfig | SwapConfig:
     """The config that takes the least time by the model, of those for as many rows."""
     blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
     sums = blocked, _sum_block(problem, 0) > 0, problem.dtype.itemsize == 1

@@ -15,7 +15,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
-from .gemm_problem import Epilogue, Operand, Problem
+from .gemm_problem import Epilogue, GemmProblem, Operand
 from .scaled_mm import codes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def plan_product(
             raise in_bias.error(f"expected shape ({outputs},) or ({tokens}, {outputs}), got {in_bias.shape}")
         check.row_size(in_bias)
     epilogue = Epilogue(out, scale_b, scale_a, bias=in_bias)
-    return plan(Problem(Operand.of_matrix(in_b), Operand.of_matrix(in_a), k, epilogue))
+    return plan(GemmProblem(Operand.of_matrix(in_b), Operand.of_matrix(in_a), k, epilogue))
 
 
 def example_tensors(make: Any, num_tokens: int, dtype: str, with_bias: bool) -> tuple[Any, Any, Any]:

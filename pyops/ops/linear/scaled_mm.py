@@ -12,7 +12,7 @@ from ..._core.op import op, registry
 from ..._core.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import MIN_CAPABILITY, plan
-from .gemm_problem import SCALE_BLOCK, Epilogue, Operand, Problem, column_bias
+from .gemm_problem import SCALE_BLOCK, Epilogue, GemmProblem, Operand, column_bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ def plan_cutlass_scaled_mm(
         check_scales(m, a_scales)
         check_scales(n, b_scales)
     epilogue = Epilogue(out, a_scales, b_scales, bias=column_bias(bias, out.dtype, n), block_scaled=blocked)
-    return plan(Problem(rows, columns, k, epilogue))
+    return plan(GemmProblem(rows, columns, k, epilogue))
 
 
 @cutlass_scaled_mm.example
@@ -194,7 +194,7 @@ def plan_cutlass_scaled_mm_azp(
     check.elements(azp_adj, int32, n)
     check.elements(azp, int32, m)
     epilogue = Epilogue(out, a_scales, b_scales, azp_adj, azp, column_bias(bias, out.dtype, n))
-    return plan(Problem(rows, columns, k, epilogue))
+    return plan(GemmProblem(rows, columns, k, epilogue))
 
 
 @cutlass_scaled_mm_azp.example
