@@ -56,7 +56,7 @@ from .ops.collective.shared_memory import *
 from .ops.linear.allspark_mm import *
 from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
-from .ops.linear.few_tokens import *
+from .ops.linear.dsv3 import *
 from .ops.linear.fp4_mm import *
 from .ops.linear.ggml import *
 from .ops.linear.ggml_moe import *
@@ -72,6 +72,7 @@ from .ops.linear.marlin_mm import *
 from .ops.linear.marlin_moe import *
 from .ops.linear.marlin_preprocess import *
 from .ops.linear.marlin_repack import *
+from .ops.linear.rocm_skinny import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.sparse_mm import *

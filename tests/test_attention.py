@@ -578,8 +578,8 @@ def test_products_serve_what_they_can() -> None:
 
     assert kernels(num_tokens=4096) == ["attention_decode.cu"]
     assert kernels(num_tokens=1) == ["attention_decode.cu"]
-    assert kernels(num_tokens=1, arch="sm_80") == ["attention_decode.cu", "attention_combine.cu"]
-    assert kernels(num_tokens=1, max_seq_len=2**16) == ["attention_decode.cu", "attention_combine.cu"]
+    assert kernels(num_tokens=1, arch="sm_80") == ["attention_decode.cu", "decode_combine.cu"]
+    assert kernels(num_tokens=1, max_seq_len=2**16) == ["attention_decode.cu", "decode_combine.cu"]
     assert kernels(num_tokens=4096, kv_cache_dtype="fp8", packed=True) == ["attention_decode.cu"]
     assert kernels(num_tokens=4096, dtype="float32") == ["attention_decode_simt.cu"]
     assert kernels(num_tokens=4096, arch="gfx942") == ["attention_decode.cu"]

@@ -21,11 +21,11 @@ import pyops
 from pyops._core import config, device, source
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Specialisation
-from pyops.ops.attention.varlen_hopper import HopperConfig
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig
-from pyops.ops.linear.gemm_hopper import GemmConfig, SwapConfig
 from pyops.ops.linear.gemm_plan import MmaConfig
+from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
 from pyops.ops.linear.grouped_plan import GroupedConfig, GroupedMmaConfig, GroupedSimtConfig
 from pyops.ops.linear.packed_hopper import PackedConfig
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 # The fewest stages of kernels that need more than two.
-FEWEST = {"linear/gemm_packed_narrow.cu": 4, "linear/gemm_swap.cu": 4, "mamba/gated_delta_chunk.cu": 4}
+FEWEST = {"linear/wq_gemm_sm90_small_m.cu": 4, "linear/gemm_sm90_swap_ab.cu": 4, "mamba/gated_delta_chunk.cu": 4}
 
 
 def multiply_ggml(one: Any, m: int) -> None:
@@ -88,50 +88,50 @@ def mla_on_ampere() -> None:
 
 # A call of every kernel, with at least four steps of each of several tiles.
 CASES: dict[str, list[Callable[[], None]]] = {
-    "attention/attention_varlen.cu": [partial(on_ampere, prefill_on_ampere)],
-    "attention/attention_varlen_e4m3.cu": [partial(e4m3.test_long_sums_are_exact, "cpu")],
-    "attention/attention_varlen_hopper.cu": [
-        partial(prefill.test_geometries, "cpu", HopperConfig(64, 2), (4, 2), 16, 8),
-        partial(prefill.test_geometries, "cpu", HopperConfig(48, 3), (4, 2), 64, 16),
+    "attention/prefill_mma.cu": [partial(on_ampere, prefill_on_ampere)],
+    "attention/prefill_sm90_fp8.cu": [partial(e4m3.test_long_sums_are_exact, "cpu")],
+    "attention/prefill_sm90.cu": [
+        partial(prefill.test_geometries, "cpu", PrefillSm90Config(64, 2), (4, 2), 16, 8),
+        partial(prefill.test_geometries, "cpu", PrefillSm90Config(48, 3), (4, 2), 64, 16),
     ],
     "attention/mla_decode.cu": [partial(on_ampere, mla_on_ampere)],
-    "attention/mla_decode_codes.cu": [partial(mla, [330, 300], 16, 16, FP8)],
-    "attention/mla_decode_few_heads.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
-    "attention/mla_decode_hopper.cu": [partial(prefill.test_mla, "cpu", [330, 300], 24, 16, 1, BF16)],
-    "linear/gemm.cu": [
+    "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 16, FP8)],
+    "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
+    "attention/mla_decode_sm90.cu": [partial(prefill.test_mla, "cpu", [330, 300], 24, 16, 1, BF16)],
+    "linear/gemm_sm90.cu": [
         partial(dense.test_linear, GemmConfig(128, cluster=2, group=8), 300, 264, 328),
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=8, ping_pong=True), 140, 168, 328),
         partial(dense.test_linear, GemmConfig(64, cluster=2, group=2, ping_pong=True), 300, 136, 328),
         partial(dense.test_scales_of_blocks, GemmConfig(64, cluster=1, group=2), 140, 200, 328),
     ],
-    "linear/gemm_mma.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328)],
-    "linear/gemm_packed.cu": [
+    "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328)],
+    "linear/wq_gemm_sm90.cu": [
         partial(packed.test_product, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
         partial(packed.test_product, packed.awq, 4, PackedConfig(32, 256, 2, 2, 1), 40, 320, 640, 10, BF16),
     ],
-    "linear/gemm_packed_mma.cu": [
+    "linear/wq_gemm_sm80.cu": [
         partial(packed.test_product, packed.marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 1024, 1, BF16)
     ],
-    "linear/gemm_packed_narrow.cu": [
+    "linear/wq_gemm_sm90_small_m.cu": [
         partial(packed.test_product, packed.marlin, 4, PackedNarrowConfig(4), 17, 320, 1296, 1, BF16)
     ],
-    "linear/gemm_swap.cu": [
+    "linear/gemm_sm90_swap_ab.cu": [
         partial(dense.test_linear, SwapConfig(16, 112, splits=1), 33, 264, 584),
         partial(dense.test_linear, SwapConfig(16, 32, splits=1), 33, 72, 584),
         partial(dense.test_linear, SwapConfig(16, 72, splits=2), 16, 200, 584),
     ],
     "linear/ggml_mul_mat.cu": [partial(multiply_ggml, MulMatConfig(4, 1, 2, 2, 1), 3)],
-    "linear/ggml_mul_mat_digits.cu": [partial(multiply_ggml, DigitsConfig(2, 2), 1)],
+    "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, DigitsConfig(2, 2), 1)],
     "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, VecConfig(1, 1, 2, 2), 1)],
-    "linear/grouped_gemm.cu": [
+    "linear/grouped_gemm_sm90.cu": [
         partial(grouped.test_hopper, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
         partial(grouped.test_hopper, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
     ],
-    "linear/grouped_gemm_mma.cu": [
+    "linear/grouped_gemm_sm80.cu": [
         partial(grouped.test_other_kernels, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
     ],
-    "linear/grouped_gemm_packed.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
-    "linear/grouped_gemm_packed_hopper.cu": [
+    "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
+    "linear/wq_grouped_gemm_sm90.cu": [
         partial(codes_of_experts, CodedHopperConfig(32, 256, 64), "none", 384, 32),
         partial(codes_of_experts, CodedHopperConfig(48, 256, 128), "silu", 640, 128),
     ],
@@ -147,15 +147,15 @@ CASES: dict[str, list[Callable[[], None]]] = {
 _EXPERT: tuple[Any, ...] = (72, "none", BF16, "none")
 # A call of every kernel that counts its tiles in groups of rows, with more of them than a group and no multiple.
 GROUPS: dict[str, list[Callable[[], None]]] = {
-    "linear/gemm.cu": [
+    "linear/gemm_sm90.cu": [
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=2), 300, 136, 72),
         partial(dense.test_linear, GemmConfig(48, cluster=2, group=2), 640, 136, 72),
     ],
-    "linear/gemm_mma.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 9 * 16 - 3, 136, 72)],
-    "linear/grouped_gemm.cu": [
+    "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 9 * 16 - 3, 136, 72)],
+    "linear/grouped_gemm_sm90.cu": [
         partial(grouped.test_hopper, GroupedConfig(64, 64, group=2), (70, 136, *_EXPERT, 64, 2, 1)),
     ],
-    "linear/grouped_gemm_mma.cu": [
+    "linear/grouped_gemm_sm80.cu": [
         partial(grouped.test_other_kernels, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1))
     ],
     "linear/grouped_gemm_simt.cu": [

@@ -232,7 +232,7 @@ def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: p
     monkeypatch.setattr(HostFunction, "launch", noted)
     with cpu("kernels"):
         out = apply(installed, kernel, x, w1, w2, weights, ids)
-    assert names == [*sorts, "grouped_gemm.cu", "grouped_gemm.cu", "moe_sum.cu"]
+    assert names == [*sorts, "grouped_gemm_sm90.cu", "grouped_gemm_sm90.cu", "moe_sum.cu"]
     assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
 
 

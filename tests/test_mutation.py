@@ -236,8 +236,8 @@ from tests.mutation.mutant import Mutant
 import kernels_cu
 
 def mutant(old, new):
-    start = kernels_cu.read("include/chunk.cuh").index(old)
-    return Mutant(new, "include/chunk.cuh", "test", start, start + len(old), new, "Chunk")
+    start = kernels_cu.read("include/elementwise.cuh").index(old)
+    return Mutant(new, "include/elementwise.cuh", "test", start, start + len(old), new, "Chunk")
 
 mutants = [
     mutant("row < num_rows", "row < num_rows)"),
@@ -270,7 +270,7 @@ from tests.mutation.judge import Judge
 from tests.mutation.mutant import Mutant
 
 told = []
-mutants = [Mutant("", "include/chunk.cuh", "test", 0, 0, "", "Chunk")]
+mutants = [Mutant("", "include/elementwise.cuh", "test", 0, 0, "", "Chunk")]
 for file in sys.argv[1:]:
     judge = Judge(mutants, 1, 120.0, time.monotonic() - 1, lambda *one: told.append(one))
     try:

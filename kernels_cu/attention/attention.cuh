@@ -3,7 +3,7 @@
 //
 // Split-KV: the tokens of a sequence are cut into splits, and one block computes one split. For every query head the
 // block leaves a partial result: the largest logit, the sum of the exponentials relative to that logit, and the mean of
-// the values under these exponentials. attention_combine.cu joins the partial results of a sequence.
+// the values under these exponentials. decode_combine.cu joins the partial results of a sequence.
 //
 // Logits are in units of log 2, so that the exponential of a logit is one instruction. A `probability` below is such an
 // exponential, relative to the largest logit met so far: the division by the sum of all of them comes last.

@@ -1,5 +1,5 @@
 // decode_join.cuh: the join of the splits of a sequence by the last of their blocks, in attention_decode: what
-// attention_combine.cu computes, without a launch of its own.
+// decode_combine.cu computes, without a launch of its own.
 //
 //     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp2(m_s - m),   m = max_s m_s
 //

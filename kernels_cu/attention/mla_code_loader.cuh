@@ -1,4 +1,4 @@
-// mla_code_loader.cuh: the warpgroup that fills the tiles of mla_decode_hopper (mla_tiles.cuh) from an fp8 cache.
+// mla_code_loader.cuh: the warpgroup that fills the tiles of mla_decode_sm90 (mla_tiles.cuh) from an fp8 cache.
 //
 // Codes are loaded to registers, and stored as product_t: float16, one instruction for a pair, or, with scales, the type of
 // the queries. The codes of the next step are in flight while the warpgroup waits for the place of those it has.

@@ -1,4 +1,4 @@
-// mla_operands.cuh: operands of the products of mla_decode_few_heads, which are mma_m16n8k16.
+// mla_operands.cuh: operands of the products of mla_decode_small_h, which are mma_m16n8k16.
 //
 // Four neighbouring lanes have 16 elements each of a panel of an entry, t of them those from 16t on. A product takes four of
 // each lane; the elements of a query lie in the same order.

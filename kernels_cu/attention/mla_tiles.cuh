@@ -1,4 +1,4 @@
-// mla_tiles.cuh: the tiles of mla_decode_hopper, whose constants it reads, and the warp that fills them by TMA.
+// mla_tiles.cuh: the tiles of mla_decode_sm90, whose constants it reads, and the warp that fills them by TMA.
 //
 // A tile is TOKENS entries in nine panels of 64 elements, whose rows of 128 bytes are swizzled: four panels of the left
 // half of the latent vectors, four of the right, and the rotated keys. A panel lies in atoms of 8 entries; atoms follow

@@ -1,4 +1,4 @@
-// prefill_softmax.cuh: what a consumer of attention_varlen_hopper, whose constants it reads, makes of products of queries
+// prefill_softmax.cuh: what a consumer of prefill_sm90, whose constants it reads, makes of products of queries
 // and keys: probabilities, tile by tile.
 //
 //     p = exp2(logit(q . k) - base)        logit: the scale, a soft cap, slopes and masks, in units of log 2
@@ -8,8 +8,8 @@
 #pragma once
 #include "attention.cuh"
 #include "memory.cuh"
-#include "prefill_results.cuh"
-#include "prefill_work.cuh"
+#include "prefill_epilogue.cuh"
+#include "prefill_scheduler.cuh"
 
 // Whether a polynomial of two terms serves small products under a soft cap.
 constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;

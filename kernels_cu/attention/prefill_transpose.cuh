@@ -1,4 +1,4 @@
-// prefill_transpose.cuh: tiles of e4m3 values for attention_varlen_e4m3, whose constants it reads, transposed as products of
+// prefill_transpose.cuh: tiles of e4m3 values for prefill_sm90_fp8, whose constants it reads, transposed as products of
 // 8-bit elements take them: keys of an element of the head lie one after another.
 //
 // A row of 128 bytes has TOKENS keys of one element, or of one of each PARTS-th of the head. In each 16 keys, the places of
@@ -10,7 +10,7 @@
 // store has, the first four are even elements and the last four odd ones, or the other way round: eight rows, swizzled,
 // then lie in all banks.
 #pragma once
-#include "prefill_tiles.cuh"
+#include "prefill_loader.cuh"
 
 constexpr int KEY_PARTS = ROW_BYTES / TOKENS, VALUE_ROWS = HEAD_SIZE / KEY_PARTS;
 static_assert(ROW_BYTES % TOKENS == 0 && VALUE_ROWS % 16 == 0);

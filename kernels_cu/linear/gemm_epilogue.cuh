@@ -2,7 +2,7 @@
 //
 //     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (of these, what the op is given)
 //     SCALE_EXPONENT: the scale that comes first, of b if there is one, is its entry times two to this
-//     COLUMN_ORDER: b_scales[n] and bias[n] lie at column_order.cuh's place of n
+//     COLUMN_ORDER: b_scales[n] and bias[n] lie at column_permutation.cuh's place of n
 //     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (sums of integers: exact)
 //     bias = 0;   BIAS 1: bias[n];   BIAS 2: bias[m, n]
 //     out[m, n] = out_t(x[m, n]);   with ACTIVATION f: out_t(f(x[m, n]))
@@ -12,7 +12,7 @@
 // matrix has a step of 0.
 
 #pragma once
-#include "column_order.cuh"
+#include "column_permutation.cuh"
 #include "math.cuh"
 
 // Activations of float32, for a result that is rounded to T.

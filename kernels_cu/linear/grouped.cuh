@@ -7,9 +7,9 @@
 //
 // Row t of out is a choice of a token; its row of a is t / top_k. moe_align_block_size and its like sort rows: place p of
 // sorted_token_ids holds a row, or a number of no row; expert_ids holds the expert of each block of places. Rows of a
-// block whose expert does not exist are left as they are. COLUMN_ORDER: bias[e, n] lies at column_order.cuh's place of n.
+// block whose expert does not exist are left as they are. COLUMN_ORDER: bias[e, n] lies at column_permutation.cuh's place of n.
 #pragma once
-#include "column_order.cuh"
+#include "column_permutation.cuh"
 #include "math.cuh"
 #include "vec.cuh"
 

@@ -6,7 +6,7 @@
 // layout that is read. Rows and columns are counted in 32 bits, what lies before them in 64.
 
 #pragma once
-#include "column_order.cuh"
+#include "column_permutation.cuh"
 #include "vec.cuh"
 
 // The size of a weight; rows and columns of its words lie word_stride and word_step words apart (of packed_gptq alone).

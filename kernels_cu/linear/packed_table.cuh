@@ -1,4 +1,4 @@
-// packed_table.cuh: how gemm_packed.cu reads a step of a weight of W4A8, whose signed codes of 4 bits stand for entries of tables.
+// packed_table.cuh: how wq_gemm_sm90.cu reads a step of a weight of W4A8, whose signed codes of 4 bits stand for entries of tables.
 //
 // A column has a table in each group: the e4m3 products of its scale with -8 ... -1. The product with a positive code is
 // that with the negative one, its sign changed; 0 stands for 0.

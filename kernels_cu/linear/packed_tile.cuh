@@ -16,7 +16,7 @@
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
-//     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are numbers
+//     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros that are numbers
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
 //     ZERO_FLOATS   zero points of groups are numbers of scalar_t, to which ZERO_POINT is added
 //     ADDED         `zeros` are numbers of scalar_t

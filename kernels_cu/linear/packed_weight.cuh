@@ -1,4 +1,4 @@
-// packed_weight.cuh: how gemm_packed.cu reads a step of a weight from shared memory: codes, and the terms of columns.
+// packed_weight.cuh: how wq_gemm_sm90.cu reads a step of a weight from shared memory: codes, and the terms of columns.
 //
 // In a product of 16 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and of each the pairs q of rows
 // 2t + 8q and the next, as the fragment a of mma.cuh.
@@ -22,14 +22,14 @@
 //     HAS_SCALES    whether groups have scales
 //     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
 //     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
-//     SCALE_ORDER   column_order.cuh's function for the columns of scales, and of zeros that are ADDED
+//     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros that are ADDED
 //     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
 //     ZERO_FLOATS   zero points of groups, of columns without scales, are numbers of scalar_t, to which ZERO_POINT is added:
 //                   the difference from a code is rounded
 //     ADDED         `zeros` are numbers of scalar_t
 //     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
 #pragma once
-#include "column_order.cuh"
+#include "column_permutation.cuh"
 #include "dequant.cuh"
 #include "group_scale.cuh"
 #include "mma.cuh"

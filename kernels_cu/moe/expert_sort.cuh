@@ -12,7 +12,7 @@
 
 #pragma once
 #include "cluster.cuh"
-#include "select.cuh"
+#include "radix_select.cuh"
 #include "vec.cuh"
 
 constexpr int NO_BIN = -1;  // of a row that is skipped

@@ -6,7 +6,7 @@
 #pragma once
 #include "math.cuh"
 #include "row.cuh"
-#include "select.cuh"
+#include "radix_select.cuh"
 
 constexpr int MAX_WARPS = 32;  // of a block
 

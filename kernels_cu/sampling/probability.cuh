@@ -5,8 +5,8 @@
 
 #pragma once
 #include "reduce.cuh"
-#include "select.cuh"
-#include "span.cuh"
+#include "radix_select.cuh"
+#include "unaligned_row.cuh"
 
 // The weight of the likeliest token. A block sums up at most 2^14 weights.
 constexpr uint64_t WHOLE = uint64_t(1) << 35;

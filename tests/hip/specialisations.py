@@ -22,7 +22,7 @@ from tests import axes
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 # Architectures with the instructions of another: nothing but the name that a compiler is given differs.
 RELATIVES = {"gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
-_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_mma.cu")  # what is compiled for them
+_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # what is compiled for them
 _SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
 
 

@@ -1,4 +1,4 @@
-"""The join of the partial results that splits leave (attention_combine.cu): its choice and its launch."""
+"""The join of the partial results that splits leave (decode_combine.cu): its choice and its launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from .arguments import Options
 
-_combine = Kernel("attention/attention_combine.cu")
+_combine = Kernel("attention/decode_combine.cu")
 
 TILE_TOKENS = 16  # of splits.cuh: a split holds a multiple of them, or of another SPLIT_UNIT
 
