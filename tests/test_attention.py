@@ -124,7 +124,7 @@ def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-@pytest.mark.parametrize("head_size", [8, 32, 80, 96, 112, 120, 192, 256, 264, 576])
+@pytest.mark.parametrize("head_size", [8, 32, 80, 96, 112, 120, 192, 256, 264, 512, 576])
 def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
     _assert_is_attention(paged_call([33, 5], head_size=head_size, dtype=torch.bfloat16, packed=packed, on=on))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device, tuning
+from pyops._core import config, device, offline, tuning
 from pyops._core.example import ArgMaker
 from pyops._core.op import Op
 from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
@@ -154,6 +154,18 @@ def test_keys_and_values_take_turns_where_they_would_spill() -> None:
     assert chosen(V1, **large, options=True).one_at_a_time
     assert chosen(V1, "sm_100", **large).one_at_a_time
     assert not chosen(V1, "sm_100", **large, kv_cache_dtype="fp8").one_at_a_time
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
+def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
+    """On the portable kernel: a warp's sums of 16 such heads would be all registers of a lane."""
+    op = pyops.registry[name]
+    launches = op.launches(*example_of(op, device.model(arch), head_size=512))
+    one = launches[0].specialisation
+    assert one.kernel.file == "attention/attention_decode_simt.cu"
+    report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)
 
 
 def test_partitions_are_no_choice() -> None:

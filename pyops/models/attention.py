@@ -83,6 +83,7 @@ class Attention:
         if self.rope is not None:
             table, is_neox = tables[self.rope], not self.rope.interleaved
             rotary_embedding(batch.positions, query, key, head_dim, table, is_neox)
+            self.rope.scale_queries(query, batch.positions)
         key_cache, value_cache = cache
         scales = ("auto", self._one, self._one)
         reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)

@@ -17,6 +17,7 @@ from .config import DTYPES, Config
 from .config_values import MAX_JSON, check_file, read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
+from .mixture import STACKED
 from .quantization import PackedQuantization, Quantization, QuantizedWeights
 from .tensor_parallel import Group, ParallelDecoder
 
@@ -80,6 +81,7 @@ def load(
     headers = {name: header for name, header in _headers(folder).items() if not name.startswith(config.not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
+    config = _with_joined_experts(config, headers)
     least, of_what = _least_tensors(config)
     if len(headers) < least:
         raise ModelError(folder, f"has {of_what}, and {len(headers)} tensors for them")
@@ -111,10 +113,19 @@ def load(
     return model
 
 
+def _with_joined_experts(config: Config, headers: dict[str, _Header]) -> Config:
+    """The config of a file that has the experts of a layer in two tensors where others have tensors for each expert."""
+    mixture = config.mixture
+    is_named = mixture is not None and not (mixture.is_stacked or mixture.joined or config.quantization)
+    if mixture is None or not is_named or not any(name.endswith(STACKED[0]) for name in headers):
+        return config
+    return replace(config, mixture=replace(mixture, joined=STACKED))
+
+
 def _least_tensors(config: Config) -> tuple[int, str]:
     """Fewer tensors than any file of the model has, and why: what comes next takes memory for each."""
     layers, mixture = config.num_hidden_layers, config.mixture
-    if mixture is not None and not mixture.is_stacked:
+    if mixture is not None and not (mixture.is_stacked or mixture.joined):
         return sum(mixture.layers) * mixture.num_experts, f"{layers} layers of {mixture.num_experts} experts"
     if config.qk_norm == "heads" and "{}" in config.names.q_norm:
         return layers * config.num_attention_heads, f"{layers} layers of {config.num_attention_heads} norms of heads"

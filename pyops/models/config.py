@@ -14,7 +14,7 @@ from .fields import HARMLESS_OF_GENERATION, Fields, check_unread
 from .gguf_file import GgufFile, is_gguf
 from .hybrid_families import HYBRID_FAMILIES
 from .latent import Latent
-from .mixed_families import MAMBAS, MIXED_FAMILIES
+from .mixed_families import MAMBAS, MISTRAL3_TEXTS, MIXED_FAMILIES
 from .mixture import Mixture
 from .parts import BOTH, MLP_ALONE, QK_NORMS, Multipliers, Names, Norms
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
@@ -224,10 +224,12 @@ class Config:
             name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
             raise refuse("architectures", _WHY_NOT.get(str(name), " or ".join(ARCHITECTURES)), architectures)
         (architecture,) = architectures
+        text = first(values.get("text_config"), {})
+        kind, of_text = (text.get(name) if isinstance(text, dict) else None for name in ("model_type", "dtype"))
         families = FAMILIES | MIXED_FAMILIES | HYBRID_FAMILIES
+        if architecture == "Mistral3ForConditionalGeneration":
+            families |= {architecture: MISTRAL3_TEXTS.get(str(kind), families[architecture])}
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
-        text = values.get("text_config")
-        of_text = text.get("dtype") if isinstance(text, dict) else None
         quantized = first(values.get("quantization_config"), values.get("compression_config"))
         config = cls(
             **found,

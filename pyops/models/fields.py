@@ -29,6 +29,7 @@ HARMLESS = {
     # how scans are divided, and sizes that others decide
     *("chunk_size", "mamba_chunk_size", "use_associative_scan", "use_mambapy", "qk_head_dim", "intermediate_size"),
     *("time_step_rank", "original_max_position_embeddings", "initial_context_length", "fused_norm", "fused_add_norm"),
+    "max_position_embeddings",  # of `rope_parameters`: that of the file counts
     *("experts_per_token", "attn_rotary_emb", "max_window_layers"),
     *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),
     # which biases there are, where a family leaves no choice, and tensors say it

@@ -81,6 +81,7 @@ class LatentAttention:
         concat_and_cache_mla_rope_fused(
             batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept
         )
+        self.rope.scale_queries(query, batch.positions)
         up = self._up.unflatten(0, (self.num_heads, -1))
         texts = batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.num_decodes
         return self.o(latent_attention(query, up, entries, *texts, latent.scale, self._one))

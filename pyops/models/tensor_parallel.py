@@ -196,9 +196,9 @@ class ParallelDecoder(Decoder):
             tensor = torch.zeros_like(tensor)
         if isinstance(packed, PackedQuantization):
             check_written(packed, name, tensor)
-        joined = self._joined_sizes(name)
+        at, joined = self._joined_sizes(name)
         if joined:
-            tensor = torch.cat([part.chunk(parts)[rank] for part in tensor.split(joined)])
+            tensor = torch.cat([part.chunk(parts, at)[rank] for part in tensor.split(joined, at)], at)
         for dim, (whole, size) in enumerate(zip(tensor.shape, self._tensors[name].shape, strict=False)):
             if whole == size * parts and parts > 1:
                 tensor = tensor.narrow(dim, rank * size, size)
@@ -220,13 +220,18 @@ class ParallelDecoder(Decoder):
                 return f"{found[1]}{int(found[2]) + rank * count}{found[3]}"
         return name
 
-    def _joined_sizes(self, name: str) -> list[int]:
-        """Rows of projections that a checkpoint has joined under `name`, one behind the other; none if it has not."""
+    def _joined_sizes(self, name: str) -> tuple[int, list[int]]:
+        """Rows of projections that a checkpoint has joined under `name`, one behind the other, and their dimension.
+
+        No rows if it has not.
+        """
         whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
+        if whole.mixture is not None and whole.mixture.joined and name.endswith(whole.mixture.joined[0]):
+            return 1, [whole.mixture.intermediate_size] * 2
         if (module,) == whole.names.qkv and not whole.qkv_by_head:
             heads = whole.num_attention_heads, whole.num_key_value_heads, whole.num_key_value_heads
-            return [count * whole.head_dim for count in heads]
-        return [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
+            return 0, [count * whole.head_dim for count in heads]
+        return 0, [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """As of `Decoder`: the parts of the same weights, which every process makes on the CPU, one after the other."""

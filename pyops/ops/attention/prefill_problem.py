@@ -21,7 +21,7 @@ _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
 def _max_head_size(device: Device) -> int:
-    """Of prefill_mma.cu: by WMMA, registers of larger heads spill."""
+    """Of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 alone are 256 registers of a lane."""
     return 256 if device.supports("mma") or device.warp_size == 64 else 128
 
 
