@@ -74,7 +74,8 @@ def _generate(options: argparse.Namespace) -> bool:
 
     names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
     params = SamplingParams(**{name: getattr(options, name) for name in names})
-    return generate.generate(options.model, options.prompt, params, options.dtype, options.device)
+    where = options.dtype, options.device, options.kv_cache_dtype
+    return generate.generate(options.model, options.prompt, params, *where)
 
 
 def _demo(options: argparse.Namespace) -> bool:
@@ -156,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--seed", type=int, default=0, help="of the draws")
     writing.add_argument("--ignore-eos", action="store_true", help="go on behind an end of text")
     writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
+    writing.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e4m3 or fp8_e5m2 for a cache of codes")
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
     command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
     covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")

@@ -13,6 +13,7 @@ from .family import ATTENTION_SIZES, SIZES
 from .fields import HARMLESS_OF_GENERATION, Fields, check_unread
 from .gguf_file import GgufFile, is_gguf
 from .hybrid_families import HYBRID_FAMILIES
+from .kv_scheme import kv_cache_dtype_of, quantises_cache_alone
 from .latent import Latent
 from .mixed_families import MAMBAS, MISTRAL3_TEXTS, MIXED_FAMILIES
 from .mixture import Mixture
@@ -29,12 +30,16 @@ GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2")
 
 
-def _refuse_model_opt(path: Path) -> None:
-    """ModelError if weights are quantised as an early file of ModelOpt says, and ``config.json`` does not."""
+def _model_opt(path: Path) -> dict[str, Any] | None:
+    """The ``quantization_config`` of an fp8 cache, where an early file of ModelOpt and not ``config.json`` asks for it.
+
+    ModelError if it says that weights are quantised.
+    """
     said = read_json(path).get("quantization") if path.exists() else None
-    kind = said.get("quant_algo") if isinstance(said, dict) else said
+    kind, cache = (said.get("quant_algo"), said.get("kv_cache_quant_algo")) if isinstance(said, dict) else (said, None)
     if kind is not None:
         raise ModelError(path, f"quantization.quant_algo: expected a quantization_config in config.json, got {kind!r}")
+    return None if cache is None else {"quant_method": "modelopt", "kv_cache_quant_algo": cache}
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Config:
         not_read: beginnings of names of tensors that a checkpoint may have and texts do not need: of layers behind
             the last, which predict tokens further on, and of what reads images.
         quantization: how projections are quantised; None where they are not.
+        kv_cache_dtype: dtype of the cache that the checkpoint asks for, as `Engine` takes it.
         dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
         names: of the parts of the model in a checkpoint.
@@ -108,6 +114,7 @@ class Config:
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
     quantization: QuantizedWeights | None = None
+    kv_cache_dtype: str = "auto"
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = field(default_factory=Names)
@@ -200,7 +207,7 @@ class Config:
             return cls.parse(GgufFile(folder).config())
         values = read_json(Path(folder) / "config.json")
         if values.get("quantization_config") is None:
-            _refuse_model_opt(Path(folder) / "hf_quant_config.json")
+            values["quantization_config"] = _model_opt(Path(folder) / "hf_quant_config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
             said = Fields(read_json(generation))
@@ -230,14 +237,19 @@ class Config:
         if architecture == "Mistral3ForConditionalGeneration":
             families |= {architecture: MISTRAL3_TEXTS.get(str(kind), families[architecture])}
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
-        quantized = first(values.get("quantization_config"), values.get("compression_config"))
         config = cls(
             **found,
-            quantization=Quantization.parse(quantized),
+            **_quantised(first(values.get("quantization_config"), values.get("compression_config"))),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), of_text, "float32"),
         )
         check_unread(values, "config.json")
         return config
+
+
+def _quantised(values: Any) -> dict[str, Any]:
+    """What a ``quantization_config`` says of weights and of a cache."""
+    weights = None if quantises_cache_alone(values) else Quantization.parse(values)
+    return {"quantization": weights, "kv_cache_dtype": kv_cache_dtype_of(values)}
 
 
 def _check_quantization(config: Config) -> None:

@@ -83,7 +83,7 @@ HARMLESS_OF_QUANTIZATION = {
     *("module_name_preceding_first_block", "act_group_aware", "model_name_or_path", "model_file_base_name"),
     *("exllama_config", "use_exllama", "backend", "do_fuse", "sym", "desc_act", "quantization_status"),
     *("global_compression_ratio", "version", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
-    *("block_structure", "modules_to_not_convert"),
+    *("block_structure", "modules_to_not_convert", "producer"),
 }
 # Of ``generation_config.json``: lengths are the caller's. How tokens are drawn is, too, but that is worth a word.
 HARMLESS_OF_GENERATION = {

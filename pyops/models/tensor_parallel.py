@@ -23,6 +23,7 @@ from .attention import Attention
 from .config import Config
 from .config_values import refuse
 from .decoder import Decoder, random_tensors
+from .kv_cache import KvScales
 from .mixture import STACKED
 from .norm import Norm
 from .packed_linear import check_written
@@ -157,6 +158,27 @@ class DividedNorm(Norm):
         out.copy_(numbers * torch.rsqrt(mean + self.epsilon) * self.weight)
 
 
+class DividedScales(KvScales):
+    """Scales of a cache of which each process of a group has some heads.
+
+    Args:
+        scales: of the heads of this process.
+        group: the processes.
+    """
+
+    def __init__(self, scales: KvScales, group: Group) -> None:
+        vars(self).update(vars(scales))
+        self.group, self.num_heads = group, scales.num_heads * group.world_size
+
+    def own(self, scale: Tensor) -> Tensor:
+        return scale if len(scale) == 1 else scale.chunk(self.group.world_size)[self.group.rank]
+
+    def whole(self, own: Tensor) -> Tensor:
+        parts = own.new_zeros(self.group.world_size, len(own))
+        parts[self.group.rank] = own
+        return self.group.all_reduce(parts).flatten()
+
+
 class ParallelDecoder(Decoder):
     """A `Decoder` of which each process of `group` has a part. `write` takes whole tensors and keeps the part.
 
@@ -169,6 +191,9 @@ class ParallelDecoder(Decoder):
     def __init__(self, config: Config, group: Group, dtype: str | None = None, device: Any = None) -> None:
         self.group, self.whole = group, config
         super().__init__(divided(config, group.world_size), dtype, group.device if device is None else device)
+        for layer in self.layers:
+            if isinstance(layer.mixer, Attention):
+                layer.mixer.scales = DividedScales(layer.mixer.scales, group)
         if config.qk_norm == "row" and group.world_size > 1:
             for layer in self.layers:
                 mixer = layer.mixer
