@@ -215,6 +215,21 @@ def test_hostile_starts(hopper: str, starts: list[int], key_starts: list[int]) -
     RAGGED.forget()
 
 
+def test_starts_that_are_counted_among_others(hopper: str) -> None:
+    """A tile's number is before those of the fourth sequence, but four starts are no more than it: the probes of the
+    search count them, wherever they are. The tile is none of that sequence's, and rows before `out` are nobody's."""
+    call = _call([40] * 6 + [60], [40] * 7, on=hopper)
+    least = -(2**31)
+    starts = torch.tensor([least, least, least, 100, 280, least, 200, 200], dtype=torch.int32, device=hopper)
+    call |= {"cu_seqlens_q": starts, "out": torch.zeros_like(call["out"])}
+    for one in (HopperConfig(64, 2), HopperConfig(64, 2, max_splits=2)):
+        RAGGED.forget()
+        with tuning.forced(RAGGED.name, one):
+            RAGGED.wrapper(**call)
+        assert not call["out"][:100].any()
+    RAGGED.forget()
+
+
 # Items of work with more tiles of keys than twice the stages; a sequence without queries; one of few tiles.
 COUNTS, LENGTHS = [65, 0, 3], [300, 7, 65]
 

@@ -15,7 +15,7 @@ import pyops
 from pyops._core import offline
 from pyops._core import ranks as worlds
 from pyops._core.kernel import Kernel, Specialisation
-from pyops.ops.collective import custom_all_reduce
+from pyops.ops.collective import custom_all_reduce, minimax
 from pyops.ops.collective.communicator import (
     MAX_BLOCKS,
     MAX_RANKS,
@@ -411,40 +411,74 @@ def test_quick_all_reduce_of_extremes() -> None:
         assert torch.equal(out, coded(expected, 1).bfloat16())
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float16)])
-def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
-    """The memory of ranks holds -0.0 everywhere at first, as vLLM's does. Calls differ in their rows."""
-    tokens, q_size, kv_size = 41, 48, 16
-    values = [one.view(tokens, -1) for one in inputs(world_size, tokens * (q_size + 2 * kv_size), dtype)]
-    weight = inputs(1, q_size, dtype)[0]
+def norms(
+    values: list[torch.Tensor], weight: torch.Tensor, q_size: int, kv_size: int, calls: tuple[int, ...]
+) -> list[list[torch.Tensor]]:
+    """Of each rank, the results of calls with so many rows. Memory of ranks holds -0.0 at first, as vLLM's does."""
 
     def one(rank: int) -> list[torch.Tensor]:
-        here, size = worlds.here(), 1536 + 16 * tokens
+        here, size = worlds.here(), 1536 + 16 * len(values[0])
         assert here is not None
         address, handle = pyops.allocate_shared_buffer_and_handle(size)
         custom_all_reduce.keep(address)
         torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32).fill_(-0.0)
         handles = here.world.meet(rank, "exchange", handle, list)
-        workspace = torch.tensor([0] * 2 * world_size + [pyops.open_mem_handle(h) for h in handles] + [0] * 2)
-        shared, found = (workspace, rank, world_size, 1e-6), []
-        for few in (tokens, 3, tokens):
+        workspace = torch.tensor([0] * 2 * len(values) + [pyops.open_mem_handle(h) for h in handles] + [0] * 2)
+        shared, found = (workspace, rank, len(values), 1e-6), []
+        for few in calls:
             own = values[rank][:few]
             weights = weight, weight[:kv_size]
             found += pyops.minimax_allreduce_rms_qk(own, *weights, workspace, q_size, kv_size, *shared[1:])
             found.append(pyops.minimax_allreduce_rms(own[:, :q_size].contiguous(), weight, *shared))
         return found
 
+    return ranks(len(values), 20).run(one)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float16)])
+def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
+    """Calls differ in their rows."""
+    tokens, q_size, kv_size = 41, 48, 16
+    values = [one.view(tokens, -1) for one in inputs(world_size, tokens * (q_size + 2 * kv_size), dtype)]
+    weight = inputs(1, q_size, dtype)[0]
+
     def normalised(first: int, size: int, few: int, rank: int) -> torch.Tensor:
         parts = torch.stack([value[:few, first : first + size].double() for value in values])
         scale = (parts.square().sum((0, 2)) / (size * world_size) + 1e-6).rsqrt()
         return (parts[rank] * scale[:, None] * weight[:size].double()).to(dtype)
 
-    for rank, found in enumerate(ranks(world_size, 20).run(one)):
-        for i, few in enumerate((tokens, 3, tokens)):
+    calls = tokens, 3, tokens
+    for rank, found in enumerate(norms(values, weight, q_size, kv_size, calls)):
+        for i, few in enumerate(calls):
             q, k, alone = found[3 * i : 3 * i + 3]
             assert_close(normalised(0, q_size, few, rank), q, 1)
             assert_close(normalised(q_size, kv_size, few, rank), k, 1)
             assert torch.equal(alone, q)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ("", "missing flag", "rank 0: read of memory of rank 1, of whose start no flag has told"),
+        (
+            "if (rank == 1) return;\n    world.meet();",
+            "deadlock",
+            "rank 0 waits for rank 1 .*; rank 2 waits for rank 1",
+        ),
+    ],
+    ids=["no meeting", "a rank that ends before it"],
+)
+def test_a_norm_without_the_meeting_is_a_fault(
+    wrong: str, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, right = "collective/allreduce_rms.cu", "world.meet();"
+    text = kernels_cu.read(file)
+    assert text.count(right) == 1
+    monkeypatch.setattr(minimax, "_kernel", Kernel(file, text=text.replace(right, wrong)))
+    values = [one.view(3, -1) for one in inputs(3, 3 * 80, torch.float32)]
+    with pytest.raises(pyops.KernelFault, match=message) as raised:
+        norms(values, inputs(1, 48, torch.float32)[0], 48, 16, (3,))
+    assert raised.value.kind == kind
 
 
 @pytest.mark.parametrize("specialisation", of_ranks(), ids=str)

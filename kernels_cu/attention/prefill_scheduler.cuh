@@ -74,8 +74,9 @@ struct Sequences {
         if (seq < 0) return false;
         const int64_t begin = start_of(seq), end = start_of(seq + 1);
         if (begin < 0 || end > num_tokens || begin >= end || end - begin < min_tokens) return false;
+        // Where the starts do not ascend, the probes may count another sequence than one that begins before the tile.
         const int64_t token = begin + (tile - first_tile_of(seq)) * ITEM_TOKENS;
-        if (token >= end) return false;
+        if (token < begin || token >= end) return false;
         const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
         length = RAGGED ? ragged.length_of(seq)
                         : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
