@@ -89,7 +89,7 @@ def on_device(call: Callable[[], None], **attributes: Any) -> None:
         call()
 
 
-def long_prefill(one: HopperConfig, heads: tuple[int, int], size: int, block_size: int) -> None:
+def long_prefill(one: PrefillSm90Config, heads: tuple[int, int], size: int, block_size: int) -> None:
     call = prefill.varlen_call(
         [65, 3], [330, 20], heads, dtype=torch.float16, head_size=size, block_size=block_size, on="cpu"
     )
@@ -154,8 +154,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
     ],
     "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
-        partial(codes_of_experts, CodedPrefillSm90Config(32, 256, 64), "none", 384, 32),
-        partial(codes_of_experts, CodedPrefillSm90Config(48, 256, 128), "silu", 640, 128),
+        partial(codes_of_experts, CodedHopperConfig(32, 256, 64), "none", 384, 32),
+        partial(codes_of_experts, CodedHopperConfig(48, 256, 128), "silu", 640, 128),
     ],
     "mamba/chunk_scan.cu": [partial(on_one, LONG_SEGMENTS)],
     "mamba/chunk_scan_states.cu": [partial(on_one, LONG_SEGMENTS)],
@@ -222,7 +222,9 @@ ROUNDS: dict[str, Rounds] = {
     "linear/wq_gemm_sm90.cu": of_products(lambda of: 64 * of["BOXES"], lambda of: of["TILE_M"] * (of["SPLITS"] == 1)),
     "linear/wq_gemm_sm80.cu": of_products(lambda of: 4 * 128 / of["BITS"]),
     "linear/wq_gemm_sm90_small_m.cu": of_products(lambda _: 128),
-    "linear/gemm_sm90_swap_ab.cu": of_products(of_row, lambda of: of["TILE_M"] * (of["SPLITS"] == 1 and of["TILE_N"] > 64)),
+    "linear/gemm_sm90_swap_ab.cu": of_products(
+        of_row, lambda of: of["TILE_M"] * (of["SPLITS"] == 1 and of["TILE_N"] > 64)
+    ),
     "linear/ggml_mul_mat.cu": of_products(lambda of: 256 * of["K_WARPS"]),
     "linear/ggml_mul_mat_row.cu": of_products(lambda of: 256 * of["K_WARPS"]),
     "linear/ggml_mul_mat_vec.cu": of_products(lambda of: 256 * of["K_WARPS"]),
