@@ -203,3 +203,9 @@ def test_dimensions_merge_where_all_tensors_allow_it() -> None:
     assert check.leading(one, gaps, max_dims=2) == check.leading(one, gaps, max_dims=3) == [(2, (12, 100)), (3, (4, 4))]
     with pytest.raises(pyops.OpError, match="expected leading dimensions that merge into 1"):
         check.leading(one, gaps, max_dims=1)
+
+
+def test_the_longest_rows_that_are_counted_in_32_bits() -> None:
+    check.narrow(arg((1, 2**30)))
+    with pytest.raises(pyops.OpError, match=r"expected rows of at most 2\^30 elements"):
+        check.narrow(arg((1, 2**30 + 1)))
