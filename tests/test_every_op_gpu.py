@@ -69,12 +69,19 @@ def test_runs_on_the_current_stream(op: Op, library: str) -> None:
 
 
 def _unload(op: Op) -> None:
-    """Let the op, the compiler and CuPy forget every kernel."""
+    """Let the op, the compiler and CuPy forget every kernel, and so the other ops that launch the same kernels.
+
+    A plan holds the address of a kernel's function, which is gone with its module.
+    """
     import cupy
 
-    for specialisation in op.specialisations.values():
-        specialisation.kernel._loaded.clear()
-    op.specialisations.clear()
+    loaded = {id(one.kernel._loaded): one.kernel._loaded for one in op.specialisations.values()}
+    for other in pyops.registry.values():
+        if any(id(one.kernel._loaded) in loaded for one in other.specialisations.values()):
+            other.specialisations.clear()
+            other.forget()
+    for kernels in loaded.values():
+        kernels.clear()
     op.forget()
     compiler._loaded.clear()
     cupy.clear_memo()
