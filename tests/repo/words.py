@@ -36,23 +36,23 @@ WORDS = {
 
 # The most that each word may occur. A change that lowers a count lowers the number here.
 MOST: dict[str, int] = {
-    "multiprocessor": 317,
-    "of which": 181,
-    "whose": 712,
-    "place": 1405,
+    "multiprocessor": 316,
+    "of which": 176,
+    "whose": 696,
+    "place": 1397,
     "join": 127,
-    "codes": 2381,
-    "turn": 526,
-    "copy engine": 19,
+    "codes": 2376,
+    "turn": 523,
+    "copy engine": 17,
     "largest logit": 49,
     "shrink": 78,
-    "behind": 451,
-    "beside": 401,
-    "anew": 49,
-    "room": 179,
+    "behind": 442,
+    "beside": 386,
+    "anew": 47,
+    "room": 175,
     "apart": 181,
     "widen": 54,
-    "sums": 815,
+    "sums": 803,
 }
 
 
