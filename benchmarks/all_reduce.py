@@ -2,12 +2,16 @@
 
 torchrun --nproc-per-node 2 -m benchmarks.all_reduce
 torchrun --nproc-per-node 8 -m benchmarks.all_reduce 8192 1048576
+torchrun --nproc-per-node 4 -m benchmarks.all_reduce --norm
+torchrun --nproc-per-node 4 -m benchmarks.all_reduce --quick
 python -m benchmarks.all_reduce --predict
 
 A number is a message's bytes; elements are bfloat16. Times are microseconds of a call in a CUDA graph of 20, of the
 slowest rank. `pyops` copies its input to a registered buffer, `in place` has registered the input itself, as vLLM has
 in graphs; `predicted` is that of the model in docs/many_gpus.md, whose table `--predict` prints. A wrong sum is an
-error. Without GPUs, processes of gloo measure what `pyops.models.Group` does on CPUs, beside gloo's own sum.
+error. `--norm` adds a residual and normalises rows of 4096 elements after the sum: `fused` in the same kernel, the
+others in a kernel of its own. `--quick` has the sums that cross the links in 16, 8, 6 and 4 bits. Without GPUs,
+processes of gloo measure what `pyops.models.Group` does on CPUs, beside gloo's own sum.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -36,7 +41,7 @@ NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second ea
 # As measured on two H200s: the copy to a registered buffer; a launch of packets with its loads, last look and sum;
 # packets in bytes a second; the fence before a flag, which vLLM's first and last flags do not have.
 COPY, PACKET_LAUNCH, PACKETS, FENCE = 1.7e-6, 1.3e-6, 300e9, 0.65e-6
-_CALLS, _REPLAYS = 20, 20
+_CALLS, _REPLAYS, _HIDDEN = 20, 20, 4096
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,12 +84,21 @@ class Way:
     name: str
     call: Call
     captured: Callable[[], object] = lambda: None
+    serves: Callable[[torch.Tensor], bool] = lambda x: True
+    error: float = 0.0  # of the largest magnitude of a sum
 
 
 def measure(way: Way, x: torch.Tensor, right: torch.Tensor) -> float:
-    """Microseconds of a call, of the slowest rank; every rank measures at the same time."""
-    if not torch.equal(way.call(x.clone()), right):
+    """What `timed` says of a way that sums rightly. NaN: it does not serve `x`."""
+    if not way.serves(x):
+        return float("nan")
+    if float((way.call(x.clone()).view_as(right) - right).abs().max()) > way.error * float(right.abs().max()):
         raise AssertionError(f"{way.name}, {x.nbytes} bytes: the sum is wrong")
+    return timed(way, x)
+
+
+def timed(way: Way, x: torch.Tensor) -> float:
+    """Microseconds of a call, of the slowest rank; every rank measures at the same time."""
     x = x.clone()  # some ways write it
     elapsed = _on_gpu(way, x) if x.is_cuda else _on_cpu(way, x)
     slowest = torch.tensor(elapsed, device=x.device)
@@ -130,7 +144,7 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _of_gpus(host: Any, device: torch.device) -> tuple[list[Way], Callable[[], None]]:
+def _of_gpus(host: Any, device: torch.device, arguments: Sequence[str] = ()) -> tuple[list[Way], Callable[[], None]]:
     """(ways among GPUs, what frees their memory)."""
     if not reach_each_other(host, device):
         raise SystemExit("expected 2, 4, 6 or 8 GPUs of one node, each of which reaches the memory of every other")
@@ -152,11 +166,68 @@ def _of_gpus(host: Any, device: torch.device) -> tuple[list[Way], Callable[[], N
         ways.append(theirs)
         close.append(dispose)
 
+    if "--norm" in arguments:
+        fused, dispose = _fused(host, device)
+        ways = [fused, *(replace(_then_norm(way), error=2**-7) for way in ways)]
+        close.append(dispose)
+    if "--quick" in arguments:
+        rounded, dispose = _quick(host)
+        ways += rounded
+        close.append(dispose)
+
     def close_all() -> None:
         for one in close:
             one()
 
     return ways, close_all
+
+
+def _residual_and_weight(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A residual of zeros, which the calls add to, and weights of one."""
+    residual = torch.zeros(num_rows, _HIDDEN, dtype=torch.bfloat16, device=device)
+    return residual, torch.ones_like(residual[0])
+
+
+def _then_norm(way: Way) -> Way:
+    """`way`, and the add and the norm in another kernel."""
+
+    rows_of = cache(_residual_and_weight)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = way.call(x).view(-1, _HIDDEN)
+        pyops.fused_add_rms_norm(out, *rows_of(len(out), out.device), 1e-6)
+        return out
+
+    return replace(way, call=call)
+
+
+def _fused(host: Any, device: torch.device) -> tuple[Way, Callable[[], None]]:
+    custom, rows_of = pyops.CustomAllReduce(host, device), cache(_residual_and_weight)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = x.view(-1, _HIDDEN)
+        if not custom.add_rms_norm(out, *rows_of(len(out), device), 1e-6):
+            raise AssertionError(f"{x.nbytes} bytes are not sent as packets")
+        return out
+
+    return Way("fused", call, serves=lambda x: by_packets(custom.world_size, x.nbytes), error=2**-7), custom.close
+
+
+def _quick(host: Any) -> tuple[list[Way], Callable[[], None]]:
+    """The sums that cross the links in codes of fewer bits."""
+    fa = pyops.init_custom_qr(dist.get_rank(), dist.get_world_size(), SIZES[-1])
+    pyops.qr_open_handles(fa, _gathered(pyops.qr_get_handle(fa), host))
+
+    def at(level: int) -> Call:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            pyops.qr_all_reduce(fa, x, out, level)
+            return out
+
+        return call
+
+    ways = [Way(f"{bits} bits", at(level), error=2.0 ** (2 - bits)) for level, bits in enumerate((16, 8, 6, 4))]
+    return ways, lambda: pyops.qr_destroy(fa)
 
 
 def _in_place(name: str, ops: Any, fa: int, buffer: int, max_size: int, host: Any) -> Way:
@@ -221,7 +292,7 @@ def main(arguments: Sequence[str]) -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if on_gpu:
-        ways, close = _of_gpus(dist.new_group(backend="gloo"), device)
+        ways, close = _of_gpus(dist.new_group(backend="gloo"), device, arguments)
     else:
         ways, close = [Way("pyops", Group().all_reduce), Way("gloo", _summed)], lambda: None
     if rank == 0:
@@ -230,9 +301,12 @@ def main(arguments: Sequence[str]) -> None:
             f"{torch.cuda.get_device_name() if on_gpu else 'CPU'} x {world_size}\n{'bytes':>9} {'predicted':>10}{names}"
         )
     generator = torch.Generator().manual_seed(rank)
-    for nbytes in [int(one) for one in arguments] or SIZES:
+    for nbytes in [int(one) for one in arguments if one.isdigit()] or SIZES:
         x = torch.randint(1, 16, (nbytes // 2,), generator=generator).bfloat16().to(device)  # sums are exact
         right = _summed(x.clone())
+        if "--norm" in arguments:
+            rows = right.view(-1, _HIDDEN).float()
+            right = (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
         found = "".join(f"{measure(way, x, right):10.1f}" for way in ways)
         if rank == 0:
             expected = f"{1e6 * predicted(world_size, nbytes):10.1f}" if on_gpu else f"{'-':>10}"

@@ -1,8 +1,8 @@
 """CUDA/HIP kernel sources, shipped as text.
 
 This package knows no Python beyond reading itself: `read` returns a source, `names` lists them.
-Headers live in `include/`, the emulation that runs kernels on a CPU in `host/`; every other folder holds one `.cu` per
-kernel, whose entry is the file's stem.
+`include/` holds the headers that kernels of several families use, `host/` the emulation that runs kernels on a CPU.
+Every other folder is a family: its own headers, and one `.cu` per kernel with an entry named like the file.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from ._experts import fused_experts as fused_experts
 from ._experts import fused_moe as fused_moe
 from ._marlin_experts import fused_marlin_moe as fused_marlin_moe
 from ._model_error import ModelError as ModelError
+from ._parallel_experts import parallel_fused_experts as parallel_fused_experts
 from .compile_ahead import warmup as warmup
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
@@ -47,6 +48,7 @@ from .ops.attention.sparse import *
 from .ops.attention.varlen import *
 from .ops.cache import *
 from .ops.collective.custom_all_reduce import *
+from .ops.collective.expert_parallel import *
 from .ops.collective.minimax import *
 from .ops.collective.process_group import *
 from .ops.collective.quick_all_reduce import *
@@ -54,7 +56,7 @@ from .ops.collective.shared_memory import *
 from .ops.linear.allspark_mm import *
 from .ops.linear.awq_gptq_mm import *
 from .ops.linear.dense import *
-from .ops.linear.few_tokens import *
+from .ops.linear.dsv3 import *
 from .ops.linear.fp4_mm import *
 from .ops.linear.ggml import *
 from .ops.linear.ggml_moe import *
@@ -70,6 +72,7 @@ from .ops.linear.marlin_mm import *
 from .ops.linear.marlin_moe import *
 from .ops.linear.marlin_preprocess import *
 from .ops.linear.marlin_repack import *
+from .ops.linear.rocm_skinny import *
 from .ops.linear.scaled_mm import *
 from .ops.linear.skinny_linear import *
 from .ops.linear.sparse_mm import *

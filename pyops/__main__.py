@@ -74,7 +74,8 @@ def _generate(options: argparse.Namespace) -> bool:
 
     names = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos")
     params = SamplingParams(**{name: getattr(options, name) for name in names})
-    return generate.generate(options.model, options.prompt, params, options.dtype, options.device)
+    where = options.dtype, options.device, options.kv_cache_dtype
+    return generate.generate(options.model, options.prompt, params, *where)
 
 
 def _demo(options: argparse.Namespace) -> bool:
@@ -107,8 +108,8 @@ def _axes_and_arch(words: Sequence[str]) -> tuple[dict[str, list[Any]], str]:
 _FAMILIES = (
     "Bamba, Cohere, Cohere2, DeepseekV2, DeepseekV3, Ernie4_5, Falcon, FalconH1, Gemma, Gemma2, Gemma3, "
     "Glm4Moe, GPTNeoX, GptOss, Granite, GraniteMoeHybrid, Llama, Mamba, Mamba2, MiniMaxM2, Ministral, "
-    "Mistral, Mistral3, Mixtral, NemotronH, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, Qwen3_5, Qwen3Moe, Qwen3Next, "
-    "SeedOss, SmolLM3, StableLm, Starcoder2."
+    "Ministral3, Mistral, Mistral3, Mistral4, Mixtral, NemotronH, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, Qwen3_5, "
+    "Qwen3_5Moe, Qwen3Moe, Qwen3Next, SeedOss, SmolLM3, StableLm, Starcoder2."
 )
 
 
@@ -156,6 +157,7 @@ def parser() -> argparse.ArgumentParser:
     writing.add_argument("--seed", type=int, default=0, help="of the draws")
     writing.add_argument("--ignore-eos", action="store_true", help="go on behind an end of text")
     writing.add_argument("--dtype", help="float32, float16 or bfloat16 instead of the checkpoint's")
+    writing.add_argument("--kv-cache-dtype", default="auto", help="fp8, fp8_e4m3 or fp8_e5m2 for a cache of codes")
     writing.add_argument("--device", help="as torch names it; the GPU where there is one")
     command("demo", _demo, "Text from a small model of random weights, checked against plain PyTorch.")
     covering = command("coverage", _coverage, "The ops of vLLM: which of them this library serves, and as what.")

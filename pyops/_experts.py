@@ -102,6 +102,32 @@ def fused_experts(
     Returns:
         [num_tokens, hidden_size], new unless `inplace`.
     """
+    out = hidden_states if inplace else new(hidden_states, tuple(hidden_states.shape))
+    options = activation, apply_router_weight_on_input, global_num_experts, expert_map, quant_config
+    experts_into(out, hidden_states, None, w1, w2, topk_weights, topk_ids, *options)
+    return out
+
+
+def experts_into(
+    out: Tensor,
+    hidden_states: Tensor,
+    a1_scale: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: Tensor | None = None,
+    quant_config: FusedMoEQuantConfig | None = None,
+) -> None:
+    """`fused_experts` into `out`, which may lie on `hidden_states`.
+
+    Args:
+        out: [num_tokens, hidden_size] float32, float16 or bfloat16, written.
+        hidden_states, a1_scale: of the dtype of `out` and None, or codes and their scales, as in `multiply_experts`.
+    """
     config = _PLAIN if quant_config is None else quant_config
     per_byte = 2 if codes_of(config) in ("uint4", "float4_e2m1f") else 1
     sizes = _check(hidden_states, w1, w2, topk_weights, topk_ids, activation, per_byte)
@@ -113,18 +139,16 @@ def fused_experts(
     elif global_num_experts < 0:
         global_num_experts = num_experts
     limited = clamp_limit_of(config, activation) is not None
-    out = hidden_states if inplace else new(hidden_states, (num_tokens, hidden_size))
     if num_tokens == 0:
-        return out
+        return
     num_rows, intermediate_size = num_tokens * topk, w2.shape[2] * per_byte
-    between = new(hidden_states, (num_rows, intermediate_size))
-    first = new(hidden_states, (num_rows, 2 * intermediate_size)) if limited else between
-    of_choices = new(hidden_states, (num_rows, hidden_size))
+    between = new(out, (num_rows, intermediate_size))
+    first = new(out, (num_rows, 2 * intermediate_size)) if limited else between
+    of_choices = new(out, (num_rows, hidden_size))
     weights = (topk_weights, None) if apply_router_weight_on_input else (None, topk_weights)
-    options = activation, global_num_experts, expert_map, config
+    options = activation, global_num_experts, expert_map, config, a1_scale
     multiply_experts(of_choices, between, first, hidden_states, w1, w2, topk_ids, weights, *options)
     moe_sum_experts(of_choices.reshape(num_tokens, topk, hidden_size), topk_ids, out, num_experts, expert_map)
-    return out
 
 
 def _check(

@@ -21,7 +21,7 @@ from .ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8,
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts"]
+__all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts", "scale_is_of_all"]
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
@@ -90,7 +90,7 @@ def multiply_experts(
             names = {op: name.replace("1", str(number)) for op, name in _NAMES.items()}
             raise error.within("fused_experts", names) from None
 
-    if _scale_is_of_all(config) and config.a2_scale is None:
+    if scale_is_of_all(config) and config.a2_scale is None:
         first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
     of_w1 = w1, config.w1_scale, w1_zp, config.w1_bias, config.a1_scale
     of_w2 = w2, config.w2_scale, w2_zp, config.w2_bias, config.a2_scale
@@ -155,7 +155,7 @@ def clamp_limit_of(config: Any, activation: str) -> float | None:
     return limit if activation == "silu" else None
 
 
-def _scale_is_of_all(config: Any) -> bool:
+def scale_is_of_all(config: Any) -> bool:
     """Whether activations are quantised under one scale."""
     return _name(config.quant_dtype) == _FP8 and not config.per_act_token_quant and not config.block_shape
 

@@ -26,7 +26,7 @@ def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
         names: ops; all of them when none is given.
         model: instead of names, a model that `pyops.models` serves: its folder or its `Config`. Every kernel that
             serving it will ever need is loaded. `values` are then arguments of `pyops.models.serving_kernels`:
-            max_num_seqs, max_model_len, max_num_batched_tokens, block_size, dtype.
+            max_num_seqs, max_model_len, max_num_batched_tokens, block_size, dtype, kv_cache_dtype.
         values: axes of their examples, each one value or a list of values, such as ``hidden_size=[4096, 8192]`` or
             ``dtype="bfloat16"``. An axis that is not given keeps the example's default, but every element type the
             example offers is made ready. With no `names`, an axis applies to the ops whose example has it.

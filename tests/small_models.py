@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
+    "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
@@ -32,6 +34,8 @@ LLAMA3 |= {"original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.3}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+MISTRAL_ROPE = YARN | {"original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.2}
+MISTRAL_ROPE |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
@@ -117,6 +121,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
         | {"q_lora_rank": None, "tie_word_embeddings": True, "routed_scaling_factor": 1.0},
     ),
+    "ministral 3": ("Ministral3", {"head_dim": 16, "rope_parameters": MISTRAL_ROPE}),
+    "ministral 3 with a window, linear, tied": (
+        "Ministral3",
+        {"head_dim": 32, "sliding_window": 9, "tie_word_embeddings": True, "num_hidden_layers": 3}
+        | {"rope_parameters": LINEAR | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4}},
+    ),
+    "ministral 3, one key head, other scales": (
+        "Ministral3",
+        {"num_key_value_heads": 1, "head_dim": 16}
+        | {"rope_parameters": MISTRAL_ROPE | {"mscale": 0.7, "llama_4_scaling_beta": 0.3, "factor": 2.0}},
+    ),
+    "mistral 4": ("Mistral4", LATENT | {"rope_parameters": MISTRAL_ROPE}),
+    "mistral 4, MLPs, groups, biases, no rank of queries, halves": (
+        "Mistral4",
+        LATENT
+        | {"q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "first_k_dense_replace": 1}
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"rope_parameters": MISTRAL_ROPE | {"mscale_all_dim": 0.0}, "v_head_dim": 24, "num_hidden_layers": 3},
+    ),
+    "mistral 4, weights as they are, a factor, tied": (
+        "Mistral4",
+        LATENT
+        | {"norm_topk_prob": False, "routed_scaling_factor": 2.5, "tie_word_embeddings": True, "n_shared_experts": 2}
+        | {"rope_parameters": MISTRAL_ROPE | {"llama_4_scaling_beta": 0.5}, "num_experts_per_tok": 1},
+    ),
     "glm4 moe": ("Glm4Moe", GLM4 | {"n_routed_experts": 8, "use_qk_norm": True}),
     "glm4 moe, groups, biases, whole heads turn": (
         "Glm4Moe",
@@ -161,7 +190,8 @@ def reference(case: str) -> Any:
     """A model of transformers whose random weights make clear choices; biases and norms are random too."""
     family, options = CASES[case]
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | options))
+    config = getattr(transformers, f"{family}Config")(**SIZES | deepcopy(options))  # it writes to its rope_parameters
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
             parameter.data.normal_(0.0, 0.3)

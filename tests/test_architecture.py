@@ -20,7 +20,7 @@ import pyops.models
 import pyops.nn
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
-from tests.mutation.choose import kernels_of
+from tests.mutation.choose import kernels_of, sources_of
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "pyops" / "_core"
@@ -184,10 +184,25 @@ def test_every_kernel_is_launched() -> None:
 
 def test_every_header_is_included() -> None:
     """By a kernel or a header, or at least by a kernel that a test holds."""
-    texts = [_code(name) for name in kernels_cu.names()]
-    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "core").glob("*.py")]
-    included = {f"include/{header}" for text in texts for header in re.findall(r'#include "(\w+\.cuh)"', text)}
+    texts = {name: _code(name) for name in kernels_cu.names()}
+    texts |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "core").glob("*.py")}
+    included = {
+        source.header_of(name.rpartition("/")[0], header)
+        for name, text in texts.items()
+        for header in re.findall(r'#include "([\w/]+\.cuh)"', text)
+    }
     assert included == set(HEADERS)
+
+
+def test_headers_lie_with_their_family() -> None:
+    """`include/` holds what kernels of two families or more use, and a family's folder what its kernels alone use."""
+    families: dict[str, set[str]] = {name: set() for name in HEADERS}
+    for kernel in KERNELS:
+        for name in sources_of(kernel) & set(HEADERS):
+            families[name].add(kernel.partition("/")[0])
+    assert {name: used for name, used in families.items() if name.startswith("include/") and len(used) < 2} == {}
+    others = [name for name in HEADERS if not name.startswith("include/")]
+    assert {name: families[name] for name in others if families[name] != {name.partition("/")[0]}} == {}
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -124,7 +124,7 @@ def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-@pytest.mark.parametrize("head_size", [8, 32, 80, 96, 112, 120, 192, 256, 264, 576])
+@pytest.mark.parametrize("head_size", [8, 32, 80, 96, 112, 120, 192, 256, 264, 512, 576])
 def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
     _assert_is_attention(paged_call([33, 5], head_size=head_size, dtype=torch.bfloat16, packed=packed, on=on))
 
@@ -578,8 +578,8 @@ def test_products_serve_what_they_can() -> None:
 
     assert kernels(num_tokens=4096) == ["attention_decode.cu"]
     assert kernels(num_tokens=1) == ["attention_decode.cu"]
-    assert kernels(num_tokens=1, arch="sm_80") == ["attention_decode.cu", "attention_combine.cu"]
-    assert kernels(num_tokens=1, max_seq_len=2**16) == ["attention_decode.cu", "attention_combine.cu"]
+    assert kernels(num_tokens=1, arch="sm_80") == ["attention_decode.cu", "decode_combine.cu"]
+    assert kernels(num_tokens=1, max_seq_len=2**16) == ["attention_decode.cu", "decode_combine.cu"]
     assert kernels(num_tokens=4096, kv_cache_dtype="fp8", packed=True) == ["attention_decode.cu"]
     assert kernels(num_tokens=4096, dtype="float32") == ["attention_decode_simt.cu"]
     assert kernels(num_tokens=4096, arch="gfx942") == ["attention_decode.cu"]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device, tuning
+from pyops._core import config, device, offline, tuning
 from pyops._core.example import ArgMaker
 from pyops._core.op import Op
-from pyops.ops.attention.decode_choose import Config, choose_cluster, choose_num_warps
+from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
 from pyops.ops.attention.join import JoinConfig
 from tests.test_attention import paged_call, truth
 
@@ -124,7 +124,7 @@ def test_decode(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> No
     found = chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL)
     num_warps, cluster_size, max_splits, groups = expected
     join = JoinConfig(groups, 1) if groups else None
-    assert found == Config(num_warps, 8, 1, 3, False, cluster_size, max_splits, 64, join)
+    assert found == DecodeConfig(num_warps, 8, 1, 3, False, cluster_size, max_splits, 64, join)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,18 @@ def test_keys_and_values_take_turns_where_they_would_spill() -> None:
     assert not chosen(V1, "sm_100", **large, kv_cache_dtype="fp8").one_at_a_time
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
+def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
+    """On the portable kernel: a warp's sums of 16 such heads would be all registers of a lane."""
+    op = pyops.registry[name]
+    launches = op.launches(*example_of(op, device.model(arch), head_size=512))
+    one = launches[0].specialisation
+    assert one.kernel.file == "attention/attention_decode_simt.cu"
+    report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0)
+
+
 def test_partitions_are_no_choice() -> None:
     """The caller's memory says how many there are, also where a table would like another number."""
     assert chosen(V2, num_tokens=1, max_seq_len=1024).max_splits == 3
@@ -179,7 +191,7 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
         for launch in V1.launches(*args):
             texts[launch.specialisation.text] = launch.specialisation.kernel.file.split("/")[1]
     clusters = ["attention_decode.cu"] * (max_tokens == 2048)
-    joins = ["attention_combine.cu"] * (max_tokens > 2048)  # of many splits
+    joins = ["decode_combine.cu"] * (max_tokens > 2048)  # of many splits
     assert sorted(texts.values()) == [*joins, "attention_decode.cu", *clusters]
 
 
@@ -283,7 +295,7 @@ def test_any_config_gives_the_result(join: JoinConfig | None, num_warps: int) ->
     """Warps, groups and heads of a block are a matter of time alone."""
     call = paged_call([300, 1, 65], (4, 2), 64, dtype=torch.bfloat16)
     plain = call.pop("plain")
-    forced = Config(num_warps, 8, 1, 3, False, 1, 5, 64, join)
+    forced = DecodeConfig(num_warps, 8, 1, 3, False, 1, 5, 64, join)
     V1.forget()
     with config.cpu("kernels"), tuning.forced(V1.name, forced):
         V1.wrapper(**call)

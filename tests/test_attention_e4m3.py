@@ -1,4 +1,4 @@
-"""Prompts of e4m3 queries: attention_varlen_e4m3.cu under the model of Hopper on the host, and what takes its place."""
+"""Prompts of e4m3 queries: prefill_sm90_fp8.cu under the model of Hopper on the host, and what takes its place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import pyops
 from pyops._core import config, device, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import varlen_hopper
+from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.varlen_e4m3 import E4m3Config
-from pyops.ops.attention.varlen_hopper import HopperConfig
-from pyops.ops.attention.varlen_plan import Config, choose, launch
-from pyops.ops.attention.varlen_problem import Problem, check_varlen
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
+from pyops.ops.attention.prefill_sm90_fp8 import E4m3Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import KERNELS
 from tests.profiles import few
@@ -202,7 +202,9 @@ def test_refusals() -> None:
             VARLEN.wrapper(**call | changes)
 
 
-def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", *, block: int = 16, **options: Any) -> Problem:
+def _problem(
+    num_tokens: int, head_size: int, arch: str = "sm_90", *, block: int = 16, **options: Any
+) -> PrefillProblem:
     """Of four sequences, with four query heads to each of two key-value heads."""
     make = ArgMaker(device.model(arch))
     cache, scale = make.empty(99, block, 2, head_size, dtype="uint8"), make.empty(1, dtype="float32")
@@ -227,14 +229,14 @@ def test_choice() -> None:
         assert chosen == expected
         for one in (chosen, *chosen.candidates(problem, HOPPER)):
             (found,) = launch(problem, one)
-            assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+            assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
             assert found.specialisation.constants["STAGES"] >= 2
     for problem, kind, count in (
-        (_problem(64, 128), HopperConfig, 3),
-        (_problem(4096, 192), HopperConfig, 2),
-        (_problem(4096, 128, logits_soft_cap=9.0), HopperConfig, 2),
-        (_problem(4096, 128, block=20), Config, 2),
-        (_problem(4096, 128, "sm_100"), Config, 2),
+        (_problem(64, 128), PrefillSm90Config, 3),
+        (_problem(4096, 192), PrefillSm90Config, 2),
+        (_problem(4096, 128, logits_soft_cap=9.0), PrefillSm90Config, 2),
+        (_problem(4096, 128, block=20), PrefillMmaConfig, 2),
+        (_problem(4096, 128, "sm_100"), PrefillMmaConfig, 2),
     ):
         chosen = choose(problem, problem.query.device)
         assert isinstance(chosen, kind)
@@ -251,4 +253,4 @@ def test_compiles_without_spills_and_advice(head_size: int, has_lse: bool) -> No
     one = launch(problem, choose(problem, HOPPER))[0].specialisation
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+    assert report.shared_bytes <= prefill_sm90._STATIC_BYTES

@@ -1,4 +1,4 @@
-"""attention_varlen_hopper.cu, mla_decode_hopper.cu, mla_decode_few_heads.cu: right under every schedule of the model of
+"""prefill_sm90.cu, mla_decode_sm90.cu, mla_decode_small_h.cu: right under every schedule of the model of
 Hopper on the host; what is chosen."""
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Kernel
-from pyops.ops.attention import mla_codes, mla_few_heads, mla_hopper, varlen_hopper
+from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
-from pyops.ops.attention.varlen_hopper import HopperConfig
-from pyops.ops.attention.varlen_plan import Config, choose, launch
-from pyops.ops.attention.varlen_problem import Problem, check_varlen
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_problem import PrefillProblem, check_varlen
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, scheduled
 from tests.calls import KERNELS
 from tests.core.conftest import launched
@@ -56,7 +56,7 @@ def _schedules(on: str, schedules: Any) -> Any:
 
 
 def _varlen(
-    one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None, *, has_lse: bool = True, **call: Any
+    one: PrefillSm90Config, schedules: Any = SCHEDULES[:1], bias: Any = None, *, has_lse: bool = True, **call: Any
 ) -> None:
     """The call is attention, with the same bits under these schedules."""
     first: Any = None
@@ -84,7 +84,7 @@ def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
 def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
     """With sums of probabilities by products, which a log-sum-exp does without."""
     call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
-    _varlen(HopperConfig(128, 2), SCHEDULES, has_lse=has_lse, **call)
+    _varlen(PrefillSm90Config(128, 2), SCHEDULES, has_lse=has_lse, **call)
 
 
 @pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], 2))
@@ -97,8 +97,8 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
         factor = 2.0 ** (5 - begin // 64)
         keys[begin : begin + 16] *= factor
         call["key_cache"][table[begin // 16]] *= factor
-    _varlen(HopperConfig(64, 2), SCHEDULES[:2], **call | {"scale": 1.5 * call["scale"]})
-    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 1.5 * call["scale"]})
+    _varlen(PrefillSm90Config(64, 2), SCHEDULES[:2], **call | {"scale": 1.5 * call["scale"]})
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 1.5 * call["scale"]})
     call = varlen_call([65], [450], dtype=dtype, on=on)
     keys, query = call["plain"][0][0], call["query"][:1, :1]
     row = query[0, 0].double().cpu()
@@ -110,22 +110,22 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
         call["key_cache"][call["block_tables"][0, begin // 16].long()] = units.to(on, dtype)
     keys[:] = keys.to(dtype).double()
     call["query"] = query.expand(65, 4, -1).contiguous()
-    _varlen(HopperConfig(64, 2), has_lse=False, **call)
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call)
 
 
 # What the geometry depends on: the head, the block, the group of heads, the tile, the warpgroups.
 GEOMETRIES = [
-    (HopperConfig(64, 2), (4, 2), 16, 8),
-    (HopperConfig(128, 2), (2, 2), 80, 16),
-    (HopperConfig(176, 2), (4, 2), 112, 16),
-    (HopperConfig(112, 2), (7, 1), 192, 32),
-    (HopperConfig(80, 2), (2, 1), 256, 16),
-    (HopperConfig(96, 3), (4, 2), 64, 256),
+    (PrefillSm90Config(64, 2), (4, 2), 16, 8),
+    (PrefillSm90Config(128, 2), (2, 2), 80, 16),
+    (PrefillSm90Config(176, 2), (4, 2), 112, 16),
+    (PrefillSm90Config(112, 2), (7, 1), 192, 32),
+    (PrefillSm90Config(80, 2), (2, 1), 256, 16),
+    (PrefillSm90Config(96, 3), (4, 2), 64, 256),
 ]
 
 
 @pytest.mark.parametrize(("one", "heads", "head_size", "block_size"), few(GEOMETRIES, 3), ids=str)
-def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_size: int, block_size: int) -> None:
+def test_geometries(on: str, one: PrefillSm90Config, heads: tuple[int, int], head_size: int, block_size: int) -> None:
     call = varlen_call(
         [65, 129], [65, 200], heads, dtype=torch.float16, head_size=head_size, block_size=block_size, on=on
     )
@@ -134,15 +134,15 @@ def test_geometries(on: str, one: HopperConfig, heads: tuple[int, int], head_siz
 
 # Keys and values of latent attention; panels that values of a head fill in part, with splits, and of codes.
 SHORT_VALUES = [
-    (HopperConfig(128, 2), (192, 128), 16, False),
-    (HopperConfig(48, 3, max_splits=3), (128, 48), 64, False),
-    (HopperConfig(48, 2), (256, 80), 8, True),
+    (PrefillSm90Config(128, 2), (192, 128), 16, False),
+    (PrefillSm90Config(48, 3, max_splits=3), (128, 48), 64, False),
+    (PrefillSm90Config(48, 2), (256, 80), 8, True),
 ]
 
 
 @pytest.mark.parametrize(("one", "sizes", "block_size", "codes"), SHORT_VALUES, ids=str)
 def test_values_shorter_than_keys(
-    on: str, one: HopperConfig, sizes: tuple[int, int], block_size: int, codes: bool
+    on: str, one: PrefillSm90Config, sizes: tuple[int, int], block_size: int, codes: bool
 ) -> None:
     """What no token has is NaN. A window begins in a tile."""
     options = {"dtype": torch.bfloat16, "block_size": block_size, "head_size": sizes[0], "value_size": sizes[1]}
@@ -155,19 +155,19 @@ def test_values_shorter_than_keys(
 @pytest.mark.parametrize("section", [1, 2])
 def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of one key-value head after another; of two, and then of the one that is left."""
-    monkeypatch.setattr(varlen_hopper, "section_heads", lambda *_: section)
-    _varlen(HopperConfig(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
+    monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: section)
+    _varlen(PrefillSm90Config(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 
 # Sequences of one tile in each split and of one too few for two, next to one with as many splits as there may be.
 SPLITS = [
-    ([129, 65], [1185, 511], HopperConfig(64, 2, max_splits=3)),
-    ([65], [520], HopperConfig(64, 2, max_splits=32)),
+    ([129, 65], [1185, 511], PrefillSm90Config(64, 2, max_splits=3)),
+    ([65], [520], PrefillSm90Config(64, 2, max_splits=32)),
 ]
 
 
 @pytest.mark.parametrize(("counts", "lengths", "one"), SPLITS, ids=str)
-def test_splits(on: str, counts: list[int], lengths: list[int], one: HopperConfig) -> None:
+def test_splits(on: str, counts: list[int], lengths: list[int], one: PrefillSm90Config) -> None:
     call = varlen_call(counts, lengths, dtype=torch.bfloat16, head_size=32, on=on)
     _varlen(one, SCHEDULES, **call)
 
@@ -183,7 +183,7 @@ def test_splits_with_options(on: str) -> None:
     call["block_tables"][0, 1:9] = -1
     call |= {"kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
     VARLEN.forget()
-    with tuning.forced(NAME, HopperConfig(64, 2, max_splits=4)):
+    with tuning.forced(NAME, PrefillSm90Config(64, 2, max_splits=4)):
         for window, causal, schedules in ((0, True, SCHEDULES), (600, True, SCHEDULES[:1]), (0, False, SCHEDULES[:1])):
             options = {"sliding_window": window, "causal": causal}
             assert_matches_reference(VARLEN, schedules=schedules, **call | options)
@@ -193,13 +193,13 @@ def test_splits_with_options(on: str) -> None:
 @pytest.mark.parametrize(
     ("one", "head_size", "block_size", "dtype"),
     [
-        (HopperConfig(64, 2), 128, 16, torch.bfloat16),
-        (HopperConfig(48, 2), 80, 8, torch.float16),
-        (HopperConfig(112, 3), 64, 64, torch.bfloat16),
+        (PrefillSm90Config(64, 2), 128, 16, torch.bfloat16),
+        (PrefillSm90Config(48, 2), 80, 8, torch.float16),
+        (PrefillSm90Config(112, 3), 64, 64, torch.bfloat16),
     ],
     ids=str,
 )
-def test_fp8_caches(on: str, one: HopperConfig, head_size: int, block_size: int, dtype: torch.dtype) -> None:
+def test_fp8_caches(on: str, one: PrefillSm90Config, head_size: int, block_size: int, dtype: torch.dtype) -> None:
     """Slots of no token hold NaN, and so do blocks that are another's, before a window."""
     call = varlen_call([65, 129], [65, 200], dtype=dtype, head_size=head_size, block_size=block_size, on=on)
     call = _in_codes(call) | {"sliding_window": 150}
@@ -217,13 +217,13 @@ def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
     call["query"] *= 2.0 ** powers.double().view(73, 4, 1)
     call["query"][5], call["query"][6, :, 3:] = 0.0, 0.0
     call["query"][7, :, 5:] *= 2.0**-60
-    _varlen(HopperConfig(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
+    _varlen(PrefillSm90Config(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
     call["query"] = call["query"][:, :1].expand(-1, 4, -1).sign() * 3e38  # every logit is beyond 2^24, and finite
-    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
     call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0, of a product with a vast unit
     for keys, _ in call["plain"]:
         keys[..., 0] = 0.0
-    _varlen(HopperConfig(64, 2), has_lse=False, **call | {"scale": 8.0})
+    _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 8.0})
 
 
 def test_scales_of_heads(on: str) -> None:
@@ -231,7 +231,7 @@ def test_scales_of_heads(on: str) -> None:
     call = varlen_call([65, 70], [700, 200], (6, 3), dtype=torch.bfloat16, on=on)
     call = in_codes_of_heads(call, [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
     for max_splits in (1, 3):
-        _varlen(HopperConfig(64, 2, max_splits=max_splits), **call)
+        _varlen(PrefillSm90Config(64, 2, max_splits=max_splits), **call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -243,7 +243,7 @@ def test_every_code(on: str, dtype: torch.dtype) -> None:
     call |= {name: call[name].nan_to_num(nan=0.0).to(FP8) for name in ("key_cache", "value_cache")}
     call["value_cache"][call["block_tables"][0, 0].long(), 0, 0] = codes
     VARLEN.forget()
-    with tuning.forced(NAME, HopperConfig(48, 2)):
+    with tuning.forced(NAME, PrefillSm90Config(48, 2)):
         VARLEN.wrapper(**call | {"kv_cache_dtype": "fp8"})
     VARLEN.forget()
     torch.testing.assert_close(call["out"][0, 0].float(), codes.float(), rtol=2e-6, atol=0, equal_nan=True)
@@ -251,7 +251,7 @@ def test_every_code(on: str, dtype: torch.dtype) -> None:
 
 def test_options(on: str) -> None:
     """A window that begins in a tile, and blocks before it that are another's; every option of the logits."""
-    one, slopes = HopperConfig(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=on)
+    one, slopes = PrefillSm90Config(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=on)
     for causal in (True, False):
         call = varlen_call([65, 130], [190, 130], dtype=torch.bfloat16, on=on) | {
             "sliding_window": 40,
@@ -268,10 +268,10 @@ def test_options(on: str) -> None:
 
 @pytest.mark.parametrize(
     ("one", "head_size", "dtype"),
-    few([(HopperConfig(96, 3), 64, torch.bfloat16), (HopperConfig(128, 2), 128, torch.float16)], 1),
+    few([(PrefillSm90Config(96, 3), 64, torch.bfloat16), (PrefillSm90Config(128, 2), 128, torch.float16)], 1),
     ids=str,
 )
-def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtype) -> None:
+def test_soft_caps(on: str, one: PrefillSm90Config, head_size: int, dtype: torch.dtype) -> None:
     """Products that a series serves, products beyond its limit, and both in a tile; tiles that end anywhere; logits
     that are further apart than integers."""
     call = varlen_call([65, 1], [193, 129], dtype=dtype, head_size=head_size, on=on)
@@ -301,7 +301,7 @@ def test_soft_caps(on: str, one: HopperConfig, head_size: int, dtype: torch.dtyp
     _varlen(one, has_lse=False, **call | {"logits_soft_cap": 400.0, "scale": 30.0 * scale})
 
 
-POLYNOMIALS = """#include "attention.cuh"
+POLYNOMIALS = """#include "attention/attention.cuh"
 extern "C" __global__ void polynomials(float* logits, float* limits, const float* shares, float scale, float cap) {
     const CapSeries<2> two(scale, cap);
     const CapSeries<3> three(scale, cap);
@@ -341,7 +341,7 @@ def test_hostile_indices(on: str, block_size: int) -> None:
     call["block_tables"][:, 1] = torch.tensor([-1, 10**9, -(2**31)], device=on)
     call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0], device=on), "lse": torch.empty(4, 98, device=on)}
     VARLEN.forget()
-    with tuning.forced(NAME, HopperConfig(128, 2)):
+    with tuning.forced(NAME, PrefillSm90Config(128, 2)):
         for lengths, starts in (
             ([20, 2**31 - 1, -5], [0, 20, 90, 98]),
             ([10, 40, 33], [-7, 3, 73, 2**31 - 1]),
@@ -366,12 +366,14 @@ def test_slices(on: str) -> None:
         name: torch.stack((call[name].long(),) * 2, -1)[..., 0] for name in ("seq_lens", "cu_seqlens_q", "block_tables")
     }
     call |= apart | {"query": fused[:, :4], "key_cache": joint[:, 0], "value_cache": joint[:, 1]}
-    _varlen(HopperConfig(128, 2), **call)
+    _varlen(PrefillSm90Config(128, 2), **call)
     heads_apart = torch.stack((call["key_cache"], call["value_cache"]), 3)
-    _varlen(HopperConfig(64, 2), **call | {"key_cache": heads_apart[..., 0, :], "value_cache": heads_apart[..., 1, :]})
+    _varlen(
+        PrefillSm90Config(64, 2), **call | {"key_cache": heads_apart[..., 0, :], "value_cache": heads_apart[..., 1, :]}
+    )
 
 
-def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> Problem:
+def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> PrefillProblem:
     """Of `num_seqs` sequences, four, with eight query heads to each of two key-value heads."""
     num_seqs = changes.get("num_seqs", 4)
     make = ArgMaker(device.model(arch))
@@ -408,16 +410,16 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
 def test_choice() -> None:
     """Tiles by the sizes of heads; the other kernels for what cannot be mapped."""
     for head_size, value_size, options, expected in (
-        (64, 64, False, HopperConfig(112, 3)),
-        (80, 80, True, HopperConfig(128, 2)),
-        (128, 128, False, HopperConfig(128, 2)),
-        (192, 192, False, HopperConfig(112, 2)),
-        (192, 128, False, HopperConfig(128, 2)),
-        (256, 128, False, HopperConfig(96, 2)),
-        (64, 64, True, HopperConfig(96, 3)),
-        (192, 192, True, HopperConfig(96, 2)),
-        (256, 256, False, HopperConfig(80, 2)),
-        (256, 256, True, HopperConfig(64, 2)),
+        (64, 64, False, PrefillSm90Config(112, 3)),
+        (80, 80, True, PrefillSm90Config(128, 2)),
+        (128, 128, False, PrefillSm90Config(128, 2)),
+        (192, 192, False, PrefillSm90Config(112, 2)),
+        (192, 128, False, PrefillSm90Config(128, 2)),
+        (256, 128, False, PrefillSm90Config(96, 2)),
+        (64, 64, True, PrefillSm90Config(96, 3)),
+        (192, 192, True, PrefillSm90Config(96, 2)),
+        (256, 256, False, PrefillSm90Config(80, 2)),
+        (256, 256, True, PrefillSm90Config(64, 2)),
     ):
         sizes = {"head_size": head_size, "value_size": value_size, "options": options}
         problem = _problem(4096, **sizes)
@@ -425,18 +427,18 @@ def test_choice() -> None:
         of_codes = _problem(4096, **sizes, cache_dtype="uint8")
         for served in (problem, of_codes) if of_codes.uses_wgmma else (problem,):
             chosen = choose(served, HOPPER)
-            assert isinstance(chosen, HopperConfig)
+            assert isinstance(chosen, PrefillSm90Config)
             for one in (chosen, *chosen.candidates(served, HOPPER)):
                 found = launch(served, one)[0]
-                assert found.shared + varlen_hopper._STATIC_BYTES <= HOPPER.shared_memory
+                assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
     # Splits where items of work are fewer than multiprocessors: 8 of 16 tokens and a key-value head.
-    assert choose(_problem(64, 128), HOPPER) == HopperConfig(128, 2, max_splits=8)
-    assert choose(_problem(64, 256), HOPPER) == HopperConfig(64, 2, max_splits=13)
-    assert choose(_problem(1040, 128), HOPPER) == HopperConfig(128, 2, max_splits=1)
-    assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == HopperConfig(128, 2)
+    assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=8)
+    assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
+    assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
+    assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
     # Of 70 sequences, whose single tokens decode attention takes, none may be left; numbers without work cost, too.
-    assert choose(_problem(70, 128, num_seqs=70), HOPPER) == HopperConfig(128, 2)
+    assert choose(_problem(70, 128, num_seqs=70), HOPPER) == PrefillSm90Config(128, 2)
     for problem in (
         _problem(0, 128),
         _problem(4096, 124),
@@ -448,7 +450,7 @@ def test_choice() -> None:
         _problem(4096, 128, cache_dtype="uint8", options=True, scales=2),
         _problem(4096, 128, "sm_100"),
     ):
-        assert isinstance(choose(problem, problem.query.device), Config)
+        assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
     # Boxes of whole heads, where heads have whole panels and lie whole panels apart.
     for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
         problem = _problem(4096, head_size, heads_apart=apart)
@@ -457,7 +459,11 @@ def test_choice() -> None:
     for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
         problem = _problem(tokens, 128, block_size=slots * 8)
         assert launch(problem, choose(problem, HOPPER))[0].fixed["section_heads"] == expected
-    for wrong in (lambda: HopperConfig(100, 2), lambda: HopperConfig(272, 2), lambda: HopperConfig(128, 4)):
+    for wrong in (
+        lambda: PrefillSm90Config(100, 2),
+        lambda: PrefillSm90Config(272, 2),
+        lambda: PrefillSm90Config(128, 4),
+    ):
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
 
@@ -465,11 +471,11 @@ def test_choice() -> None:
 def test_choice_of_decode_attention() -> None:
     """For sequences of one token among many, of which the other kernel takes none; values are as long as keys there."""
     for num_tokens, changes, files in (
-        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "attention_varlen_hopper.cu"]),
-        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "attention_varlen.cu"]),
-        (70 * 128, {"num_seqs": 70}, ["attention_varlen_hopper.cu"]),
-        (65 * 100, {"num_seqs": 65}, ["attention_varlen_hopper.cu"]),
-        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["attention_varlen_hopper.cu"]),
+        (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "prefill_sm90.cu"]),
+        (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "prefill_mma.cu"]),
+        (70 * 128, {"num_seqs": 70}, ["prefill_sm90.cu"]),
+        (65 * 100, {"num_seqs": 65}, ["prefill_sm90.cu"]),
+        (70 * 100, {"num_seqs": 70, "value_size": 64}, ["prefill_sm90.cu"]),
         (70, {"num_seqs": 70, "dtype": "float32"}, ["attention_decode_simt.cu"]),
     ):
         problem = _problem(num_tokens, 128, **changes)
@@ -508,7 +514,7 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
     assert one.constants["HAS_SPLITS"] == splits
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+    assert report.shared_bytes <= prefill_sm90._STATIC_BYTES
 
 
 @pytest.mark.parametrize(
@@ -532,7 +538,7 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
         call = mla_call(lengths, num_heads, page_size, dtype=dtype, num_kv_splits=splits, device=on)
         with schedule:
             assert_is_mla(call)
-        assert isinstance(tuning.last[MLA.name], mla_hopper.HopperConfig)
+        assert isinstance(tuning.last[MLA.name], mla_sm90.MlaSm90Config)
         result = call["out"], call["lse"]
         first = first or result
         assert same_bits(first[0], result[0])
@@ -577,11 +583,11 @@ def test_mla_codes(
             call["q_nope"][:, 6, 500] = 3e5
         with schedule:
             assert_is_mla(call)
-        few_heads = mla_codes.CodesConfig if kind == FP8 else mla_few_heads.FewHeadsConfig
-        expected = few_heads if num_heads <= 16 else mla_hopper.HopperConfig
+        few_heads = mla_small_h_fp8.CodesConfig if kind == FP8 else mla_small_h.FewHeadsConfig
+        expected = few_heads if num_heads <= 16 else mla_sm90.MlaSm90Config
         chosen = tuning.last[MLA.name]
         assert isinstance(chosen, expected)
-        if isinstance(chosen, mla_hopper.HopperConfig):  # two blocks of heads share conversions of scaled codes
+        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two blocks of heads share conversions of scaled codes
             assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
     MLA.forget()
 
@@ -638,7 +644,7 @@ def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype
 def test_mla_compiles_without_spills_and_advice(
     cluster: int, cache_t: dtypes.DType, half_boxes: bool, is_ds_mla: bool
 ) -> None:
-    one = mla_hopper._decode.for_arch("sm_90a")(
+    one = mla_sm90._decode.for_arch("sm_90a")(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,
         out_t=dtypes.bfloat16,
@@ -653,7 +659,7 @@ def test_mla_compiles_without_spills_and_advice(
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90a")
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
-    assert report.shared_bytes + mla_hopper._SHARED_BYTES <= HOPPER.shared_memory
+    assert report.shared_bytes + mla_sm90._SHARED_BYTES <= HOPPER.shared_memory
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -661,9 +667,9 @@ def test_mla_compiles_without_spills_and_advice(
     ("kernel", "cache_t", "is_ds_mla"),
     few(
         [
-            (mla_few_heads._decode, dtypes.float8_e4m3fn, True),
-            (mla_few_heads._decode, dtypes.bfloat16, False),
-            (mla_codes._decode, dtypes.float8_e4m3fn, False),
+            (mla_small_h._decode, dtypes.float8_e4m3fn, True),
+            (mla_small_h._decode, dtypes.bfloat16, False),
+            (mla_small_h_fp8._decode, dtypes.float8_e4m3fn, False),
         ],
         2,
     ),
@@ -678,7 +684,7 @@ def test_mla_of_few_heads_compiles_without_spills(kernel: Kernel, cache_t: dtype
         PAGE_SIZE=64,
         HAS_LSE=True,
         IS_DS_MLA=is_ds_mla,
-        **({} if kernel is mla_codes._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
+        **({} if kernel is mla_small_h_fp8._decode else {"GROUPS": 4, "COPY_TOKENS": 16}),
     )
     report = offline.compile(one.kernel.file, str(one), one.text, "sm_90")
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)

@@ -59,5 +59,5 @@ def test_ragged(used: set[str]) -> None:
     names = [parameter.name for parameter in RAGGED.parameters]
     call = dict(zip(names, example(RAGGED, num_tokens=80, head_size=72, causal=False), strict=True))
     assert_matches_reference(RAGGED, schedules=SCHEDULES[:2], **call)
-    assert "attention/attention_varlen.cu" in used
+    assert "attention/prefill_mma.cu" in used
     RAGGED.forget()

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes, offline, tuning
 from pyops._core.example import ArgMaker
-from pyops.ops.attention import varlen_hopper
+from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options
-from pyops.ops.attention.varlen_hopper import HopperConfig
-from pyops.ops.attention.varlen_plan import Config, choose, launch
-from pyops.ops.attention.varlen_problem import Problem, check_ragged
+from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
+from pyops.ops.attention.prefill_problem import PrefillProblem, check_ragged
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits, strategies
 from tests.calls import DEVICES, KERNELS, Host
 from tests.profiles import few
@@ -90,7 +90,7 @@ def _assert_is_attention(call: dict[str, Any], bias: Any = None) -> None:
             torch.testing.assert_close(call["lse"][:, rows].double().cpu(), log_sum, rtol=1e-5, atol=2e-5)
 
 
-def _by_wgmma(one: HopperConfig, schedules: Any = SCHEDULES[:1], bias: Any = None, **call: Any) -> None:
+def _by_wgmma(one: PrefillSm90Config, schedules: Any = SCHEDULES[:1], bias: Any = None, **call: Any) -> None:
     """The call is attention by this config, with the same bits under these schedules."""
     first: Any = None
     RAGGED.forget()
@@ -205,13 +205,28 @@ def test_hostile_starts(hopper: str, starts: list[int], key_starts: list[int]) -
     for name, values in (("cu_seqlens_q", starts), ("cu_seqlens_k", key_starts)):
         call[name] = torch.tensor(values, dtype=torch.int32, device=hopper)
     ascending = all(a <= b for a, b in pairwise(starts))
-    for one in (HopperConfig(64, 2), HopperConfig(64, 2, max_splits=2), Config(4, 1, 64, 2)):
+    for one in (PrefillSm90Config(64, 2), PrefillSm90Config(64, 2, max_splits=2), PrefillMmaConfig(4, 1, 64, 2)):
         RAGGED.forget()
         with tuning.forced(RAGGED.name, one):
             if ascending:
                 assert_matches_reference(RAGGED, schedules=SCHEDULES[:1], **call)
             else:  # whose rows are whose is not said; the host looks for accesses outside of tensors
                 RAGGED.wrapper(**call)
+    RAGGED.forget()
+
+
+def test_starts_that_are_counted_among_others(hopper: str) -> None:
+    """A tile's number is before those of the fourth sequence, but four starts are no more than it: the probes of the
+    search count them, wherever they are. The tile is none of that sequence's, and rows before `out` are nobody's."""
+    call = _call([40] * 6 + [60], [40] * 7, on=hopper)
+    least = -(2**31)
+    starts = torch.tensor([least, least, least, 100, 280, least, 200, 200], dtype=torch.int32, device=hopper)
+    call |= {"cu_seqlens_q": starts, "out": torch.zeros_like(call["out"])}
+    for one in (HopperConfig(64, 2), HopperConfig(64, 2, max_splits=2)):
+        RAGGED.forget()
+        with tuning.forced(RAGGED.name, one):
+            RAGGED.wrapper(**call)
+        assert not call["out"][:100].any()
     RAGGED.forget()
 
 
@@ -222,13 +237,13 @@ COUNTS, LENGTHS = [65, 0, 3], [300, 7, 65]
 @pytest.mark.parametrize(
     ("one", "sizes", "causal"),
     [
-        (HopperConfig(32, 2), (128, 128), True),
-        (HopperConfig(32, 3), (64, 64), False),
-        (HopperConfig(16, 2, max_splits=3), (64, 64), True),
+        (PrefillSm90Config(32, 2), (128, 128), True),
+        (PrefillSm90Config(32, 3), (64, 64), False),
+        (PrefillSm90Config(16, 2, max_splits=3), (64, 64), True),
     ],
     ids=str,
 )
-def test_every_schedule(hopper: str, one: HopperConfig, sizes: tuple[int, int], causal: bool) -> None:
+def test_every_schedule(hopper: str, one: PrefillSm90Config, sizes: tuple[int, int], causal: bool) -> None:
     call = _call(COUNTS, LENGTHS, (2, 1), sizes, on=hopper) | {"causal": causal}
     _by_wgmma(one, SCHEDULES, **call)
     stages = launch(_problem(4096, *sizes), one)[0].specialisation.constants["STAGES"]
@@ -238,19 +253,19 @@ def test_every_schedule(hopper: str, one: HopperConfig, sizes: tuple[int, int], 
 @pytest.mark.parametrize(
     ("one", "heads", "sizes", "causal"),
     [
-        (HopperConfig(128, 2), (2, 2), (80, 80), False),
-        (HopperConfig(80, 3), (2, 2), (72, 72), False),
-        (HopperConfig(64, 2, max_splits=2), (2, 1), (104, 40), True),
-        (HopperConfig(128, 2), (2, 2), (192, 128), True),
-        (HopperConfig(176, 2), (4, 2), (112, 112), False),
-        (HopperConfig(64, 2), (2, 1), (256, 256), True),
-        (HopperConfig(48, 2), (3, 1), (256, 80), False),
-        (HopperConfig(16, 2, max_splits=4), (4, 2), (96, 48), False),
+        (PrefillSm90Config(128, 2), (2, 2), (80, 80), False),
+        (PrefillSm90Config(80, 3), (2, 2), (72, 72), False),
+        (PrefillSm90Config(64, 2, max_splits=2), (2, 1), (104, 40), True),
+        (PrefillSm90Config(128, 2), (2, 2), (192, 128), True),
+        (PrefillSm90Config(176, 2), (4, 2), (112, 112), False),
+        (PrefillSm90Config(64, 2), (2, 1), (256, 256), True),
+        (PrefillSm90Config(48, 2), (3, 1), (256, 80), False),
+        (PrefillSm90Config(16, 2, max_splits=4), (4, 2), (96, 48), False),
     ],
     ids=str,
 )
 def test_geometries(
-    hopper: str, one: HopperConfig, heads: tuple[int, int], sizes: tuple[int, int], causal: bool
+    hopper: str, one: PrefillSm90Config, heads: tuple[int, int], sizes: tuple[int, int], causal: bool
 ) -> None:
     call = _call([65, 0, 70], [300, 7, 129], heads, sizes, torch.float16, hopper) | {"causal": causal}
     _by_wgmma(one, **call)
@@ -260,7 +275,7 @@ def test_geometries(
 
 def test_options_by_wgmma(hopper: str) -> None:
     """A window that begins in a tile, behind rows of NaN of another sequence; every option of the logits."""
-    one, slopes = HopperConfig(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=hopper)
+    one, slopes = PrefillSm90Config(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=hopper)
     call = _call([65, 130, 3], [190, 130, 3], on=hopper)
     _by_wgmma(one, **call | {"sliding_window": 40})
     _by_wgmma(one, bias=slopes.double().cpu(), **call | {"logits_soft_cap": 1.5, "alibi_slopes": slopes})
@@ -283,7 +298,7 @@ def test_has_the_bits_of_a_paged_cache(hopper: str) -> None:
     right = torch.empty_like(call["out"])
     for op in (RAGGED, PAGED):
         op.forget()
-    one = HopperConfig(128, 2)
+    one = PrefillSm90Config(128, 2)
     with tuning.forced(RAGGED.name, one), tuning.forced(PAGED.name, one):
         RAGGED.wrapper(**call)
         of_tokens = torch.zeros(1, 1, dtype=torch.int32, device=hopper), call["cu_seqlens_k"][1:], call["cu_seqlens_q"]
@@ -319,7 +334,7 @@ def test_refuses() -> None:
 
 def _problem(
     num_tokens: int, head_size: int, value_size: int = 0, arch: str = "sm_90", options: bool = False, **changes: Any
-) -> Problem:
+) -> PrefillProblem:
     """A call of 16 heads on 16, as a plan meets it."""
     make = ArgMaker(device.model(arch))
     dtype, num_seqs, heads = changes.get("dtype", "bfloat16"), changes.get("num_seqs", 1), 16
@@ -342,12 +357,12 @@ def test_choice() -> None:
     """wgmma where a tensor map can describe keys and values; one box to a tile and panel; splits of one long sequence
     alone."""
     for num_tokens, sizes, changes, expected in (
-        (8192, (128, 128), {}, HopperConfig(128, 2)),
-        (8192, (72, 72), {"num_seqs": 8}, HopperConfig(128, 2)),
-        (64, (128, 128), {"num_keys": 8192}, HopperConfig(128, 2, max_splits=8)),
-        (64, (128, 128), {"num_keys": 8192, "num_seqs": 32}, HopperConfig(128, 2)),
-        (4096, (192, 128), {}, HopperConfig(128, 2)),
-        (4096, (256, 256), {}, HopperConfig(64, 2)),
+        (8192, (128, 128), {}, PrefillSm90Config(128, 2)),
+        (8192, (72, 72), {"num_seqs": 8}, PrefillSm90Config(128, 2)),
+        (64, (128, 128), {"num_keys": 8192}, PrefillSm90Config(128, 2, max_splits=8)),
+        (64, (128, 128), {"num_keys": 8192, "num_seqs": 32}, PrefillSm90Config(128, 2)),
+        (4096, (192, 128), {}, PrefillSm90Config(128, 2)),
+        (4096, (256, 256), {}, PrefillSm90Config(64, 2)),
     ):
         problem = _problem(num_tokens, *sizes, **changes)
         assert choose(problem, HOPPER) == expected
@@ -358,7 +373,7 @@ def test_choice() -> None:
             False,
         )
     for problem in (_problem(4096, 124), _problem(4096, 128, arch="sm_80"), _problem(4096, 128, dtype="float32")):
-        assert isinstance(choose(problem, problem.query.device), Config)
+        assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -388,4 +403,4 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
     assert (report.spill_bytes, report.stack_bytes, report.advice) == (0, 0, ())
     if arch == "sm_90":
         assert one.constants["scalar_t"] is dtypes.bfloat16
-        assert report.shared_bytes <= varlen_hopper._STATIC_BYTES
+        assert report.shared_bytes <= prefill_sm90._STATIC_BYTES

@@ -9,7 +9,7 @@ import torch
 
 import pyops
 from pyops._core import config, tuning
-from pyops.ops.attention.varlen_hopper import HopperConfig
+from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import same_bits
 from tests.calls import DEVICES, Host
 from tests.test_attention import paged_call
@@ -49,7 +49,7 @@ def _attend(name: str, call: dict[str, Any], **options: Any) -> torch.Tensor:
     if name == WGMMA:
         op = pyops.registry["paged_attention_varlen"]
         op.forget()
-        with tuning.forced(op.name, HopperConfig(tokens=64, consumers=2)):
+        with tuning.forced(op.name, PrefillSm90Config(tokens=64, consumers=2)):
             out = _attend(op.name, call, **options)
         op.forget()
         return out

@@ -96,7 +96,7 @@ def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-@pytest.mark.parametrize("head_size", [8, 16, 80, 96, 128, 192, 256, 264])
+@pytest.mark.parametrize("head_size", [8, 16, 80, 96, 128, 192, 256, 264, 512])
 def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
     _assert_is_attention(_call([18, 2], [90, 2], head_size=head_size, dtype=torch.float16, packed=packed, on=on))
 

@@ -161,25 +161,25 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "token_vecs", "config"),
     [
-        (1, 72, _geometry.Config(tokens=1, batch=1, num_threads=128)),
-        (1, 4, _geometry.Config(tokens=16, batch=1, num_threads=64)),
-        (528, 128, _geometry.Config(tokens=2, batch=1, num_threads=256)),
-        (2111, 128, _geometry.Config(tokens=2, batch=1, num_threads=256)),
-        (2112, 128, _geometry.Config(tokens=8, batch=4, num_threads=256)),
-        (100000, 1, _geometry.Config(tokens=64, batch=1, num_threads=256)),
-        (100000, 5000, _geometry.Config(tokens=1, batch=4, num_threads=256)),
+        (1, 72, _geometry.CacheConfig(tokens=1, batch=1, num_threads=128)),
+        (1, 4, _geometry.CacheConfig(tokens=16, batch=1, num_threads=64)),
+        (528, 128, _geometry.CacheConfig(tokens=2, batch=1, num_threads=256)),
+        (2111, 128, _geometry.CacheConfig(tokens=2, batch=1, num_threads=256)),
+        (2112, 128, _geometry.CacheConfig(tokens=8, batch=4, num_threads=256)),
+        (100000, 1, _geometry.CacheConfig(tokens=64, batch=1, num_threads=256)),
+        (100000, 5000, _geometry.CacheConfig(tokens=1, batch=4, num_threads=256)),
     ],
 )
-def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.Config) -> None:
+def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.CacheConfig) -> None:
     """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
-    assert _geometry.choose(_geometry.Problem(num_tokens, token_vecs, float32), device.model()) == config
+    assert _geometry.choose(_geometry.CacheProblem(num_tokens, token_vecs, float32), device.model()) == config
 
 
 def test_geometry_of_early_blocks() -> None:
     """Smaller blocks, where there are more than those that look up early: four on each of 132 multiprocessors."""
-    few, many = (_geometry.Problem(num_tokens, 72, float32, early=True) for num_tokens in (2115, 2116))
-    assert _geometry.choose(many, device.model()) == _geometry.Config(tokens=4, batch=2, num_threads=160)
-    assert _geometry.choose(few, device.model()) == _geometry.Config(tokens=3, batch=1, num_threads=256)
+    few, many = (_geometry.CacheProblem(num_tokens, 72, float32, early=True) for num_tokens in (2115, 2116))
+    assert _geometry.choose(many, device.model()) == _geometry.CacheConfig(tokens=4, batch=2, num_threads=160)
+    assert _geometry.choose(few, device.model()) == _geometry.CacheConfig(tokens=3, batch=1, num_threads=256)
     assert _geometry.choose(many, device.model("sm_80")).num_threads == 256
     assert [_geometry.early_blocks(count, device.model()) for count in (528, 529)] == [0, 528]
 
@@ -197,5 +197,7 @@ def test_geometry_of_early_blocks() -> None:
 )
 def test_geometry_of_packed_tokens(num_tokens: int, block_size: int, num_slots: int, config: Any) -> None:
     """Groups of slots for many tokens, if the cache has groups and is not too large."""
-    problem = packed.Problem(num_tokens, num_slots, block_size, row_size=1024, load_vec=8, many=num_tokens > 16 * 132)
+    problem = packed.ReshapeProblem(
+        num_tokens, num_slots, block_size, row_size=1024, load_vec=8, many=num_tokens > 16 * 132
+    )
     assert packed.choose(problem, device.model()) == config

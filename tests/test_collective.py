@@ -15,7 +15,7 @@ import pyops
 from pyops._core import offline
 from pyops._core import ranks as worlds
 from pyops._core.kernel import Kernel, Specialisation
-from pyops.ops.collective import custom_all_reduce
+from pyops.ops.collective import custom_all_reduce, minimax
 from pyops.ops.collective.communicator import (
     MAX_BLOCKS,
     MAX_RANKS,
@@ -158,8 +158,10 @@ def test_packets_of_a_message_have_room(world_size: int) -> None:
 
 
 MISTAKES = {
-    "no meeting before others' inputs are read": ("world.meet();\n    for", "for"),
-    "no meeting behind them": ("world.meet();\n    if constexpr (TWO_SHOT)", "if constexpr (TWO_SHOT)"),
+    "no meeting before others' inputs are read": ("world.meet<Flagged::START>();\n    for", "for"),
+    "a flag of sums that does not release them": ("TWO_SHOT ? Flagged::ALL : Flagged::READS", "Flagged::READS"),
+    "a flag that tells of no reads": ("TWO_SHOT ? Flagged::ALL : Flagged::READS", "Flagged::START"),
+    "no meeting behind them": ("world.meet<TWO_SHOT ? Flagged::ALL : Flagged::READS>();", ""),
     "no barrier before the flag is stored": ("++meeting;\n        __syncthreads();", "++meeting;"),
     "no barrier behind the flag": ("lost);\n        }\n        __syncthreads();", "lost);\n        }"),
     "another rank's slice is summed": ("begin = TWO_SHOT ? rank * slice", "begin = TWO_SHOT ? (rank ^ 1) * slice"),
@@ -170,7 +172,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
-    file, header = "collective/all_reduce.cu", kernels_cu.read("include/signals.cuh")
+    file, header = "collective/all_reduce.cu", kernels_cu.read("collective/signals.cuh")
     text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
     right, wrong = MISTAKES[mistake]
     assert text.count(right) == 1
@@ -178,6 +180,8 @@ def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: py
     values = inputs(2, 1600, torch.float32)
     if "slice" in mistake:
         assert algorithm == "oneshot" or not torch.equal(reduced(values)[0], in_order(values))
+    elif algorithm == "oneshot" and "release" in mistake:  # one shot has no sums that others read
+        assert torch.equal(reduced(values)[0], in_order(values))
     else:
         with pytest.raises(pyops.KernelFault) as raised:
             reduced(values)
@@ -187,9 +191,9 @@ def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: py
 
 def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
-    file, header = "collective/all_reduce.cu", kernels_cu.read("include/signals.cuh")
+    file, header = "collective/all_reduce.cu", kernels_cu.read("collective/signals.cuh")
     text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
-    stored = "store_signal(&others->flags[blockIdx.x][rank], meeting);"
+    stored = "store_signal<WHAT>(&others->flags[blockIdx.x][rank], meeting);"
     assert text.count(stored) == 1
     text = text.replace(stored, f"if (rank != 1) {stored}")
     monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))
@@ -203,7 +207,7 @@ def test_ranks_that_a_kernel_gives_up_are_told(schedule: Schedule, monkeypatch: 
     """The kernels of ranks 1 and 3 end at once, as those of processes that die."""
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
     file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
-    first, second = "    world.meet();\n    for", "    world.meet();\n    if constexpr"
+    first, second = "    world.meet<Flagged::START>();", "    world.meet<TWO_SHOT ?"
     assert text.count(first) == text.count(second) == 1
     text = text.replace(first, f"    if (rank % 2) return;\n{first}")
     monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))
@@ -224,7 +228,7 @@ def test_ranks_that_a_kernel_gives_up_are_told(schedule: Schedule, monkeypatch: 
 def test_the_meeting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that dies between its meetings, in the second call: every call has two."""
     file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
-    second = "    world.meet();\n    if constexpr"
+    second = "    world.meet<TWO_SHOT ?"
     assert text.count(second) == 1
     text = text.replace(second, f"    if (rank == 1 && world.meeting == 3) return;\n{second}")
     monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text))
@@ -261,7 +265,7 @@ def test_an_error_of_the_device_names_the_ranks_that_were_given_up() -> None:
 
 def test_a_kernel_tells_before_it_ends_with_a_trap() -> None:
     """On CUDA, in the order of the source: to memory of the host, through a fence of the whole system."""
-    wait = kernels_cu.read("include/signals.cuh").partition("DEVICE void tell_lost")[2]
+    wait = kernels_cu.read("collective/signals.cuh").partition("DEVICE void tell_lost")[2]
     steps = (
         "lost->meeting = meeting",
         "lost->block = blockIdx.x + 1",
@@ -407,40 +411,74 @@ def test_quick_all_reduce_of_extremes() -> None:
         assert torch.equal(out, coded(expected, 1).bfloat16())
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float16)])
-def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
-    """The memory of ranks holds -0.0 everywhere at first, as vLLM's does. Calls differ in their rows."""
-    tokens, q_size, kv_size = 41, 48, 16
-    values = [one.view(tokens, -1) for one in inputs(world_size, tokens * (q_size + 2 * kv_size), dtype)]
-    weight = inputs(1, q_size, dtype)[0]
+def norms(
+    values: list[torch.Tensor], weight: torch.Tensor, q_size: int, kv_size: int, calls: tuple[int, ...]
+) -> list[list[torch.Tensor]]:
+    """Of each rank, the results of calls with so many rows. Memory of ranks holds -0.0 at first, as vLLM's does."""
 
     def one(rank: int) -> list[torch.Tensor]:
-        here, size = worlds.here(), 1536 + 16 * tokens
+        here, size = worlds.here(), 1536 + 16 * len(values[0])
         assert here is not None
         address, handle = pyops.allocate_shared_buffer_and_handle(size)
         custom_all_reduce.keep(address)
         torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.float32).fill_(-0.0)
         handles = here.world.meet(rank, "exchange", handle, list)
-        workspace = torch.tensor([0] * 2 * world_size + [pyops.open_mem_handle(h) for h in handles] + [0] * 2)
-        shared, found = (workspace, rank, world_size, 1e-6), []
-        for few in (tokens, 3, tokens):
+        workspace = torch.tensor([0] * 2 * len(values) + [pyops.open_mem_handle(h) for h in handles] + [0] * 2)
+        shared, found = (workspace, rank, len(values), 1e-6), []
+        for few in calls:
             own = values[rank][:few]
             weights = weight, weight[:kv_size]
             found += pyops.minimax_allreduce_rms_qk(own, *weights, workspace, q_size, kv_size, *shared[1:])
             found.append(pyops.minimax_allreduce_rms(own[:, :q_size].contiguous(), weight, *shared))
         return found
 
+    return ranks(len(values), 20).run(one)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float16)])
+def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
+    """Calls differ in their rows."""
+    tokens, q_size, kv_size = 41, 48, 16
+    values = [one.view(tokens, -1) for one in inputs(world_size, tokens * (q_size + 2 * kv_size), dtype)]
+    weight = inputs(1, q_size, dtype)[0]
+
     def normalised(first: int, size: int, few: int, rank: int) -> torch.Tensor:
         parts = torch.stack([value[:few, first : first + size].double() for value in values])
         scale = (parts.square().sum((0, 2)) / (size * world_size) + 1e-6).rsqrt()
         return (parts[rank] * scale[:, None] * weight[:size].double()).to(dtype)
 
-    for rank, found in enumerate(ranks(world_size, 20).run(one)):
-        for i, few in enumerate((tokens, 3, tokens)):
+    calls = tokens, 3, tokens
+    for rank, found in enumerate(norms(values, weight, q_size, kv_size, calls)):
+        for i, few in enumerate(calls):
             q, k, alone = found[3 * i : 3 * i + 3]
             assert_close(normalised(0, q_size, few, rank), q, 1)
             assert_close(normalised(q_size, kv_size, few, rank), k, 1)
             assert torch.equal(alone, q)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ("", "missing flag", "rank 0: read of memory of rank 1, of whose start no flag has told"),
+        (
+            "if (rank == 1) return;\n    world.meet();",
+            "deadlock",
+            "rank 0 waits for rank 1 .*; rank 2 waits for rank 1",
+        ),
+    ],
+    ids=["no meeting", "a rank that ends before it"],
+)
+def test_a_norm_without_the_meeting_is_a_fault(
+    wrong: str, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, right = "collective/allreduce_rms.cu", "world.meet();"
+    text = kernels_cu.read(file)
+    assert text.count(right) == 1
+    monkeypatch.setattr(minimax, "_kernel", Kernel(file, text=text.replace(right, wrong)))
+    values = [one.view(3, -1) for one in inputs(3, 3 * 80, torch.float32)]
+    with pytest.raises(pyops.KernelFault, match=message) as raised:
+        norms(values, inputs(1, 48, torch.float32)[0], 48, 16, (3,))
+    assert raised.value.kind == kind
 
 
 @pytest.mark.parametrize("specialisation", of_ranks(), ids=str)

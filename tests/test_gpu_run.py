@@ -269,7 +269,7 @@ def test_a_changed_kernel_chooses_its_ops() -> None:
 
 
 def test_a_changed_header_chooses_who_includes_it() -> None:
-    chosen = gpu.tests_of(["kernels_cu/include/fp4.cuh"]).split(" or ")
+    chosen = gpu.tests_of(["kernels_cu/quantize/fp4.cuh"]).split(" or ")
     assert {"scaled_fp4_quant", "silu_and_mul_scaled_fp4_experts_quant", "test_quantize"} <= set(chosen)
     assert "rms_norm" not in chosen
     indirectly = gpu.tests_of(["kernels_cu/include/platform.cuh"]).split(" or ")

@@ -175,20 +175,20 @@ def test_every_architecture_with_matrix_cores_is_compiled_for() -> None:
     found = specialisations.of_relatives(["gfx942", "gfx1201"])
     assert [(arch, one.kernel.file) for arch, one in found] == [
         ("gfx1200", "attention/attention_decode.cu"),
-        ("gfx1200", "linear/gemm_mma.cu"),
+        ("gfx1200", "linear/gemm_sm80.cu"),
     ]
 
 
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
 def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
-    cudas = {"linear/ggml_mul_mat_vec.cu", "linear/ggml_mul_mat_digits.cu", "mamba/chunk_scan_states.cu"}
+    cudas = {"linear/ggml_mul_mat_vec.cu", "linear/ggml_mul_mat_row.cu", "mamba/chunk_scan_states.cu"}
     assert not cudas & planned
     assert {"attention/attention_decode_simt.cu", "attention/mla_decode_simt.cu"} <= planned
-    products = {"gemm_mma.cu", "grouped_gemm_mma.cu", "gemm_packed_tile.cu", "ggml_mul_mat.cu"}
+    products = {"gemm_sm80.cu", "grouped_gemm_sm80.cu", "wq_gemm_cdna.cu", "ggml_mul_mat.cu"}
     on_matrix_cores = {f"linear/{name}" for name in products} | {"attention/attention_decode.cu"}
     on_matrix_cores |= {"mamba/chunk_scan.cu", "mamba/gated_delta_chunk.cu"}
-    assert on_matrix_cores | {"attention/attention_varlen.cu", "attention/mla_decode.cu"} <= planned
+    assert on_matrix_cores | {"attention/prefill_mma.cu", "attention/mla_decode.cu"} <= planned
 
 
 class FakeRocm:

@@ -31,13 +31,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "SeedOss": {"head_dim": 16, "residual_dropout": 0.5},
     "Mixtral": {"num_local_experts": 4},
 }
+IMAGE = {"image_size": 16, "patch_size": 8, "qkv_bias": True}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.0},
+    "ViT": {"attention_probs_dropout_prob": 0.5} | IMAGE,
+}
 
 
 def model_of(family: str) -> Any:
     torch.manual_seed(1)
-    names = [f"{family}ForCausalLM", f"{family}LMHeadModel"]
+    names = [f"{family}Model"] if family in ENCODERS else [f"{family}ForCausalLM", f"{family}LMHeadModel"]
     kind = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-    model = kind(getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])).eval()
+    options = SIZES | (FAMILIES | ENCODERS)[family]
+    model = kind(getattr(transformers, f"{family}Config")(**options)).eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data.add_(0.2 * torch.randn_like(parameter))
@@ -52,10 +58,19 @@ def model() -> Any:
 TOKENS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 4]])
 
 
+PADDING = torch.tensor([[1] * 5, [0, 1, 1, 1, 0]])
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
 def logits(model: Any, past: Any) -> torch.Tensor:
-    """Of two prompts, and of a token behind each."""
+    """Of two prompts, and of a token behind each; of an encoder hidden states, of padded texts or of images."""
     torch.manual_seed(7)
     with torch.no_grad():
+        if not model.can_generate():
+            is_text = model.main_input_name == "input_ids"
+            given = {"input_ids": TOKENS, "attention_mask": PADDING} if is_text else {"pixel_values": PIXELS}
+            hidden: torch.Tensor = model(**given).last_hidden_state
+            return hidden
         first = model(TOKENS, **{CACHE: past}).logits
         return torch.cat((first, model(TOKENS[:, :1], **{CACHE: past}).logits), 1)
 
@@ -324,8 +339,8 @@ PLACES = st.integers(0, 10_000)
 SOME = st.lists(st.tuples(st.sampled_from(CHANGES), PLACES), max_size=2)
 
 
-@given(st.sampled_from(sorted(FAMILIES)), SOME, SOME, st.booleans(), SOME)
-@settings(max_examples=6 * PROFILE.examples)
+@given(st.sampled_from(sorted(FAMILIES | ENCODERS)), SOME, SOME, st.booleans(), SOME)
+@settings(max_examples=8 * PROFILE.examples)
 def test_changes_in_any_order(
     family: str, before: list[Any], after: list[Any], is_restored: bool, last: list[Any]
 ) -> None:

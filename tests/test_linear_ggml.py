@@ -17,8 +17,8 @@ from pyops._core.kernel import Specialisation
 from pyops._core.tensor import TensorArg
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear import ggml_plan
-from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, SimtConfig, VecConfig
-from pyops.ops.linear.ggml_problem import Problem
+from pyops.ops.linear.ggml_plan import DigitsConfig, GgmlSimtConfig, MulMatConfig, VecConfig
+from pyops.ops.linear.ggml_problem import GgmlProblem
 from pyops.testing import SCHEDULES, Layout, assert_close, cpu, same_bits, scheduled
 from tests.calls import DEVICES
 
@@ -73,7 +73,7 @@ CONFIGS = [
     MulMatConfig(1, 1, 4, 3, 1),
     MulMatConfig(16, 2, 2, 2, 1),
     MulMatConfig(32, 1, 2, 2, 4),
-    SimtConfig(4, 4, 256),
+    GgmlSimtConfig(4, 4, 256),
 ]
 
 
@@ -129,7 +129,9 @@ def test_exact_sums() -> None:
     truth = blocks[:, 2:].view(torch.int8).double().view(n, k)
     x = torch.randint(-2, 3, (3, k)).float()
     for config in (*CONFIGS, None):
-        got = multiply(config, weight, x.to(torch.float32 if isinstance(config, SimtConfig) else torch.float16), 8, n)
+        got = multiply(
+            config, weight, x.to(torch.float32 if isinstance(config, GgmlSimtConfig) else torch.float16), 8, n
+        )
         assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double())
 
 
@@ -197,13 +199,13 @@ def test_on_matrix_cores(
         ("sm_90", 3, dtypes.float16, 12, MulMatConfig(4, 2, 4, 2, 1)),
         ("sm_80", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 4, 2, 1)),
         ("sm_90", 32, dtypes.bfloat16, 12, MulMatConfig(32, 2, 4, 2, 1)),
-        ("sm_90", 1, dtypes.float32, 12, SimtConfig(1, 4, 256)),
+        ("sm_90", 1, dtypes.float32, 12, GgmlSimtConfig(1, 4, 256)),
         ("gfx942", 1, dtypes.bfloat16, 12, MulMatConfig(1, 1, 4, 1, 1)),
         ("gfx942", 9, dtypes.bfloat16, 12, MulMatConfig(16, 1, 4, 1, 1)),
         ("gfx90a", 9, dtypes.bfloat16, 12, MulMatConfig(16, 2, 2, 1, 1)),
         ("gfx1201", 32, dtypes.bfloat16, 12, MulMatConfig(32, 4, 1, 1, 1)),
-        ("gfx942", 2, dtypes.float32, 12, SimtConfig(2, 4, 256)),
-        ("gfx1100", 2, dtypes.bfloat16, 12, SimtConfig(2, 4, 256)),
+        ("gfx942", 2, dtypes.float32, 12, GgmlSimtConfig(2, 4, 256)),
+        ("gfx1100", 2, dtypes.bfloat16, 12, GgmlSimtConfig(2, 4, 256)),
     ],
 )
 def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:
@@ -213,11 +215,11 @@ def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config:
         return TensorArg("op", name, kind, shape, (*shape[1:], 1), 16, on)
 
     weight = arg("W", dtypes.uint8, n, k // format.length * format.nbytes)
-    problem = Problem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
+    problem = GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
     assert ggml_plan.choose(problem, on) == config
     launch = config.launch(problem)
     each = -(-launch.grid[0] // on.multiprocessors)  # blocks of a multiprocessor, which leave no room for one more
-    assert arch != "sm_90" or isinstance(config, SimtConfig) or (each + 1) * launch.shared > on.shared_memory
+    assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
     assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
 
 

@@ -460,10 +460,10 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
         (256, "none", "sm_90", ["gather_expert_columns.cu", "TILE_M=96 TILE_N=256 TILE_K=128 "]),
         (512, "silu", "sm_90", ["gather_expert_columns.cu", "TILE_M=160 TILE_N=128 TILE_K=128 "]),
         (1, "none", "small", ["TILE_M=8 WARPS=2 "]),
-        (4096, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm.cu"]),
+        (4096, "silu", "sm_90", ["wna16_to_dense.cu", "grouped_gemm_sm90.cu"]),
         (32, "silu", "gfx942", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=2 PLACES=16 DEPTH=4 "]),
         (1, "none", "gfx1201", ["TILE_M=16 TILE_N=64 WARPS_M=1 WARPS_N=4 PLACES=8 DEPTH=4 "]),
-        (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_mma.cu"]),
+        (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_sm80.cu"]),
     ],
 )
 def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:

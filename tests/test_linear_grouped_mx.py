@@ -102,7 +102,7 @@ def test_which_rows_are_few() -> None:
     op = registry["cutlass_mxfp4_group_mm"]
     for axes, by_codes in (
         ({"num_tokens": 16, "output_size": 64}, "grouped_gemm_packed"),
-        ({"num_tokens": 1000, "output_size": 64}, "grouped_gemm_packed_hopper"),
+        ({"num_tokens": 1000, "output_size": 64}, "wq_grouped_gemm_sm90"),
         ({"num_tokens": 4000, "output_size": 64}, ""),
         ({"num_tokens": 16, "output_size": 72}, ""),
     ):

@@ -1,4 +1,4 @@
-"""gemm.cu and gemm_swap.cu: right under every schedule of the model of Hopper on the host; what is chosen."""
+"""gemm_sm90.cu and gemm_sm90_swap_ab.cu: right under every schedule of the host's model of Hopper; what is chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import pyops
 from pyops._core import device, dtypes
 from pyops._core.host.toolchain import toolchains
-from pyops.ops.linear.gemm_hopper import GemmConfig, SwapConfig, choose, serves
+from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig, choose, serves
 from pyops.testing import SCHEDULES, scheduled
 from tests.test_linear_products import assert_rounded_once, columns, draw, forced, positive, problem
 

@@ -473,7 +473,7 @@ def test_room_for_what_blocks_share() -> None:
 
 
 def test_activations_of_8_bits_and_many_rows() -> None:
-    """Widened and multiplied by gemm_packed.cu, but for scales that 16 bits do not hold."""
+    """Widened and multiplied by wq_gemm_sm90.cu, but for scales that 16 bits do not hold."""
     make = ArgMaker(HOPPER)
     one = problem(256, 28672, 4096, HOPPER, "marlin_8", recoding="marlin_fp8")
     one = replace(one, a=Operand.of_rows(make.empty(256, 4096, dtype="float8_e4m3fn")))
@@ -481,7 +481,7 @@ def test_activations_of_8_bits_and_many_rows() -> None:
     assert choose(one, HOPPER) == PackedConfig(256, 128, 1, 1, 1, 4)
     assert [launch.specialisation.kernel.file for launch in plan(one)] == [
         "linear/gather_columns.cu",
-        "linear/gemm_packed.cu",
+        "linear/wq_gemm_sm90.cu",
     ]
     assert not serves(replace(one, weight=replace(one.weight, scale_kind="int16")), HOPPER)
     half = Epilogue(make.empty(256, 28672, dtype="float16"))

@@ -20,9 +20,9 @@ from pyops._core import config, device, dtypes, tuning
 from pyops._core.device import Device
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import TensorArg
-from pyops.ops.linear.gemm_hopper import GemmConfig, SwapConfig
-from pyops.ops.linear.gemm_plan import Config, MmaConfig, SimtConfig, choose, choose_mma
-from pyops.ops.linear.gemm_problem import Epilogue, Operand, Problem
+from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, MmaConfig, choose, choose_mma
+from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand
+from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
 from tests.calls import DEVICES, KERNELS
@@ -371,7 +371,7 @@ TALL = MmaConfig(tile_m=64, tile_n=32, warps_m=2, warps_n=1, stages=3, splits=1,
 
 
 @needs_compiler
-@pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL, SimtConfig(16, 64)], ids=str)
+@pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL, GemmSimtConfig(16, 64)], ids=str)
 @given(m=st.integers(1, 34), n=st.integers(1, 70), k=st.integers(1, 40), seed=st.integers(0, 99))
 def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
     """Any sizes, several steps, more splits than steps: exact for integers, the same bits under every schedule."""
@@ -430,8 +430,8 @@ def test_edges_of_tiles_by_mfma(one: Config) -> None:
         (SMALL, torch.float8_e4m3fn),
         (replace(SMALL, splits=8), torch.float8_e4m3fn),
         (replace(SMALL, splits=8), torch.float8_e4m3fnuz),
-        (SimtConfig(16, 64), torch.float8_e5m2),
-        (SimtConfig(64, 64), torch.int8),
+        (GemmSimtConfig(16, 64), torch.float8_e5m2),
+        (GemmSimtConfig(64, 64), torch.int8),
     ],
     ids=str,
 )
@@ -448,7 +448,9 @@ def test_sums_of_blocks(one: Config, dtype: torch.dtype) -> None:
     assert_rounded_once(out, (a.double() * each) @ b.double())
 
 
-def problem(m: int, n: int, k: int, dtype: dtypes.DType, on: Device, blocks: bool = False, **options: Any) -> Problem:
+def problem(
+    m: int, n: int, k: int, dtype: dtypes.DType, on: Device, blocks: bool = False, **options: Any
+) -> GemmProblem:
     """A product of contiguous matrices, planned for a device."""
 
     def arg(name: str, kind: dtypes.DType, *shape: int) -> TensorArg:
@@ -462,7 +464,7 @@ def problem(m: int, n: int, k: int, dtype: dtypes.DType, on: Device, blocks: boo
         epilogue = Epilogue(out, **options)
     rows = 2 * n if epilogue.is_gated else n
     operands = (Operand.of_matrix(arg(name, dtype, count, k)) for name, count in (("a", m), ("b", rows)))
-    return Problem(*operands, k, epilogue)
+    return GemmProblem(*operands, k, epilogue)
 
 
 AMPERE, HOPPER, BLACKWELL = device.model("sm_80"), device.model("sm_90"), device.model("sm_100")
@@ -492,9 +494,9 @@ INSTINCT = device.model("gfx942")
         (BLACKWELL, 256, 1024, 4096, dtypes.float16, MmaConfig(64, 64, 2, 2, 7, 4, 2)),
         (GEFORCE, 4096, 28672, 4096, dtypes.bfloat16, MmaConfig(128, 128, 2, 4, 3, 1, 1)),
         (GEFORCE, 8, 512, 64, dtypes.bfloat16, MmaConfig(16, 64, 1, 4, 4, 1, 2)),
-        (HOPPER, 16, 256, 7168, dtypes.float32, SimtConfig(16, 64)),
+        (HOPPER, 16, 256, 7168, dtypes.float32, GemmSimtConfig(16, 64)),
         (INSTINCT, 512, 256, 7168, dtypes.float8_e4m3fnuz, MmaConfig(64, 64, 2, 2, 2, 8, 2)),
-        (INSTINCT, 512, 256, 7168, dtypes.float32, SimtConfig(64, 64)),
+        (INSTINCT, 512, 256, 7168, dtypes.float32, GemmSimtConfig(64, 64)),
     ],
 )
 def test_choice(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:

@@ -167,8 +167,13 @@ def test_chunks_change_roundings_at_most(device: str, chunk_size: int) -> None:
 
 
 def test_segments_of_several_tiles(device: str) -> None:
-    """Of three tiles of 64 tokens, as many as shared memory holds while states are found; no tile is forgotten soon."""
-    prompts = Prompts(device, [310, 390], heads=2, groups=1, head_size=64, state_size=64, dtype=torch.bfloat16)
+    """Of three tiles of 64 tokens, as many as shared memory holds while states are found."""
+    assert_slow_scan(device, [310, 390])
+
+
+def assert_slow_scan(device: str, lengths: list[int]) -> None:
+    """No tile of these prompts is forgotten soon, and none is missing in what follows it."""
+    prompts = Prompts(device, lengths, heads=2, groups=1, head_size=64, state_size=64, dtype=torch.bfloat16)
     prompts.A, prompts.B = prompts.A * 0.02, prompts.B * 64**-0.5
     for actual, wanted in zip(prompts.whole(chunk_size=1024), prompts.truth(), strict=True):
         assert (actual.double() - wanted).norm() <= 0.01 * wanted.norm()

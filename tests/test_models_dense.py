@@ -498,13 +498,21 @@ IMAGES |= {"image_size": 28, "patch_size": 14}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "case"),
-    [("Gemma3", "gemma3"), ("Gemma3", "gemma3, three layers, not tied, gelu"), ("Mistral3", None)],
+    [
+        ("Gemma3", "gemma3"),
+        ("Gemma3", "gemma3, three layers, not tied, gelu"),
+        *(("Mistral3", text) for text in ("Mistral", "Ministral3", "Mistral4")),
+    ],
 )
-def test_the_text_of_a_model_that_reads_images(family: str, case: str | None, tmp_path: Path) -> None:
+def test_the_text_of_a_model_that_reads_images(family: str, case: str, tmp_path: Path) -> None:
     """Under both of the names that transformers has written for the parts of such a model."""
-    if case is None:
+    if family == "Mistral3":
         torch.manual_seed(2)
-        text = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=None))
+        options = SIZES | (
+            {"n_routed_experts": 4, "num_key_value_heads": 4} if case == "Mistral4" else {"head_dim": 16}
+        )
+        config = getattr(transformers, f"{case}Config")(**options)
+        text = getattr(transformers, f"{case}ForCausalLM")(config)
         more = {"vision_config": IMAGES | {"model_type": "pixtral", "head_dim": 16}}
     else:
         text, more = reference(case), {"vision_config": IMAGES, "mm_tokens_per_image": 4}
@@ -524,7 +532,7 @@ def test_the_text_of_a_model_that_reads_images(family: str, case: str | None, tm
         safetensors.torch.save_file(each, file)
         ours = load(tmp_path)
         assert ours.config.eos_token_ids == (95, 94)
-        (found,) = Engine(ours, max_seq_len=110).generate([PROMPTS[0]], SamplingParams(max_tokens=8))
+        (found,) = Engine(ours, max_seq_len=110).generate([PROMPTS[0]], SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(set(found)) > 1
         written = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
         assert found == written[0, len(PROMPTS[0]) :].tolist()

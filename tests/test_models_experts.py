@@ -191,6 +191,7 @@ def test_defaults_of_configs_that_leave_them_out() -> None:
     assert config.not_read == ("model.layers.4.",)
 
 
+SCALED: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("DeepseekV2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group"),
@@ -204,6 +205,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DeepseekV3", {"v_head_dim": 512}, "v_head_dim"),
     ("DeepseekV3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
     ("DeepseekV3", {"quantization_config": {"quant_method": "mxfp4"}}, "mixture"),
+    ("Mistral4", {"n_group": 128, "topk_group": 8}, "n_group"),
+    ("Mistral4", {"rope_parameters": SCALED | {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+    ("Mistral4", {"rope_parameters": SCALED | {"llama_4_scaling_beta": "much"}}, "llama_4_scaling_beta"),
+    ("Ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "original_max_position_embeddings"),
+    ("Llama", {"rope_parameters": SCALED | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit"),
     ("GptOss", {"quantization_config": FP8_BLOCKS}, "mixture"),
     ("Qwen3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),

@@ -67,6 +67,8 @@ QUANTIZED: dict[str, dict[str, Any]] = _FACTS["quantization_config"] | {
     "transformers' GPTQ": transformers.GPTQConfig(bits=4).to_dict(),
     "transformers' fp8": json.loads(json.dumps(transformers.FineGrainedFP8Config().to_dict())),
 }
+# Of a `quantization_config` that quantises no weights.
+CACHES: dict[str, dict[str, Any]] = _FACTS["cache_alone"]
 LLAMA = PUBLISHED["Llama 3.1"]
 GENERATION = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [2, 7], "transformers_version": "4.42.3"}
 
@@ -96,6 +98,11 @@ def test_every_field_of_published_quantization_configs_is_known(name: str, field
     assert Config.parse(LLAMA | {field: QUANTIZED[name]}).quantization == Quantization.parse(QUANTIZED[name])
 
 
+@pytest.mark.parametrize("name", CACHES)
+def test_every_field_of_a_cache_alone_is_known(name: str) -> None:
+    assert warned(LLAMA | {"quantization_config": CACHES[name]}) == []
+
+
 def names_of(values: dict[str, Any]) -> set[str]:
     inner = [names_of(value) for value in values.values() if isinstance(value, dict)]
     return set(values).union(*inner)
@@ -104,7 +111,7 @@ def names_of(values: dict[str, Any]) -> set[str]:
 def test_the_tables_have_only_fields_of_real_files() -> None:
     known = set().union(*map(names_of, PUBLISHED.values()))
     assert known.union(*(names_of(full(each)) for each in ARCHITECTURES)) >= fields.HARMLESS
-    assert set().union(*map(names_of, QUANTIZED.values())) >= fields.HARMLESS_OF_QUANTIZATION
+    assert set().union(*map(names_of, (*QUANTIZED.values(), *CACHES.values()))) >= fields.HARMLESS_OF_QUANTIZATION
     assert transformers.GenerationConfig().to_dict().keys() | GENERATION.keys() >= fields.HARMLESS_OF_GENERATION
 
 

@@ -17,7 +17,6 @@ import gguf
 import numpy
 import pytest
 import safetensors.torch
-import torch
 
 from pyops import ModelError
 from pyops.models import Config, Decoder, load
@@ -268,18 +267,6 @@ def test_a_hostile_folder_is_refused_at_once(what: str, tmp_path: Path) -> None:
     edit(model_folder(tmp_path / "model"))
     with bounded(), pytest.raises(ModelError, match=message):
         load(tmp_path / "model")
-
-
-@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale"])
-def test_scales_of_a_cache_are_named(name: str, tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model")
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors[f"model.layers.0.{name}"] = torch.ones(1)
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=rf"{name}: is a scale of an fp8 cache of keys and values, which is not served"
-    ):
-        load(folder)
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("nan", None), ("inf", None), ("-inf", "bfloat16"), ("1e6", "float16")])

@@ -65,6 +65,19 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**DELTA, "linear_key_head_dim": 20, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
         | {"num_key_value_heads": 4, "linear_num_key_heads": 1},
     ),
+    "qwen3.5 moe": ("Qwen3_5Moe", 16, DELTA | EXPERTS),
+    "qwen3.5 moe, biases, yarn": (
+        "Qwen3_5Moe",
+        17,
+        {**DELTA, **EXPERTS, **LAYERS_OF_THREE, "attention_bias": True, "num_experts_per_tok": 3}
+        | {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}, "linear_num_key_heads": 4},
+    ),
+    "qwen3.5 moe, one expert, wide values, tied": (
+        "Qwen3_5Moe",
+        18,
+        {**DELTA, **EXPERTS, "linear_value_head_dim": 12, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2}
+        | {"num_key_value_heads": 1, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_experts": 4},
+    ),
     "falcon-h1": ("FalconH1", 7, FALCON_H1),
     "falcon-h1, multipliers, biases, a norm": (
         "FalconH1",
@@ -89,7 +102,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "granite, many experts, groups, tied": (
         "GraniteMoeHybrid",
         12,
-        {**GRANITE, "num_local_experts": 9, "num_experts_per_tok": 4, "mamba_n_groups": 2, "mamba_d_conv": 3}
+        {**GRANITE, "num_local_experts": 40, "num_experts_per_tok": 4, "mamba_n_groups": 2, "mamba_d_conv": 3}
         | {"mamba_conv_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1},
     ),
     "nemotron-h": ("NemotronH", 13, NEMOTRON),
@@ -148,18 +161,32 @@ def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path
     assert sorted(engine._scheduler.free_slots) == [0, 1], "every slot came back, once"
 
 
-def test_a_model_that_reads_images_has_the_texts_of_its_decoder(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors, where experts of a layer have theirs in two tensors."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+        for joined, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            of_expert = [[tensors[f"{layer}.experts.{i}.{part}.weight"] for part in parts] for i in range(6)]
+            found[f"{layer}.experts.{joined}"] = torch.stack([torch.cat(each) for each in of_expert])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_a_model_that_reads_images_has_the_texts_of_its_decoder(
+    kind: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     """The names of tensors as published, with layers that read images or predict tokens further on."""
-    text = folder("qwen3.5")
-    tensors = safetensors.torch.load_file(text / "model.safetensors")
+    text = folder({"Qwen3_5": "qwen3.5", "Qwen3_5Moe": "qwen3.5 moe"}[kind])
+    tensors = joined_experts(safetensors.torch.load_file(text / "model.safetensors"))
     named = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
     others = {"mtp.norm.weight": torch.ones(32), "model.visual.merger.norm.weight": torch.ones(8)}
     safetensors.torch.save_file(named | others, tmp_path / "model.safetensors")
     said = json.loads((text / "config.json").read_text(encoding="utf-8"))
-    assert said.pop("architectures") == ["Qwen3_5ForCausalLM"]
+    assert said.pop("architectures") == [f"{kind}ForCausalLM"]
     said["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
-    values = transformers.Qwen3_5Config(text_config=said, eos_token_id=95, tie_word_embeddings=False).to_dict()
-    values |= {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    of_both = getattr(transformers, f"{kind}Config")
+    values = of_both(text_config=said, eos_token_id=95, tie_word_embeddings=False).to_dict()
+    values |= {"architectures": [f"{kind}ForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     models = [load(text), load(tmp_path)]
     assert (models[1].config.eos_token_ids, models[1].config.dtype) == ((95,), "float32")

@@ -287,8 +287,8 @@ def test_what_cannot_step_back_is_refused(folder: Callable[[str], Path]) -> None
 def test_memory_of_states(folder: Callable[[str], Path]) -> None:
     """Counted for each slot; texts of any length need no more, unless a layer is attention."""
     mamba, bamba = load(folder("mamba")), load(folder("bamba"))
-    assert (mamba.token_bytes, mamba.slot_bytes) == (0, 2 * 4 * 64 * (3 + 8))
-    assert (bamba.token_bytes, bamba.slot_bytes) == (2 * 4 * 2 * 8, 2 * 4 * (3 * (64 + 2 * 8) + 64 * 8))
+    assert (mamba.token_bytes(), mamba.slot_bytes) == (0, 2 * 4 * 64 * (3 + 8))
+    assert (bamba.token_bytes(), bamba.slot_bytes) == (2 * 4 * 2 * 8, 2 * 4 * (3 * (64 + 2 * 8) + 64 * 8))
     long = Engine(mamba, max_seq_len=2**31 - 1, max_num_seqs=2)
     assert len(long.generate([[1, 2]], SamplingParams(max_tokens=3))[0]) == 3
     for model in (mamba, bamba):

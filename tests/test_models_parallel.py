@@ -36,6 +36,7 @@ from pyops.models import (
     SamplingParams,
     load,
 )
+from pyops.models.mixture import STACKED
 from pyops.models.quantization import GgufTypes
 from pyops.models.tensor_parallel import divided
 from pyops.ops.collective.communicator import lost_record, naming_lost_ranks
@@ -236,6 +237,7 @@ IN_THREADS = {
         latent=LATENT,
         mixture=replace(EXPERTS, shared_intermediate_size=64, has_correction_bias=True, layers=(False, True)),
     ),
+    "experts in two tensors": Config(intermediate_size=32, **SIZES, mixture=replace(EXPERTS, joined=STACKED)),
     "sinks, stacked experts with biases": Config(
         intermediate_size=32,
         **SIZES,

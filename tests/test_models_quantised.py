@@ -23,7 +23,7 @@ from pyops._quantised_linear import QuantisedLinear, _in_groups
 from pyops.models import Config, Decoder, Engine, Quantization, SamplingParams, checkpoint, load
 from pyops.models.linear import ScaledLinear
 from pyops.models.runner import Part, Runner
-from pyops.ops.linear.fp8_sums import absolute_error
+from pyops.ops.linear.fp8_accumulation import absolute_error
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 LARGEST = {FP8: 448.0, INT8: 127.0}  # of the codes
@@ -482,7 +482,6 @@ REFUSED = [
     ("fp8, blocks", within(scale_fmt="ue8m0"), "scale_fmt: expected 'float', got 'ue8m0'"),
     ("fp8, blocks", within(modules_to_convert=["embed"]), "modules_to_convert: expected null"),
     ("fp8, blocks", within(dequantize=True), "dequantize: expected null, got True"),
-    ("fp8, static", within(kv_cache_scheme="static"), "kv_cache_scheme: expected null, got 'static'"),
     ("fp8, static", within(ignored_layers="lm_head"), "ignored_layers: expected a list of names, got 'lm_head'"),
     ("fp8, static", within(ignored_layers=["("]), r"ignored_layers: expected regular expressions \(.*\), got '\('"),
     ("compressed fp8, static", within(ignore=["re:("]), r"ignore: expected regular expressions \(.*\), got 're:\('"),
@@ -490,7 +489,6 @@ REFUSED = [
     ("compressed fp8, static", within(format="marlin-24"), "format: expected 'float-quantized' or 'naive-quan"),
     ("compressed fp8, static", within(format="pack-quantized"), "input_activations: expected null, got"),
     ("compressed fp8, static", within(format=None), "format: expected 'float-quantized' or .*, got None"),
-    ("compressed fp8, static", within(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: expected null"),
     ("compressed fp8, static", within(transform_config={"a": 1}), "transform_config: expected null"),
     ("compressed fp8, static", within(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: expected nu"),
     ("compressed fp8, static", within(config_groups={}), "config_groups: expected one group"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config
 from pyops._core.device import model
-from pyops.ops.quantize._fp4 import Config, Problem, choose
+from pyops.ops.quantize._fp4 import Fp4Config, Fp4Problem, choose
 from pyops.testing import CONTENTS, Layout, filled
 from tests.calls import DEVICES
 from tests.quantize_truth import _VALUES, _quietly, absmax, draw, exact, f32, fp8, nearest, new
@@ -114,7 +114,7 @@ def test_any_shape(shape: tuple[int, int], dtype: torch.dtype, device: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows(dtype: torch.dtype, device: str) -> None:
     """Rows have several blocks of threads, which have more than one row."""
-    problem = Problem(24, 128, 1028)
+    problem = Fp4Problem(24, 128, 1028)
     chosen = choose(problem, model())
     assert chosen.rounds > 1
     assert min(chosen.grid(problem)[:2]) > 1
@@ -489,20 +489,20 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     ("problem", "arch", "expected"),
     [
-        (Problem(1, 128, 256), "sm_90", Config(128, unit=4, rounds=4, min_blocks=8)),
-        (Problem(256, 256, 256), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8)),
-        (Problem(4096, 4096, 256), "sm_90", Config(128, unit=4, rounds=8, min_blocks=8)),
-        (Problem(256, 256, 256, tiled=False), "sm_90", Config(128, unit=1, rounds=1, min_blocks=8)),
-        (Problem(16384, 16384, 8, tiled=False), "sm_90", Config(8, unit=1, rounds=2, min_blocks=5)),
-        (Problem(256, 1024, 256, experts=True), "sm_90", Config(128, unit=4, rounds=4, min_blocks=9)),
+        (Fp4Problem(1, 128, 256), "sm_90", Fp4Config(128, unit=4, rounds=4, min_blocks=8)),
+        (Fp4Problem(256, 256, 256), "sm_90", Fp4Config(128, unit=1, rounds=1, min_blocks=8)),
+        (Fp4Problem(4096, 4096, 256), "sm_90", Fp4Config(128, unit=4, rounds=8, min_blocks=8)),
+        (Fp4Problem(256, 256, 256, tiled=False), "sm_90", Fp4Config(128, unit=1, rounds=1, min_blocks=8)),
+        (Fp4Problem(16384, 16384, 8, tiled=False), "sm_90", Fp4Config(8, unit=1, rounds=2, min_blocks=5)),
+        (Fp4Problem(256, 1024, 256, experts=True), "sm_90", Fp4Config(128, unit=4, rounds=4, min_blocks=9)),
         (
-            Problem(256, 1024, 256, experts=True, gated=True),
+            Fp4Problem(256, 1024, 256, experts=True, gated=True),
             "sm_100",
-            Config(128, unit=4, rounds=4, min_blocks=5),
+            Fp4Config(128, unit=4, rounds=4, min_blocks=5),
         ),
     ],
 )
-def test_geometry(problem: Problem, arch: str, expected: Config) -> None:
+def test_geometry(problem: Fp4Problem, arch: str, expected: Fp4Config) -> None:
     """Units of four rows for few and many rows and for experts, single rows between; blocks by registers."""
     assert choose(problem, model(arch)) == expected
 

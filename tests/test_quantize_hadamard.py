@@ -13,7 +13,7 @@ from pyops._core import config, offline
 from pyops._core import device as devices
 from pyops._core.dtypes import float32
 from pyops._core.example import ArgMaker
-from pyops.ops.quantize.hadamard import Config, Problem, choose
+from pyops.ops.quantize.hadamard import HadamardConfig, HadamardProblem, choose
 from pyops.testing import CONTENTS, Layout, assert_close, assert_matches_reference, filled, same_bits, strategies
 from tests.calls import DEVICES
 from tests.quantize_truth import draw, exact, new
@@ -214,14 +214,14 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     ("size", "arch", "expected"),
     [
-        (1, "sm_90", Config(elements=1, num_threads=128, rounds=1, min_blocks=12)),
-        (256, "sm_90", Config(elements=8, num_threads=128, rounds=1, min_blocks=12)),
-        (1024, "sm_90", Config(elements=32, num_threads=128, rounds=1, min_blocks=8)),
-        (4096, "sm_90", Config(elements=32, num_threads=128, rounds=1, min_blocks=8)),
-        (32768, "sm_90", Config(elements=64, num_threads=512, rounds=1, min_blocks=1)),
-        (32768, "gfx942", Config(elements=64, num_threads=512, rounds=2, min_blocks=1)),
+        (1, "sm_90", HadamardConfig(elements=1, num_threads=128, rounds=1, min_blocks=12)),
+        (256, "sm_90", HadamardConfig(elements=8, num_threads=128, rounds=1, min_blocks=12)),
+        (1024, "sm_90", HadamardConfig(elements=32, num_threads=128, rounds=1, min_blocks=8)),
+        (4096, "sm_90", HadamardConfig(elements=32, num_threads=128, rounds=1, min_blocks=8)),
+        (32768, "sm_90", HadamardConfig(elements=64, num_threads=512, rounds=1, min_blocks=1)),
+        (32768, "gfx942", HadamardConfig(elements=64, num_threads=512, rounds=2, min_blocks=1)),
     ],
 )
-def test_geometry(size: int, arch: str, expected: Config) -> None:
+def test_geometry(size: int, arch: str, expected: HadamardConfig) -> None:
     """Short rows have a warp, long ones a block; those beyond the shared memory go through it in two parts."""
-    assert choose(Problem(5, size, float32), devices.model(arch)) == expected
+    assert choose(HadamardProblem(5, size, float32), devices.model(arch)) == expected

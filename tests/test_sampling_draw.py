@@ -373,16 +373,16 @@ def test_any_schedule_of_many_blocks() -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (plan.Problem(1, 4000, 2, True, True), plan.WholeRows(cluster=1, num_threads=128, min_blocks=12)),
-        (plan.Problem(1, 128256, 2, True, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
-        (plan.Problem(1, 128256, 4, False, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
-        (plan.Problem(256, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
-        (plan.Problem(1, 2**20, 4, True, True), plan.Pieces(1024)),
-        (plan.Problem(256, 128256, 4, True, False), plan.Pieces(16384)),
-        (plan.Problem(1, 128256, 4, True, False), plan.Pieces(1024)),
+        (plan.DrawProblem(1, 4000, 2, True, True), plan.WholeRows(cluster=1, num_threads=128, min_blocks=12)),
+        (plan.DrawProblem(1, 128256, 2, True, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
+        (plan.DrawProblem(1, 128256, 4, False, True), plan.WholeRows(cluster=8, num_threads=512, min_blocks=3)),
+        (plan.DrawProblem(256, 32000, 2, True, True), plan.WholeRows(cluster=2, num_threads=512, min_blocks=3)),
+        (plan.DrawProblem(1, 2**20, 4, True, True), plan.Pieces(1024)),
+        (plan.DrawProblem(256, 128256, 4, True, False), plan.Pieces(16384)),
+        (plan.DrawProblem(1, 128256, 4, True, False), plan.Pieces(1024)),
     ],
 )
-def test_geometry(problem: plan.Problem, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_geometry(problem: plan.DrawProblem, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters for rows that are filtered and fit into shared memory; pieces for others, smaller for few rows."""
     monkeypatch.setattr(plan, "_MAX_BLOCK_LOGITS", _MAX_BLOCK_LOGITS)  # `kernels` may have changed it for the module
     assert plan.choose(problem, model()) == expected

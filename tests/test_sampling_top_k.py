@@ -15,7 +15,7 @@ from pyops._core import config
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
 from pyops._core.host import toolchain
-from pyops.ops.sampling.top_k import LongRows, Problem, ShortRows, choose
+from pyops.ops.sampling.top_k import LongRows, ShortRows, TopKProblem, choose
 from pyops.testing import SCHEDULES, scheduled
 from tests.calls import DEVICES
 
@@ -216,18 +216,18 @@ def test_shared_memory_of_every_device() -> None:
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [
-        (Problem(1, 0, 20), ShortRows(num_threads=512, min_blocks=3)),
-        (Problem(64, 8192, 2048), ShortRows(num_threads=512, min_blocks=3)),
-        (Problem(64, 8192, 2048, is_aligned=False), ShortRows(num_threads=1024, min_blocks=1)),
-        (Problem(64, 16384, 2048), ShortRows(num_threads=1024, min_blocks=1)),
-        (Problem(64, 8192, 5000), LongRows(num_threads=512, cluster=1, capacity=9)),
-        (Problem(64, 8192, 20, vec_size=1), LongRows(num_threads=512, cluster=1, capacity=9)),
-        (Problem(1, 65536, 2048), LongRows(num_threads=512, cluster=8, capacity=9)),
-        (Problem(16, 65536, 2048), LongRows(num_threads=512, cluster=4, capacity=17)),
-        (Problem(64, 65536, 2048), LongRows(num_threads=1024, cluster=2, capacity=17)),
-        (Problem(256, 131072, 2048), LongRows(num_threads=1024, cluster=1, capacity=23)),
+        (TopKProblem(1, 0, 20), ShortRows(num_threads=512, min_blocks=3)),
+        (TopKProblem(64, 8192, 2048), ShortRows(num_threads=512, min_blocks=3)),
+        (TopKProblem(64, 8192, 2048, is_aligned=False), ShortRows(num_threads=1024, min_blocks=1)),
+        (TopKProblem(64, 16384, 2048), ShortRows(num_threads=1024, min_blocks=1)),
+        (TopKProblem(64, 8192, 5000), LongRows(num_threads=512, cluster=1, capacity=9)),
+        (TopKProblem(64, 8192, 20, vec_size=1), LongRows(num_threads=512, cluster=1, capacity=9)),
+        (TopKProblem(1, 65536, 2048), LongRows(num_threads=512, cluster=8, capacity=9)),
+        (TopKProblem(16, 65536, 2048), LongRows(num_threads=512, cluster=4, capacity=17)),
+        (TopKProblem(64, 65536, 2048), LongRows(num_threads=1024, cluster=2, capacity=17)),
+        (TopKProblem(256, 131072, 2048), LongRows(num_threads=1024, cluster=1, capacity=23)),
     ],
 )
-def test_geometry(problem: Problem, expected: ShortRows | LongRows) -> None:
+def test_geometry(problem: TopKProblem, expected: ShortRows | LongRows) -> None:
     """Registers for short rows; larger clusters for fewer rows, as an H200 has room for them."""
     assert choose(problem, devices.model()) == expected

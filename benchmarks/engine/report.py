@@ -71,7 +71,7 @@ def summary(result: Mapping[str, Any], table_at: str) -> str:
         f"vLLM {environment['vllm']}'s engine on one {environment['gpu']}, random weights: milliseconds with vLLM's own"
         f" kernels → with\n[the plugin](docs/integrations.md#the-plugin).\n"
         f"[All {len(found['plugin'])} rows]({table_at}) take {mean['plugin']:.2f} of the time (geometric mean);"
-        f" {slower} are slower.\nWithout any compiled library of vLLM: {mean['alone']:.2f}."
+        f" {slower} are slower. Without any compiled library of vLLM: {mean['alone']:.2f}."
     )
     return "\n".join([text, "", table(["", *names], lines), ""])
 

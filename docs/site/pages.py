@@ -16,6 +16,7 @@ import notebooks
 import reference
 
 import kernels_cu
+from pyops._core.source import header_of
 from pyops.cli import table
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,7 @@ def _source(name: str) -> str:
     """The page of a kernel source, which is found by the pages that link to it, and by no search for its text."""
     text = kernels_cu.read(name)
     included = re.findall(r'^#include "(.+)"', text, re.MULTILINE)
-    links = ", ".join(f"[{header}](../include/{header})" for header in included)
+    folder = name.rpartition("/")[0]
+    links = ", ".join(f"[{header}](../{header_of(folder, header)})" for header in included)
     parts = [f"# {name}", f"Includes {links}." if links else "", f'```cuda linenums="1"\n{text.rstrip()}\n```']
     return "---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n" + "\n\n".join(filter(None, parts))

@@ -27,7 +27,7 @@ OTHERS = {
         ("op", "Op", "Kernel", "check", "warmup", "Compiled", "Wrapper", "ScalarType", "SCALAR_TYPES"),
     ),
     "experts": ("Configurations of experts", "pyops", ("FusedMoEQuantConfig",)),
-    "collective": ("Collectives of processes", "pyops", ("CustomAllReduce",)),
+    "collective": ("Collectives of processes", "pyops", ("CustomAllReduce", "ExpertParallel", "DispatchedRows")),
     "testing": ("pyops.testing", "pyops.testing", ()),
     "strategies": ("pyops.testing.strategies", "pyops.testing.strategies", ()),
     "models": ("pyops.models", "pyops.models", ()),

@@ -3,13 +3,13 @@
 //     out[r, i] = T(T(ACT(g)) * u)    T: dtype of out and input
 //     g, u = input[r, i], input[r, hidden_size + i] if ACT_FIRST, else the other way round
 //
-// One vector of each half per thread (chunk.cuh).
+// One vector of each half per thread (elementwise.cuh).
 //
 // Constants:
 //     ACT           activation of math.cuh: silu, gelu or gelu_tanh
 //     ACT_FIRST     whether g is the first half
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;

@@ -2,12 +2,12 @@
 //
 //     out[r, i] = T(ACT(input[r, i]))    T: dtype of out and input
 //
-// One vector per thread (chunk.cuh).
+// One vector per thread (elementwise.cuh).
 //
 // Constants:
 //     ACT           activation of math.cuh: gelu, gelu_new, gelu_fast, gelu_quick, relu2 or silu
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;

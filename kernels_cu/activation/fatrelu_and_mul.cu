@@ -4,9 +4,9 @@
 //
 // T is the element type of out and input. NaN in g stays NaN.
 //
-// Threads: one vector of each half per thread (chunk.cuh).
+// Threads: one vector of each half per thread (elementwise.cuh).
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 

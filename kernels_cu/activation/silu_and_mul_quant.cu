@@ -5,12 +5,12 @@
 //
 // The product is with the float32 reciprocal. NaN becomes the largest code. T is the element type of input.
 //
-// Threads: one vector of each half per thread (chunk.cuh).
+// Threads: one vector of each half per thread (elementwise.cuh).
 //
 // Constants
 //     code_t        element type of result: fp8_e4m3_t or fp8_e4m3fnuz_t
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "math.cuh"
 #include "quant.cuh"
 

@@ -3,9 +3,9 @@
 //     out[r, i] = T(T(silu(g)) * u)    T: dtype of out and input
 //     g = min(input[r, i], T(limit)), u = max(min(input[r, hidden_size + i], T(limit)), -T(limit)); NaN stays NaN
 //
-// One vector of each half per thread (chunk.cuh).
+// One vector of each half per thread (elementwise.cuh).
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;

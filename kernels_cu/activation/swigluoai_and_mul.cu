@@ -3,9 +3,9 @@
 //     out[r, i] = T((u + 1) * g / (1 + exp(-alpha * g)))    T: dtype of out and input
 //     g = min(input[r, 2i], limit), u = max(min(input[r, 2i + 1], limit), -limit); NaN becomes limit
 //
-// One vector of results per thread (chunk.cuh), computed in float32 and rounded once.
+// One vector of results per thread (elementwise.cuh), computed in float32 and rounded once.
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;

@@ -5,9 +5,9 @@
 //
 // T is the element type of out and input. Computed in float32 and rounded once; NaN stays NaN.
 //
-// Threads: one vector of each half per thread (chunk.cuh).
+// Threads: one vector of each half per thread (elementwise.cuh).
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "math.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;

@@ -5,9 +5,9 @@
 //     a_p = softplus(alpha_p), a_n = beta + softplus(alpha_n)
 //
 // Every operation rounds to T, the dtype of the tensors, as in eager tensor arithmetic; beta and eps are rounded to T
-// first. One vector per thread (chunk.cuh).
+// first. One vector per thread (elementwise.cuh).
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 

@@ -7,7 +7,7 @@
 // a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and the
 // lengths of all sequences say how many splits each has (Balance). CLUSTER > 1: a sequence is one split, and the CLUSTER
 // blocks of blockIdx.y share it; they join their results through shared memory. `arrived` counts the splits of a query
-// head that are done: a warp of the last one joins them (decode_join.cuh). Where `arrived` is null, attention_combine.cu
+// head that are done: a warp of the last one joins them (decode_join.cuh). Where `arrived` is null, decode_combine.cu
 // joins the splits.
 //
 // Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes

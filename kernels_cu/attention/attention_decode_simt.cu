@@ -15,8 +15,8 @@
 //     VALUE_SIZE        elements of a value of a head, at most HEAD_SIZE
 //     SPARSE            attention is block-sparse
 //     X                 PACKED: elements in the innermost dimension of the keys
-//     VARLEN, CAUSAL    attention_varlen.cu explains CAUSAL; with VARLEN starts_t is the element type of cu_seqlens_q
-//     RAGGED            VARLEN: as in attention_varlen.cu
+//     VARLEN, CAUSAL    prefill_mma.cu explains CAUSAL; with VARLEN starts_t is the element type of cu_seqlens_q
+//     RAGGED            VARLEN: as in prefill_mma.cu
 
 #include "attention.cuh"
 #include "paged.cuh"

@@ -2,8 +2,8 @@
 //
 //     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once
 //
-// Thread t of block b takes the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it. In one shot each
-// rank reads all inputs. In two shots rank r sums slice r, a WORLD_SIZE-th of the vectors, and fetches the other slices
+// Thread t of block b takes the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, UNROLL of them at a
+// time: the loads in flight bound the rate over the links. In one shot each rank reads all inputs. In two shots rank r sums slice r, a WORLD_SIZE-th of the vectors, and fetches the other slices
 // from the ranks that summed them: 2 (W - 1) / W of the bytes cross the links instead of W - 1 times as many. A vector of a
 // slice is fetched by the thread of the index that summed it, so that blocks of one index need only meet each other.
 //
@@ -12,6 +12,7 @@
 //     TWO_SHOT       sum slices, then fetch them
 //     SIGNAL_BYTES   from a rank's signals to its packets
 //     PACKET_BYTES   from its packets to its scratch memory
+//     UNROLL         vectors that a thread loads from every rank before it sums them
 //     NUM_THREADS    threads in the block
 //     VEC_SIZE       elements in 16 bytes
 
@@ -41,26 +42,42 @@ all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
     for (int i = 0; TWO_SHOT && i < WORLD_SIZE; ++i) slices[i] = slice_of(i);
     scalar_t* sums = TWO_SHOT ? slice_of(rank) : out;
 
-    world.meet();
-    for (int64_t i = first; i < end - begin; i += step) {
-        float x[VEC_SIZE];
-        sum_of_ranks<WORLD_SIZE, scalar_t, VEC_SIZE>(x, inputs, (begin + i) * VEC_SIZE);
-        vec_t::from_floats(x).store(sums + i * VEC_SIZE);
+    world.meet<Flagged::START>();
+    for (int64_t i = first; i < end - begin; i += step * UNROLL) {
+        vec_t vecs[UNROLL][WORLD_SIZE];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (i + step * u >= end - begin) break;
+#pragma unroll
+            for (int other = 0; other < WORLD_SIZE; ++other) {
+                vecs[u][other] = vec_t::load(inputs[other] + (begin + i + step * u) * VEC_SIZE);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (i + step * u >= end - begin) break;
+            float x[VEC_SIZE];
+            sum_in_order(x, vecs[u]);
+            vec_t::from_floats(x).store(sums + (i + step * u) * VEC_SIZE);
+        }
     }
-    world.meet();
+    world.meet<TWO_SHOT ? Flagged::ALL : Flagged::READS>();
     if constexpr (TWO_SHOT) {
         const int64_t last_slice = num_vecs - (WORLD_SIZE - 1) * slice;
-        for (int64_t i = first; i < last_slice; i += step) {
-            vec_t sum[WORLD_SIZE];
+        for (int64_t i = first; i < last_slice; i += step * UNROLL) {
+            const auto has = [&](int u, int other) {
+                return i + step * u < (other < WORLD_SIZE - 1 ? slice : last_slice);
+            };
+            vec_t sum[UNROLL][WORLD_SIZE];
 #pragma unroll
-            for (int other = 0; other < WORLD_SIZE; ++other) {
-                if (other < WORLD_SIZE - 1 && i >= slice) continue;
-                sum[other] = vec_t::load(slices[other] + i * VEC_SIZE);
+            for (int j = 0; j < UNROLL * WORLD_SIZE; ++j) {
+                const int u = j / WORLD_SIZE, other = j % WORLD_SIZE;
+                if (has(u, other)) sum[u][other] = vec_t::load(slices[other] + (i + step * u) * VEC_SIZE);
             }
 #pragma unroll
-            for (int other = 0; other < WORLD_SIZE; ++other) {
-                if (other < WORLD_SIZE - 1 && i >= slice) continue;
-                sum[other].store(out + (other * slice + i) * VEC_SIZE);
+            for (int j = 0; j < UNROLL * WORLD_SIZE; ++j) {
+                const int u = j / WORLD_SIZE, other = j % WORLD_SIZE;
+                if (has(u, other)) sum[u][other].store(out + (other * slice + i + step * u) * VEC_SIZE);
             }
         }
     }

@@ -68,7 +68,7 @@ allreduce_rms(scalar_t* q_out,           // [num_rows, Q_SIZE]
             sums[1] = k;
         }
     }
-    world.meet();
+    world.meet<Flagged::ALL>();
     for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x) {
         float q = 0.0f, k = 0.0f;
         for (int other = 0; other < WORLD_SIZE; ++other) {

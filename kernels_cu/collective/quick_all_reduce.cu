@@ -118,7 +118,7 @@ quick_all_reduce(scalar_t* out,            // [num_vecs * 8]
             section(rank, other).store(i, x, i < slice);
         }
     }
-    world.meet();
+    world.meet<Flagged::ALL>();
     for (int64_t base = first; base < slice; base += step) {
         const int64_t i = base + threadIdx.x;
         float sum[8] = {};
@@ -134,7 +134,7 @@ quick_all_reduce(scalar_t* out,            // [num_vecs * 8]
         }
         section(rank, WORLD_SIZE).store(i, sum, i < slice);
     }
-    world.meet();
+    world.meet<Flagged::ALL>();
     for (int64_t i = first + threadIdx.x; i < slice; i += step) {
         for (int other = 0; other < WORLD_SIZE; ++other) {
             const int64_t at = other * slice + i;

@@ -41,8 +41,11 @@ struct Slot {
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();
 
-// Flags of include/signals.cuh, by which ranks tell each other what they have done (ranks.h).
-HOST_API void store_flag(uint32_t* flag, uint32_t value);
+// Flags of collective/signals.cuh, by which ranks tell each other what they have done (ranks.h).
+// What a flag publishes: ALL that its block did, by a release; or, relaxed, that its rank's kernel has begun (START), and
+// that the block's reads are over (READS).
+enum class Flagged : uint8_t { ALL, START, READS };
+HOST_API void store_flag(uint32_t* flag, uint32_t value, Flagged what);
 HOST_API bool await_flag(const uint32_t* flag, uint32_t value, unsigned from);
 HOST_API void store_packet(void* address, unsigned long long packet);
 HOST_API unsigned long long await_packet(const void* address, uint32_t meeting, unsigned from);

@@ -180,14 +180,14 @@ inline void check_byte(Touches& byte, uint32_t* reads, Access kind, const void* 
         } else if (by_this_block && !ordered(byte.writer, byte.write_epoch, byte.write_warp_epoch)) {
             global_race(kind, "written", true, byte.writer, pc);
         } else if (!by_this_block && reads) {
-            if (!flags_tell_of(byte.write_epoch)) missing_flag(kind, byte.write_epoch, "written", pc);
+            if (!flags_tell_of(Access::WRITE, byte.write_epoch)) missing_flag(kind, byte.write_epoch, "written", pc);
         } else if (!by_this_block && !memory.synchronised && !before_barrier_of_cluster(byte.write_epoch)) {
             global_race(kind, "written", false, 0, pc);
         }
     }
     for (unsigned rank = 0; reads && kind != Access::READ && rank < state.launch.num_ranks; ++rank) {
         const bool concerns = reads[rank] >= memory.launch_epoch && !is_own(reads[rank]);
-        if (concerns && !flags_tell_of(reads[rank])) missing_flag(kind, reads[rank], "read", pc);
+        if (concerns && !flags_tell_of(Access::READ, reads[rank])) missing_flag(kind, reads[rank], "read", pc);
     }
     if (reads && kind == Access::READ) reads[state.rank] = memory.epoch;
     if (kind == Access::READ) return record_read(byte);

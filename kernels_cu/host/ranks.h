@@ -2,8 +2,9 @@
 //
 // The blocks with one index of all ranks run together, as the blocks of a cluster do: each until all of its threads wait.
 // A rank has its own parameters and tensors; memory that is not private is open to all ranks. A thread that stores a flag
-// releases what its block did before the block's last barrier. A thread that waits for the flag acquires that, and the
-// other threads of its block acquire it at their next barrier. `seen` counts what a block knows of each other rank, in
+// releases what its block did before the block's last barrier, or less: with the relaxed kinds of `Flagged` it publishes
+// that its rank has begun, and perhaps that its block's reads are over. A thread that waits for the flag acquires that, and
+// the other threads of its block acquire it at their next barrier. `Seen` counts what a block knows of each other rank, in
 // epochs (memory.h). Any access to what another rank accesses and no flag has told of is a fault, whatever the schedule.
 #pragma once
 #include "schedule.h"
@@ -13,19 +14,31 @@ namespace host {
 // Defined in global.h.
 inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc, bool is_flag = false);
 
-constexpr uint32_t OWNER = 0xff, PRIVATE = 0x100, LASTING = 0x200;  // bits of Launch::owners
-constexpr size_t MAX_FLAGS = 1 << 14;                               // a power of two
+constexpr uint32_t OWNER = 0xff, PRIVATE = 0x100, LASTING = 0x200, EARLY = 0x400;  // bits of Launch::owners
+constexpr size_t MAX_FLAGS = 1 << 14;                                              // a power of two
+
+// What a block, or a thread, knows of a rank: its last epochs of which writes, and of which reads, are known to be over.
+// Knowledge of writes is knowledge of reads.
+struct Seen {
+    uint32_t writes, reads;
+
+    void merge(Seen other) {
+        if (other.writes > writes) writes = other.writes;
+        if (other.reads > reads) reads = other.reads;
+    }
+    uint32_t of(Access kind) const { return kind == Access::READ ? reads : writes; }
+};
 
 struct Flag {
     const uint32_t* address;
     uint64_t launch;  // in which the flag was stored last; the slot is free in another launch
-    uint32_t clock[MAX_CLUSTER];
+    Seen clock[MAX_CLUSTER];
 };
 
 struct RankClocks {
-    uint32_t seen[MAX_CLUSTER];      // by every thread of the block: the last epoch of each rank
-    uint32_t accessed[MAX_CLUSTER];  // the block's last epoch with an access to memory of each rank; 0: none
-    uint32_t acquired[MAX_THREADS][MAX_CLUSTER];  // by one thread
+    Seen seen[MAX_CLUSTER];                   // by every thread of the block, of each rank
+    Seen accessed[MAX_CLUSTER];               // the block's last epochs with accesses to memory of each rank; 0: none
+    Seen acquired[MAX_THREADS][MAX_CLUSTER];  // by one thread
     uint32_t first_epoch;
     bool ended;
 };
@@ -62,11 +75,12 @@ inline Flag* flag_at(const uint32_t* address, bool make) {
     raise_fault("bad launch", {}, "more than %zu flags", MAX_FLAGS);
 }
 
-// The last epoch of `rank` that the running thread knows of.
-inline uint32_t seen_of(unsigned rank) {
+// What the running thread knows of `rank`.
+inline Seen seen_of(unsigned rank) {
     const RankClocks& own = rank_clocks[state.rank];
-    const uint32_t acquired = own.acquired[state.current->number][rank];
-    return acquired > own.seen[rank] ? acquired : own.seen[rank];
+    Seen seen = own.seen[rank];
+    seen.merge(own.acquired[state.current->number][rank]);
+    return seen;
 }
 
 // The rank whose running block had this epoch; MAX_CLUSTER: none.
@@ -74,9 +88,10 @@ inline unsigned rank_of(uint32_t epoch) {
     const uint32_t offset = epoch - rank_clocks[0].first_epoch;
     return offset < state.launch.num_ranks * MAX_BARRIERS ? offset / MAX_BARRIERS : MAX_CLUSTER;
 }
-inline bool flags_tell_of(uint32_t epoch) {
+// Whether flags have told that the accesses of one kind, of another rank's epoch, are over.
+inline bool flags_tell_of(Access kind, uint32_t epoch) {
     const unsigned rank = rank_of(epoch);
-    return rank < MAX_CLUSTER && epoch <= seen_of(rank);
+    return rank < MAX_CLUSTER && epoch <= seen_of(rank).of(kind);
 }
 
 [[noreturn]] inline void missing_flag(Access kind, uint32_t epoch, const char* before, const void* pc) {
@@ -89,11 +104,12 @@ inline bool flags_tell_of(uint32_t epoch) {
                 kind == Access::READ ? "read" : "write", rank, before);
 }
 
-// An access to memory of rank `owner`, another: it must have begun, and must not have ended.
+// An access to memory of rank `owner`, another: it must have begun unless the memory is EARLY, and must not have ended
+// unless it is LASTING.
 inline void check_owner(uint32_t owner, Access kind, const void* pc) {
     const unsigned rank = owner & OWNER;
     const char* verb = kind == Access::READ ? "read" : "write";
-    if (seen_of(rank) < rank_clocks[rank].first_epoch) {
+    if (!(owner & EARLY) && seen_of(rank).writes < rank_clocks[rank].first_epoch) {
         raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory of rank %u, of whose start no flag has told", verb,
                     rank);
     }
@@ -101,7 +117,8 @@ inline void check_owner(uint32_t owner, Access kind, const void* pc) {
     if (rank_clocks[rank].ended) {
         raise_fault("missing flag", {nullptr, 0, pc}, "%s of memory of rank %u, which has ended", verb, rank);
     }
-    rank_clocks[state.rank].accessed[rank] = memory.epoch;
+    Seen& accessed = rank_clocks[state.rank].accessed[rank];
+    (kind == Access::READ ? accessed.reads : accessed.writes) = memory.epoch;
 }
 
 inline void begin_ranks() {
@@ -117,7 +134,7 @@ inline void ranks_at_barrier() {
     RankClocks& own = rank_clocks[state.rank];
     for (unsigned i = 0; i < num_threads(); ++i) {
         for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
-            if (own.acquired[i][rank] > own.seen[rank]) own.seen[rank] = own.acquired[i][rank];
+            own.seen[rank].merge(own.acquired[i][rank]);
         }
     }
 }
@@ -128,19 +145,23 @@ inline void end_rank() {
     RankClocks& own = rank_clocks[state.rank];
     own.ended = true;
     for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
-        const uint32_t accessed = rank_clocks[rank].accessed[state.rank];
-        if (rank != state.rank && accessed > own.seen[rank]) {
+        const Seen accessed = rank_clocks[rank].accessed[state.rank], seen = own.seen[rank];
+        if (rank != state.rank && (accessed.writes > seen.writes || accessed.reads > seen.reads)) {
             raise_fault("missing flag", {}, "the rank ends, and no flag has told that rank %u is done with its memory",
                         rank);
         }
     }
 }
 
-__attribute__((noinline)) void store_flag(uint32_t* flag, uint32_t value) {
+__attribute__((noinline)) void store_flag(uint32_t* flag, uint32_t value, Flagged what) {
     check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::WRITE, __builtin_return_address(0), true);
     Flag& record = *flag_at(flag, true);
+    const uint32_t first = rank_clocks[state.rank].first_epoch, last = memory.epoch - 1;
     for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
-        record.clock[rank] = rank == state.rank ? memory.epoch - 1 : seen_of(rank);
+        const bool is_own = rank == state.rank;
+        if (what == Flagged::ALL) record.clock[rank] = is_own ? Seen{last, last} : seen_of(rank);
+        if (what == Flagged::START) record.clock[rank] = is_own ? Seen{first, first} : Seen{};
+        if (what == Flagged::READS) record.clock[rank] = is_own ? Seen{first, last} : Seen{};
     }
     *flag = value;
 }
@@ -164,10 +185,8 @@ __attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, 
     if (!await_number(flag, value, from, pc)) return false;
     const unsigned number = state.current->number;
     if (const Flag* record = flag_at(flag, false)) {
-        uint32_t (&acquired)[MAX_CLUSTER] = rank_clocks[state.rank].acquired[number];
-        for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
-            if (record->clock[rank] > acquired[rank]) acquired[rank] = record->clock[rank];
-        }
+        Seen(&acquired)[MAX_CLUSTER] = rank_clocks[state.rank].acquired[number];
+        for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) acquired[rank].merge(record->clock[rank]);
     }
     return true;
 }

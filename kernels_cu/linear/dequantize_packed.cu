@@ -22,7 +22,7 @@
 //     WEIGHT_SCALES    a scale is multiplied by one of the whole weight, too, of weight_scale_t
 //     PRODUCTS      scales are tables of their products with codes, and SCALE is none
 //     SCALE_EXPONENT    a scale is its entry times two to this
-//     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_order.cuh
+//     SCALE_ORDER   of the columns of scales, and of zero points that are floats: a name of column_permutation.cuh
 //     ZEROS         0: none; 1: codes; 2: floats of scale_t; 3: the same, added to scale * number
 //     ZERO_LAYOUT   of zero points that are codes: a name of packed_layout.cuh
 //     ZERO_OFFSET   added to these

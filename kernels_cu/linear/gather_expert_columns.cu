@@ -13,7 +13,7 @@
 //     scalar_t      element type of both
 //     PERMUTED      columns are permuted by perm
 //     BY_PLACE      a row of gathered for each place
-//     LANE_STEP     0, or elements of K of a step of grouped_gemm_packed_hopper.cu, whose columns lie in the order in which
+//     LANE_STEP     0, or elements of K of a step of wq_grouped_gemm_sm90.cu, whose columns lie in the order in which
 //                   it multiplies them; K is a multiple of them, VEC_SIZE is 8, and there is no perm
 //     VEC_SIZE      elements of a thread, and without PERMUTED of one access
 

@@ -15,7 +15,7 @@
 //     offset_t      element type of expert_offsets
 //     HAS_SCALE_ROWS    scale_rows are written
 
-#include "select.cuh"
+#include "radix_select.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 group_rows(const offset_t* expert_offsets,  // [num_experts]

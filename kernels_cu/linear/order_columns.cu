@@ -5,9 +5,9 @@
 // A thread has one column.
 //
 // Constants
-//     COLUMN_ORDER  a name of column_order.cuh
+//     COLUMN_ORDER  a name of column_permutation.cuh
 
-#include "column_order.cuh"
+#include "column_permutation.cuh"
 #include "number.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) order_columns(scalar_t* ordered,        // [columns]

@@ -10,7 +10,7 @@
 // Threads: a block has an expert, and a share of the places that no expert takes. Each block adds up what the experts
 // before its own take.
 
-#include "select.cuh"
+#include "radix_select.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 moe_batched_align(const int32_t* expert_num_tokens,  // [num_experts]

@@ -4,13 +4,13 @@
 //
 // A place at or behind expert_first_token_offset[num_local], the number of rows of this device, is skipped.
 //
-// Threads: one vector of a token's row per thread (chunk.cuh), which the thread stores TOPK times: a row is read once.
+// Threads: one vector of a token's row per thread (elementwise.cuh), which the thread stores TOPK times: a row is read once.
 //
 // Constants
 //     TOPK          choices of a token
 
 #include "cache.cuh"
-#include "chunk.cuh"
+#include "elementwise.cuh"
 
 constexpr int BATCH = TOPK < 8 ? TOPK : 8;  // places that are loaded before the first store, behind which loads wait
 

@@ -4,14 +4,14 @@
 //
 // HAS_IDS: only over those j whose expert is on this device (expert_sort.cuh); input[t, j] may be garbage for others.
 //
-// Threads: one vector of a row of output per thread (chunk.cuh).
+// Threads: one vector of a row of output per thread (elementwise.cuh).
 //
 // Constants
 //     TOPK          choices of a token
 //     HAS_IDS, HAS_MAP    topk_ids are given, and expert_map
 //     id_t          element type of topk_ids
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "expert_sort.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;

@@ -5,13 +5,13 @@
 // Products and sums are float32, each rounded, in the order of j. A place that does not exist, or with HAS_OFFSET lies
 // at or behind expert_first_token_offset[num_local], is left out.
 //
-// Threads: one vector of a row of hidden_states per thread (chunk.cuh).
+// Threads: one vector of a row of hidden_states per thread (elementwise.cuh).
 //
 // Constants
 //     TOPK          choices of a token
 //     HAS_OFFSET    expert_first_token_offset is given
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int BATCH = TOPK < 8 ? TOPK : 8;  // vectors that are loaded before the first is used

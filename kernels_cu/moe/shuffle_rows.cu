@@ -2,14 +2,14 @@
 //
 //     output_tensor[i] = input_tensor[dst2src_map[i]], or 0 if there is no such row
 //
-// Threads: one vector of each of BATCH neighbouring rows of output_tensor per thread (chunk.cuh, whose row is such a
+// Threads: one vector of each of BATCH neighbouring rows of output_tensor per thread (elementwise.cuh, whose row is such a
 // group). Loads of the map, then loads of all rows, are in flight together.
 //
 // Constants
 //     BATCH         rows of a thread
 
 #include "cache.cuh"
-#include "chunk.cuh"
+#include "elementwise.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 shuffle_rows(scalar_t* output_tensor,       // [num_outputs, hidden_size], bytes

@@ -11,7 +11,7 @@
 //     GROUP_CHUNKS    group_size / ROWS
 //     ACCESS          elements in one access to out and scales
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "packed.cuh"
 
 constexpr int VEC_SIZE = 16 / sizeof(scalar_t);

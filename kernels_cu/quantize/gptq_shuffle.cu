@@ -15,7 +15,7 @@
 //     SAVING         true: only copy the weight to saved
 //     PERMUTED       true: rows are permuted by q_perm
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 
 constexpr int UNIT_WORDS = BITS == 3 ? 3 : 1;
 constexpr int FIELDS = 32 * UNIT_WORDS / BITS;

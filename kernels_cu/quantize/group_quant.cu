@@ -5,7 +5,7 @@
 //     output_s[token, group] = s; if PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
 //
 // NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, the row of row.cuh. With
-// PACKED, groups are padded to whole words and tokens to num_rows. Threads of padding write zeros: codes up to row
+// PADDED, groups are padded to whole words and tokens to num_rows. Threads of padding write zeros: codes up to row
 // num_code_rows, scales up to row num_scale_rows in the last column and up to row num_gap_rows in those before it.
 //
 // Constants:
@@ -17,6 +17,7 @@
 //     POWER_OF_TWO    scales are powers of two
 //     NEAREST         int8 codes are rounded to nearest even
 //     PACKED          scales are bytes of output_s_packed
+//     PADDED          PACKED, and output_q or output_s_packed has padding: without, no thread asks what it is
 
 #include "quant.cuh"
 #include "reduce.cuh"
@@ -37,15 +38,17 @@ group_quant(const scalar_t* input,     // [num_tokens, GROUPS * GROUP_SIZE]
     const RowIndex<NUM_THREADS, ROW_THREADS> at(num_rows * SCALES);
     int64_t token = uint64_t(at.row) / SCALES;
     int group = uint64_t(at.row) % SCALES;
-    const bool exists = !PACKED || (token < num_tokens && group < GROUPS);
+    const bool exists = !PADDED || (token < num_tokens && group < GROUPS);
     const bool has_codes = exists || (token < num_code_rows && group < GROUPS);
     output_q += token * output_stride + group * GROUP_SIZE;
     uint8_t* packed_scale = nullptr;
     if constexpr (PACKED) {
-        if (token < (group < SCALES - 4 ? num_gap_rows : num_scale_rows)) {
+        if (!PADDED || token < (group < SCALES - 4 ? num_gap_rows : num_scale_rows)) {
             int32_t* word = output_s_packed + token * scale_stride + group / 4 * scale_column_stride;
             packed_scale = reinterpret_cast<uint8_t*>(word) + group % 4;
         }
+    }
+    if constexpr (PADDED) {
         token = min(token, num_tokens - 1);
         group = min(group, GROUPS - 1);
     }

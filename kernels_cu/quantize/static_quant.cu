@@ -5,7 +5,7 @@
 //     with azp   result = int8(round(x * (1 / s)) + azp)
 //     s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]
 //
-// One vector of codes per thread (chunk.cuh); its input may take two accesses.
+// One vector of codes per thread (elementwise.cuh); its input may take two accesses.
 //
 // Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
@@ -13,7 +13,7 @@
 //     GROUPED_ROWS    false: group_rows is 1, and i / group_rows needs no division
 //     HAS_AZP         false when azp is null
 
-#include "chunk.cuh"
+#include "elementwise.cuh"
 #include "quant.cuh"
 
 constexpr int MAX_ACCESS = 16 / sizeof(scalar_t);  // elements of input

@@ -18,7 +18,7 @@
 //     HAS_OFFSETS       false when offsets is null
 
 #include "philox.cuh"
-#include "select.cuh"
+#include "radix_select.cuh"
 #include "vec.cuh"
 
 constexpr float WHOLE = float(uint64_t(1) << 40);  // weight of probability 1

@@ -27,8 +27,8 @@
 
 #include "cluster.cuh"
 #include "reduce.cuh"
-#include "select.cuh"
-#include "span.cuh"
+#include "radix_select.cuh"
+#include "unaligned_row.cuh"
 #include "top_k.cuh"
 
 using vec_t = Vec<uint32_t, VEC_SIZE>;

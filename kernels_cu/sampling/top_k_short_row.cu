@@ -18,8 +18,8 @@
 //     DECODE        true: seq_lens gives the segments; false: rowStarts and rowEnds
 //     ROUNDS        vectors per thread: ROUNDS * NUM_THREADS vectors hold the row
 
-#include "select.cuh"
-#include "span.cuh"
+#include "radix_select.cuh"
+#include "unaligned_row.cuh"
 #include "top_k.cuh"
 
 constexpr int VEC_SIZE = 4;

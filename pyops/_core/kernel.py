@@ -25,7 +25,7 @@ class Kernel:
         file: path inside `kernels_cu`.
         arch_feature: asks for the architecture's own instruction set (``sm_90a`` instead of ``sm_90``) on CUDA.
         text: the source itself, with one ``extern "C"`` kernel, for a kernel that is no file there. `file` is then what
-            messages call it, and any header of `kernels_cu/include` may be included.
+            messages call it, and any header of `kernels_cu` may be included.
         names: {parameter: the name that feeds it}, where the two differ.
     """
 

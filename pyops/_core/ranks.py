@@ -17,7 +17,7 @@ from .layout import buffer
 T = TypeVar("T")
 
 MAX_RANKS = 8
-_PRIVATE, _LASTING = 0x100, 0x200  # bits of ranks.h
+_PRIVATE, _LASTING, _EARLY = 0x100, 0x200, 0x400  # bits of ranks.h
 
 
 class Shared(NamedTuple):
@@ -25,6 +25,7 @@ class Shared(NamedTuple):
 
     Attributes:
         lasting: its rank keeps it after a kernel has ended, so that the kernels of others need not be done with it.
+        early: its rank needs it no more when it comes to a kernel, so that the kernels of others may begin to write it.
     """
 
     memory: Any
@@ -32,6 +33,7 @@ class Shared(NamedTuple):
     nbytes: int
     rank: int
     lasting: bool = False
+    early: bool = False
 
     def holds(self, address: int, nbytes: int = 1) -> bool:
         return self.address <= address and address + nbytes <= self.address + self.nbytes
@@ -136,16 +138,20 @@ class Ranks:
         """Zeroed memory of `rank` that all ranks may access, from an address that 256 divides."""
         memory = (ctypes.c_char * (nbytes + 256))()
         made = Shared(memory, -(-ctypes.addressof(memory) // 256) * 256, nbytes, rank, lasting)
-        self.shared.append(made)
+        with self._met:
+            self.shared.append(made)
         return made
 
-    def keep(self, address: int) -> None:
-        """The memory at an address is `lasting` from now on."""
-        self.shared = [one._replace(lasting=one.lasting or one.holds(address)) for one in self.shared]
+    def keep(self, address: int, early: bool = False) -> None:
+        """The memory at an address is `lasting` from now on, and `early` or not."""
+        with self._met:
+            kept = {"lasting": True, "early": early}
+            self.shared = [one._replace(**kept) if one.holds(address) else one for one in self.shared]
 
     def free(self, address: int) -> None:
         """Forget the memory that begins at `address`."""
-        self.shared = [one for one in self.shared if one.address != address]
+        with self._met:
+            self.shared = [one for one in self.shared if one.address != address]
 
     def launch(self, rank: int, call: Call) -> None:
         """Run the kernel that every rank brings, as one launch. Raises KernelFault, in every rank."""
@@ -163,7 +169,7 @@ class Ranks:
         for one_buffer, call in zip(buffers, calls, strict=True):
             one_buffer.pack(one_buffer.memory, 0, *[one.address for one in call.tensors])
         ranges = [Range(f"memory of rank {one.rank}", one.address, one.nbytes) for one in self.shared]
-        owners = [one.rank | _LASTING * one.lasting for one in self.shared]
+        owners = [one.rank | _LASTING * one.lasting | _EARLY * one.early for one in self.shared]
         for rank, call in enumerate(calls):
             ranges += [one._replace(name=f"{one.name} of rank {rank}") for one in call.tensors]
             owners += [rank | _PRIVATE] * len(call.tensors)

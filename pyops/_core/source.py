@@ -35,11 +35,11 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
 
     `text` is that of a source that no file holds. What it includes are headers of `kernels_cu` all the same.
 
-    What `host/` includes lies beside it; what kernels and headers include lies in `include/`.
+    A header is looked for beside the file that includes it, then in `include/` (`header`).
     """
     seen = set() if seen is None else seen
     seen.add(name)
-    folder = "host" if name.startswith("host/") else "include"
+    folder = name.rpartition("/")[0]
     text = kernels_cu.read(name) if text is None else text
     pieces = [f'#line 1 "kernels_cu/{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
@@ -49,12 +49,24 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
                 pieces.append(line)
             else:
                 pieces.append("")
-        elif (header := f"{folder}/{include[1]}") in seen:
+        elif (header := header_of(folder, include[1])) in seen:
             pieces.append("")
         else:
             pieces.append(inline(header, seen))
             pieces.append(f'#line {number + 1} "kernels_cu/{name}"')
     return "\n".join(pieces)
+
+
+@cache
+def header_of(folder: str, name: str) -> str:
+    """The path of the header that a file in `folder` includes as `name`: one beside the file, else one of `include/`.
+
+    A name with a folder, such as ``"linear/dequant.cuh"``, is a path in `kernels_cu`, for kernels that no file holds.
+    """
+    if "/" in name:
+        return name
+    beside = f"{folder}/{name}"
+    return beside if folder == "host" or beside in kernels_cu.names() else f"include/{name}"
 
 
 @cache

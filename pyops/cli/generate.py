@@ -19,7 +19,12 @@ from . import progress
 
 
 def generate(
-    folder: str, prompts: Sequence[str], params: SamplingParams, dtype: str | None = None, device: str | None = None
+    folder: str,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    dtype: str | None = None,
+    device: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> bool:
     """Print what the model in `folder`, or in a GGUF file, writes behind the prompts.
 
@@ -39,6 +44,7 @@ def generate(
         model,
         max_seq_len=max(len(prompt) for prompt in tokens) + params.max_tokens,
         max_num_seqs=len(tokens),
+        kv_cache_dtype=kv_cache_dtype,
     )
     streams = {engine.add(prompt, params): Stream(tokenizer, prompt) for prompt in tokens}
     texts = dict.fromkeys(streams, "")

@@ -11,6 +11,7 @@ mixture latent        mixtures of experts and latent attention as config.json de
 mixed_families        decoders with mixtures, latent attention or state-space layers
 hybrid_families       decoders with attention and layers that keep states
 quantization          quantised weights as config.json describes them
+kv_scheme             what is said of a paged cache there
 gguf_families         GGUF files: what the metadata of each architecture have
 gguf_header           the header of a GGUF file
 gguf_keys             which keys of its metadata are read, and which change nothing
@@ -18,6 +19,7 @@ gguf_names            where tensors of a Hugging Face folder are in a GGUF file
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
+kv_cache              the dtype of a paged cache, and the scales of its codes
 packed_linear         projections of packed weights
 gguf_linear           projections of weights in GGUF's types
 linear                projections, plain, of 8-bit weights, packed or in GGUF's types
@@ -32,20 +34,24 @@ latent_attention      attention over a paged cache of latent entries
 mamba                 state-space layers, with states in slots
 decoder               the model
 tensor_parallel       the model divided among processes
+kv_scales             scales of fp8 caches, from a checkpoint or a caller
 checkpoint hooks      weights from a folder; what changes logits before a token is chosen
 params                SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
 kernels scheduler     what serving a model launches; which requests run, and with what of the cache
 logprobs              hooks, `min_tokens` and log-probabilities of a step
 engine                continuous batching
+calibration           scales of fp8 caches, from prompts
 """
 
+from .calibration import calibrate_kv_scales
 from .checkpoint import load
 from .config import Config
 from .decoder import Decoder
 from .engine import Engine, Output, check_request
 from .hooks import LogitsHook, Text, bias, min_p
 from .kernels import serving_kernels
+from .kv_scales import write_kv_scales
 from .latent import Latent
 from .logprobs import Logprobs
 from .mixture import Mixture
@@ -77,8 +83,10 @@ __all__ = [
     "StateSpace",
     "Text",
     "bias",
+    "calibrate_kv_scales",
     "check_request",
     "load",
     "min_p",
     "serving_kernels",
+    "write_kv_scales",
 ]

@@ -12,6 +12,7 @@ from ..ops.cache import reshape_and_cache_flash
 from ..ops.rotary import rotary_embedding
 from .batch import Batch
 from .config import Config
+from .kv_cache import KvScales
 from .linear import Place
 from .norm import Norm
 from .rope import Rope
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 class Attention:
     """Attention with grouped queries and maybe a rotary embedding. It keeps keys and values, in blocks of tokens.
+
+    A cache of float8 holds codes under `scales`, which are multiplied by them where they are read.
 
     Args:
         config: sizes and options.
@@ -41,9 +44,8 @@ class Attention:
         self.q_norm, self.k_norm = self._norm(heads), self._norm(kv_heads)
         self.o = place.linear({config.names.o: config.hidden_size}, heads * head_dim, config.o_bias)
         self.sinks = torch.empty(heads, dtype=torch.float32, device=place.device) if config.sinks else None
-        # The scale of an fp8 cache, for the signatures of ops. No kernel reads it, as this cache has the model's dtype.
-        self._one = torch.ones(1, dtype=torch.float32, device=place.device)
-        self.token_bytes = 2 * self.sizes[1] * place.dtype.itemsize
+        self.scales = KvScales(("k_scale", "v_scale"), kv_heads, place.device)
+        self.token_size = 2 * self.sizes[1]
 
     def _norm(self, num_heads: int) -> Norm | None:
         """The norm of so many query or key heads."""
@@ -66,10 +68,10 @@ class Attention:
                 found[f"{name}.weight"] = norm.weight
         return found | self.qkv.tensors() | self.o.tensors()
 
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Keys and values: each [num_blocks, block_size, num_key_value_heads, head_dim]."""
         shape = (2, num_blocks, block_size, self.config.num_key_value_heads, self.config.head_dim)
-        return tuple(torch.empty(shape, dtype=self.place.dtype, device=self.place.device))
+        return tuple(torch.empty(shape, dtype=dtype, device=self.place.device))
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         config, head_dim = self.config, self.config.head_dim
@@ -83,8 +85,9 @@ class Attention:
         if self.rope is not None:
             table, is_neox = tables[self.rope], not self.rope.interleaved
             rotary_embedding(batch.positions, query, key, head_dim, table, is_neox)
+            self.rope.scale_queries(query, batch.positions)
         key_cache, value_cache = cache
-        scales = ("auto", self._one, self._one)
+        scales = self.scales.arguments(key_cache.dtype)
         reshape_and_cache_flash(key, value, key_cache, value_cache, batch.slot_mapping, *scales)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         block_size = key_cache.shape[1]

@@ -17,22 +17,31 @@ from .config import DTYPES, Config
 from .config_values import MAX_JSON, check_file, read_json
 from .decoder import Decoder
 from .gguf_file import GgufFile, is_gguf
+from .kv_cache import KV_SCALES
+from .kv_scales import check_names, checked_scale, scales_by_module, write_kv_scales
+from .mixture import STACKED
 from .quantization import PackedQuantization, Quantization, QuantizedWeights
 from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack")
-_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # of symmetric codes: zeros
 _FLOATS = {"F32", "F16", "BF16"}
 # Names in safetensors of the dtypes of quantised weights.
 _CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
-# What is known without it: tables that are computed from the config, masks, the sizes of a packed weight.
-_NOT_READ = ("rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
+# What is known without it: tables that are computed from the config, masks, the sizes of a packed weight. And scales of
+# queries, which no attention of models quantises.
+_NOT_READ = (".q_scale", "rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
 # Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
 _ALIASES = {
     ".weight_scale_inv": ".weight_scale",
     ".activation_scale": ".input_scale",
     "embed_out.weight": "lm_head.weight",
+    # scales of an fp8 cache: of ModelOpt, of early llm-compressor, and by names of vLLM's modules
+    **{f".{kind}_proj.{kind}_scale": f".{kind}_scale" for kind in "kv"},
+    **{f".{module}.{kind}_scale": f".{kind}_scale" for kind in "kv" for module in ("qkv_proj", "attn")},
+    **{f".{kind}_proj.output_scale": f".{kind}_scale" for kind in "kv"},
+    **{f".{kind}_cache.scale": f".{kind}_scale" for kind in "kv"},
 }
 # Likewise, beginnings of names: a decoder that is a part of a model has them, by any version of transformers.
 _PREFIXES = {
@@ -71,8 +80,9 @@ def load(
 
     Raises:
         ModelError: a shard or a tensor is missing, a tensor is not of this architecture, a shape is wrong, a dtype is
-            no plain float where ``config.json`` does not say that weights are quantised, or the device has too little
-            memory. ``config.json`` and the headers of the shards are checked before memory is allocated.
+            no plain float where ``config.json`` does not say that weights are quantised, a scale of an fp8 cache is no
+            positive finite number, or the device has too little memory. ``config.json`` and the headers of the shards
+            are checked before memory is allocated.
     """
     folder, device, config = Path(folder), _device(device), Config.read(folder)
     if dtype is not None and dtype not in DTYPES:
@@ -80,10 +90,13 @@ def load(
     headers = {name: header for name, header in _headers(folder).items() if not name.startswith(config.not_read)}
     if "lm_head.weight" in headers:  # a file with a head of its own is right even if the config ties it
         config = replace(config, tie_word_embeddings=False)
+    config = _with_joined_experts(config, headers)
     least, of_what = _least_tensors(config)
     if len(headers) < least:
         raise ModelError(folder, f"has {of_what}, and {len(headers)} tensors for them")
-    plan = Decoder(config, dtype, "meta").tensors()
+    whole = Decoder(config, dtype, "meta")
+    plan = whole.tensors()
+    kv_scales, headers = _kv_scales(folder, headers, whole)
     if isinstance(config.quantization, PackedQuantization):
         headers = _without_zero_biases(headers, plan)
     _check(folder, headers, plan, config.quantization)
@@ -107,14 +120,24 @@ def load(
                 if progress:
                     progress(done, total)
     _say_what_is_not_finite(folder, places)
+    write_kv_scales(model, kv_scales)
     model.prepare()
     return model
+
+
+def _with_joined_experts(config: Config, headers: dict[str, _Header]) -> Config:
+    """The config of a file that has the experts of a layer in two tensors where others have tensors for each expert."""
+    mixture = config.mixture
+    is_named = mixture is not None and not (mixture.is_stacked or mixture.joined or config.quantization)
+    if mixture is None or not is_named or not any(name.endswith(STACKED[0]) for name in headers):
+        return config
+    return replace(config, mixture=replace(mixture, joined=STACKED))
 
 
 def _least_tensors(config: Config) -> tuple[int, str]:
     """Fewer tensors than any file of the model has, and why: what comes next takes memory for each."""
     layers, mixture = config.num_hidden_layers, config.mixture
-    if mixture is not None and not mixture.is_stacked:
+    if mixture is not None and not (mixture.is_stacked or mixture.joined):
         return sum(mixture.layers) * mixture.num_experts, f"{layers} layers of {mixture.num_experts} experts"
     if config.qk_norm == "heads" and "{}" in config.names.q_norm:
         return layers * config.num_attention_heads, f"{layers} layers of {config.num_attention_heads} norms of heads"
@@ -206,6 +229,29 @@ def _refuse_other_formats(folder: Path) -> None:
         raise ModelError(folder, f"has weights in {found[0]}, which is not read; {advice}")
 
 
+def _kv_scales(folder: Path, headers: dict[str, _Header], model: Decoder) -> tuple[dict[str, Any], dict[str, _Header]]:
+    """The scales of fp8 caches, read and checked, and the headers of all other tensors."""
+    found, others, by_module = {}, {}, scales_by_module(model)
+    check_names(folder, [name for name in headers if name.endswith(KV_SCALES)], model)
+    for known, header in headers.items():
+        shard, name, shape, dtype = header
+        if not known.endswith((*KV_SCALES, *_ZERO_POINTS)):
+            others[known] = header
+            continue
+        if prod(shape) > model.config.num_key_value_heads:  # so that no large tensor is read
+            expected = f"at most {model.config.num_key_value_heads} elements"
+            raise ModelError(shard, f"{name}: expected {expected}, got shape {shape}")
+        with _opened(shard) as file:
+            tensor = file.get_tensor(name).float()
+        if known.endswith(KV_SCALES):
+            if dtype not in _FLOATS:
+                raise ModelError(shard, f"{name}: expected {' or '.join(sorted(_FLOATS))}, got {dtype}")
+            found[known] = checked_scale(shard, name, tensor, by_module[known.rpartition(".")[0]].num_heads)
+        elif tensor.any():
+            raise ModelError(shard, f"{name}: expected zeros, as the codes of a cache are symmetric")
+    return found, others
+
+
 def _without_zero_biases(headers: dict[str, _Header], plan: dict[str, Any]) -> dict[str, _Header]:
     """The headers but for biases of zeros that GPTQ may write beside weights of an architecture without biases."""
     found = {}
@@ -224,8 +270,6 @@ def _check(
     per_tensor = isinstance(quantization, Quantization) and quantization.weights == "tensor"
     scalars = (".input_scale", ".weight_scale") if per_tensor else (".input_scale",)
     for known, (shard, name, shape, dtype) in headers.items():
-        if known not in expected and known.endswith(_CACHE_SCALES):
-            raise ModelError(shard, f"{name}: is a scale of an fp8 cache of keys and values, which is not served")
         if known not in expected:
             raise ModelError(shard, f"{name}: is no tensor of this architecture")
         tensor = expected[known]

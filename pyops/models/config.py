@@ -13,8 +13,9 @@ from .family import ATTENTION_SIZES, SIZES
 from .fields import HARMLESS_OF_GENERATION, Fields, check_unread
 from .gguf_file import GgufFile, is_gguf
 from .hybrid_families import HYBRID_FAMILIES
+from .kv_scheme import kv_cache_dtype_of, quantises_cache_alone
 from .latent import Latent
-from .mixed_families import MAMBAS, MIXED_FAMILIES
+from .mixed_families import MAMBAS, MISTRAL3_TEXTS, MIXED_FAMILIES
 from .mixture import Mixture
 from .parts import BOTH, MLP_ALONE, QK_NORMS, Multipliers, Names, Norms
 from .quantization import GgufTypes, Mxfp4Experts, PackedQuantization, Quantization, QuantizedWeights
@@ -29,12 +30,16 @@ GATED_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu2")
 
 
-def _refuse_model_opt(path: Path) -> None:
-    """ModelError if weights are quantised as an early file of ModelOpt says, and ``config.json`` does not."""
+def _model_opt(path: Path) -> dict[str, Any] | None:
+    """The ``quantization_config`` of an fp8 cache, where an early file of ModelOpt and not ``config.json`` asks for it.
+
+    ModelError if it says that weights are quantised.
+    """
     said = read_json(path).get("quantization") if path.exists() else None
-    kind = said.get("quant_algo") if isinstance(said, dict) else said
+    kind, cache = (said.get("quant_algo"), said.get("kv_cache_quant_algo")) if isinstance(said, dict) else (said, None)
     if kind is not None:
         raise ModelError(path, f"quantization.quant_algo: expected a quantization_config in config.json, got {kind!r}")
+    return None if cache is None else {"quant_method": "modelopt", "kv_cache_quant_algo": cache}
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,7 @@ class Config:
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
         gates_attention: whether what attention gives is multiplied by the sigmoids of a second part of each query head.
-        qkv_by_head: whether a checkpoint has the queries that share a head of keys, this, and its values, then those of
-            the next.
+        qkv_by_head: whether a checkpoint orders rows of QKV by KV heads: the queries, the key and the value of each.
         hidden_act: activation of MLPs.
         has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
         norms: kind and places of norms; `rms_norm_eps` is the epsilon of all of them.
@@ -68,6 +72,7 @@ class Config:
         not_read: beginnings of names of tensors that a checkpoint may have and texts do not need: of layers behind
             the last, which predict tokens further on, and of what reads images.
         quantization: how projections are quantised; None where they are not.
+        kv_cache_dtype: dtype of the cache that the checkpoint asks for, as `Engine` takes it.
         dtype: dtype of the checkpoint, of its weights that are not quantised.
         eos_token_ids: tokens that end a text.
         names: of the parts of the model in a checkpoint.
@@ -108,6 +113,7 @@ class Config:
     residual_in_float32: bool = False
     tie_word_embeddings: bool = False
     quantization: QuantizedWeights | None = None
+    kv_cache_dtype: str = "auto"
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     names: Names = field(default_factory=Names)
@@ -200,7 +206,7 @@ class Config:
             return cls.parse(GgufFile(folder).config())
         values = read_json(Path(folder) / "config.json")
         if values.get("quantization_config") is None:
-            _refuse_model_opt(Path(folder) / "hf_quant_config.json")
+            values["quantization_config"] = _model_opt(Path(folder) / "hf_quant_config.json")
         generation = Path(folder) / "generation_config.json"
         if generation.exists():
             said = Fields(read_json(generation))
@@ -224,18 +230,25 @@ class Config:
             name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
             raise refuse("architectures", _WHY_NOT.get(str(name), " or ".join(ARCHITECTURES)), architectures)
         (architecture,) = architectures
+        text = first(values.get("text_config"), {})
+        kind, of_text = (text.get(name) if isinstance(text, dict) else None for name in ("model_type", "dtype"))
         families = FAMILIES | MIXED_FAMILIES | HYBRID_FAMILIES
+        if architecture == "Mistral3ForConditionalGeneration":
+            families |= {architecture: MISTRAL3_TEXTS.get(str(kind), families[architecture])}
         found = families[architecture].parse(values) if architecture in families else MAMBAS[architecture](values)
-        text = values.get("text_config")
-        of_text = text.get("dtype") if isinstance(text, dict) else None
-        quantized = first(values.get("quantization_config"), values.get("compression_config"))
         config = cls(
             **found,
-            quantization=Quantization.parse(quantized),
+            **_quantised(first(values.get("quantization_config"), values.get("compression_config"))),
             dtype=first(values.get("dtype"), values.get("torch_dtype"), of_text, "float32"),
         )
         check_unread(values, "config.json")
         return config
+
+
+def _quantised(values: Any) -> dict[str, Any]:
+    """What a ``quantization_config`` says of weights and of a cache."""
+    weights = None if quantises_cache_alone(values) else Quantization.parse(values)
+    return {"quantization": weights, "kv_cache_dtype": kv_cache_dtype_of(values)}
 
 
 def _check_quantization(config: Config) -> None:

@@ -13,6 +13,7 @@ from .batch import Batch
 from .config import Config
 from .experts import Experts
 from .gguf_linear import BlockMatrix, GgufLinear
+from .kv_cache import cache_dtype
 from .latent_attention import LatentAttention
 from .linear import Linear, Place
 from .mamba import AttentionBesideStates, StateSpaceLayer
@@ -33,12 +34,12 @@ _RANDOM_INPUT = 8.0  # what is 127 under a random static scale
 class MlpAlone:
     """An MLP, or a mixture, as what a layer has instead of attention. It keeps nothing of a text."""
 
-    token_bytes = slot_bytes = 0
+    token_size, slot_bytes, scales = 0, 0, None
 
     def __init__(self, mlp: MLP | Experts) -> None:
         self.mlp, self.tensors = mlp, mlp.tensors
 
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return ()
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
@@ -88,11 +89,11 @@ class Decoder:
 
     Args:
         config: sizes and options.
-        dtype: name of the dtype of weights, activations, keys and values; None for the dtype of `config`.
+        dtype: name of the dtype of weights and activations, and of a cache that is not fp8; None for the dtype of
+            `config`.
         device: device of the weights; on "meta" they take no memory.
 
     Attributes:
-        token_bytes: memory that a token takes in the blocks of a cache.
         slot_bytes: memory that a slot takes, which is all that a text keeps beside its blocks.
     """
 
@@ -112,7 +113,6 @@ class Decoder:
         multipliers = config.multipliers
         rounded_to = self.dtype if multipliers.embedding_is_rounded else torch.float64
         self._multiplier = torch.tensor(multipliers.embedding, dtype=rounded_to, device="cpu").item()
-        self.token_bytes = sum(layer.mixer.token_bytes for layer in self.layers)
         self.slot_bytes = sum(layer.mixer.slot_bytes for layer in self.layers)
         self._tensors, self._prepared = self._named(), False
 
@@ -217,9 +217,15 @@ class Decoder:
             self.write(name, tensor)
         return self
 
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> Cache:
+    def token_bytes(self, kv_cache_dtype: str = "auto") -> int:
+        """Memory that a token takes in the blocks of a cache. ModelError for a `kv_cache_dtype` that is not served."""
+        itemsize: int = cache_dtype(self.config, self.dtype, kv_cache_dtype).itemsize
+        return itemsize * sum(layer.mixer.token_size for layer in self.layers)
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, kv_cache_dtype: str = "auto") -> Cache:
         """What each layer keeps of texts: keys and values in blocks of tokens, or states in slots."""
-        return [layer.mixer.new_cache(num_blocks, block_size, num_slots) for layer in self.layers]
+        dtype = cache_dtype(self.config, self.dtype, kv_cache_dtype)
+        return [layer.mixer.new_cache(num_blocks, block_size, num_slots, dtype) for layer in self.layers]
 
     def new_tables(self, num_positions: int) -> dict[Rope, Tensor]:
         """The table of each rotary embedding for texts of up to `num_positions` tokens: see `Rope.cos_sin`."""

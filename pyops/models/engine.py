@@ -71,6 +71,9 @@ class Engine:
             ``(float32 logits [rows, vocab_size], [Text of each row])``. It changes them in place and returns None, or
             returns logits of the same shape. It runs outside of CUDA graphs, in every process that has a part of the
             model. `SamplingParams.logits_hook` is the same for one request.
+        kv_cache_dtype: "auto" for what ``config.json`` asks for, or the model's dtype if it asks for none; "fp8" or
+            "fp8_e4m3", or "fp8_e5m2", for codes under the scales that the checkpoint has or that `calibrate_kv_scales`
+            or `write_kv_scales` has set, else 1; or the name of the model's dtype.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Engine:
         max_seq_len: int | None = None,
         graphs: bool | None = None,
         logits_hook: LogitsHook | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         positions = model.config.max_position_embeddings
         self.max_seq_len = default_max_seq_len(model.config) if max_seq_len is None else max_seq_len
@@ -98,7 +102,8 @@ class Engine:
                 raise ModelError("Engine", f"{name}: expected an integer, 1 or more, got {value!r}")
         if self.max_seq_len > positions:
             raise ModelError("Engine", f"max_seq_len: expected at most {positions} positions, got {max_seq_len}")
-        max_blocks = model.agreed(_blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len))
+        token_bytes = model.token_bytes(kv_cache_dtype)
+        max_blocks = model.agreed(_blocks_in_memory(model, block_size, max_num_seqs, self.max_seq_len, token_bytes))
         if not model.config.has_attention:
             num_blocks = min(1, max_blocks)
         elif num_blocks is None:
@@ -107,7 +112,7 @@ class Engine:
             limit = f"the memory of {model.device} has room for {max(max_blocks, 0)}"
             raise ModelError("Engine", f"num_blocks: {limit}, with what max_num_seqs and max_seq_len ask for")
         self.model, self.num_blocks = model, num_blocks
-        self._runner = Runner(model, num_blocks, block_size, max_num_seqs, self.max_seq_len, graphs)
+        self._runner = Runner(model, num_blocks, block_size, max_num_seqs, self.max_seq_len, graphs, kv_cache_dtype)
         self._scheduler = Scheduler(model.config, num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
         self._count, self._hook = 0, logits_hook
 
@@ -260,7 +265,7 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
     return tokens
 
 
-def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_seq_len: int) -> int:
+def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_seq_len: int, token_bytes: int) -> int:
     """Blocks of a cache that fit into the free memory of the device, beside what a `Runner` of these sizes takes."""
     config = model.config
     table_rows = max_seq_len * (2 if max_seq_len > config.max_short_length else 1)
@@ -268,4 +273,4 @@ def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_se
     rows = _ROW_BYTES * max_num_seqs * blocks_for(config, max_seq_len, block_size)
     left = free_bytes(model.device) - tables - rows - max_num_seqs * model.slot_bytes
     # Without attention a token takes no memory, and what is left is counted in bytes.
-    return int(left // max(1, model.token_bytes * block_size))
+    return int(left // max(1, token_bytes * block_size))

@@ -67,9 +67,9 @@ class Experts:
         if mixture.router_in_float32:
             router = router._replace(dtype=torch.float32)
         self.router = router.linear({mixture.router: experts}, hidden_size, mixture.has_bias)
-        self.correction_bias = (
-            torch.empty(experts, dtype=torch.float32, device=place.device) if mixture.has_correction_bias else None
-        )
+        # The op ranks groups by their two best experts where there is a bias.
+        has_bias = mixture.has_correction_bias or (mixture.ranks_by_two and mixture.num_groups > 1)
+        self.correction_bias = torch.zeros(experts, dtype=torch.float32, device=place.device) if has_bias else None
         self.weights = _weights(mixture, hidden_size, place)
         shared = mixture.shared_intermediate_size
         at = place._replace(module=f"{place.module}.{mixture.shared}")
@@ -80,7 +80,7 @@ class Experts:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
         found = self.router.tensors() | self.weights.tensors()
-        if self.correction_bias is not None:
+        if self.correction_bias is not None and self.mixture.has_correction_bias:
             found[self.mixture.correction_bias] = self.correction_bias
         if self.shared is not None:
             found |= {f"{self.mixture.shared}.{name}": tensor for name, tensor in self.shared.tensors().items()}

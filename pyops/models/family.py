@@ -94,7 +94,7 @@ class Family(NamedTuple):
             raise refuse("partial_rotary_factor", "1.0", partial)
         if "rope" not in more:
             found["rope"] = Rope.parse(values, self.partial_rotary_factor and partial, self.has_longrope)
-        return found | more
+        return found | more | {"not_read": found["not_read"] + more.get("not_read", ())}
 
 
 def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ HARMLESS = {
     # how scans are divided, and sizes that others decide
     *("chunk_size", "mamba_chunk_size", "use_associative_scan", "use_mambapy", "qk_head_dim", "intermediate_size"),
     *("time_step_rank", "original_max_position_embeddings", "initial_context_length", "fused_norm", "fused_add_norm"),
+    "max_position_embeddings",  # of `rope_parameters`: that of the file counts
     *("experts_per_token", "attn_rotary_emb", "max_window_layers"),
     *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),
     # which biases there are, where a family leaves no choice, and tensors say it
@@ -82,7 +83,7 @@ HARMLESS_OF_QUANTIZATION = {
     *("module_name_preceding_first_block", "act_group_aware", "model_name_or_path", "model_file_base_name"),
     *("exllama_config", "use_exllama", "backend", "do_fuse", "sym", "desc_act", "quantization_status"),
     *("global_compression_ratio", "version", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
-    *("block_structure", "modules_to_not_convert"),
+    *("block_structure", "modules_to_not_convert", "producer"),
 }
 # Of ``generation_config.json``: lengths are the caller's. How tokens are drawn is, too, but that is worth a word.
 HARMLESS_OF_GENERATION = {

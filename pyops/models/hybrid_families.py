@@ -35,16 +35,33 @@ def _qwen_delta(is_by_group: bool, values: _Values, layers: int) -> dict[str, An
 
 
 def _qwen3_next(values: _Values, layers: int) -> dict[str, Any]:
-    return _qwen_delta(True, values, layers) | {"mixture": _qwen_mixture(values, layers)}
+    """Qwen3-Next: without experts, all layers have MLPs."""
+    mixture = _beside_shared(parse_qwen3_moe(values, layers), values) if values["num_experts"] else None
+    return _qwen_delta(True, values, layers) | {"mixture": mixture}
 
 
-def _qwen_mixture(values: _Values, layers: int) -> Mixture | None:
-    """Experts beside a shared MLP with a gate; None where there are none."""
-    if values["num_experts"] == 0:
-        return None
+def _qwen3_5_moe(values: _Values, layers: int) -> dict[str, Any]:
+    """Qwen3.5 with experts in all layers."""
+    mixture = Mixture(
+        num_experts=values["num_experts"],
+        top_k=size("num_experts_per_tok", values["num_experts_per_tok"]),
+        intermediate_size=values["moe_intermediate_size"],
+        renormalize=True,
+        layers=(True,) * layers,
+    )
+    return _qwen_delta(False, values, layers) | {"mixture": _beside_shared(mixture, values)}
+
+
+def _beside_shared(mixture: Mixture, values: _Values) -> Mixture:
+    """The experts beside a shared MLP with a gate."""
     shared = size("shared_expert_intermediate_size", first(values.get("shared_expert_intermediate_size"), 512))
-    mixture = replace(parse_qwen3_moe(values, layers), shared_intermediate_size=shared)
+    mixture = replace(mixture, shared_intermediate_size=shared)
     return replace(mixture, shared="shared_expert", shared_gate="shared_expert_gate")
+
+
+def _of_experts_alone(values: _Values) -> _Values:
+    """No layer has the MLP that ``intermediate_size`` is of."""
+    return values | {"intermediate_size": values["moe_intermediate_size"]}
 
 
 def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
@@ -221,6 +238,11 @@ _QWEN3_5 = Family(
     partial_rotary_factor=_QWEN_ROTARY_FACTOR,
     fields=partial(_qwen_delta, False),
 )
+_QWEN3_5_MOE = _QWEN3_5._replace(
+    defaults=_QWEN3_NEXT | {"num_experts": 256, "num_experts_per_tok": 8},
+    renamed=_of_experts_alone,
+    fields=_qwen3_5_moe,
+)
 
 HYBRID_FAMILIES = {
     "Qwen3NextForCausalLM": Family(
@@ -248,4 +270,6 @@ HYBRID_FAMILIES = {
         fields=_nemotron_h,
     ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5._replace(text="qwen3_5_text"),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE._replace(text="qwen3_5_moe_text"),
 }

@@ -30,6 +30,7 @@ def serving_kernels(
     max_num_batched_tokens: int = 8192,
     block_size: int = 16,
     dtype: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> list[tuple[Op, Specialisation]]:
     """The kernels that `load` and an `Engine` with these arguments launch for the model, whatever the requests.
 
@@ -37,7 +38,7 @@ def serving_kernels(
         model: a folder with ``config.json``, a GGUF file, or what either says.
         device: what the kernels are planned for; a model of a device will do.
         max_model_len: `Engine`'s max_seq_len.
-        max_num_seqs, max_num_batched_tokens, block_size, dtype: as `Engine` and `load` take them.
+        max_num_seqs, max_num_batched_tokens, block_size, dtype, kv_cache_dtype: as `Engine` and `load` take them.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -50,7 +51,7 @@ def serving_kernels(
         decoder.layers = _kinds(decoder)
         decoder.prepare(checked=False)
         max_blocks = blocks_for(config, max_seq_len, block_size)
-        cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs)
+        cache = decoder.new_cache(max_num_seqs * max_blocks, block_size, max_num_seqs, kv_cache_dtype)
         tables = decoder.new_tables(max_seq_len)
         rows = torch.empty(max_num_seqs, row_size(config, max_seq_len, block_size), dtype=torch.int64, device=place)
         batches = [decode_batch(rows[:size]) for size in decode_sizes(max_num_seqs)]

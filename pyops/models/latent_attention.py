@@ -10,6 +10,7 @@ from ..ops.cache import concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch
 from .config import Config
+from .kv_cache import KvScales
 from .latent import Latent
 from .linear import Linear, Place, ScaledLinear
 from .packed_linear import PackedLinear
@@ -52,10 +53,8 @@ class LatentAttention:
         self.kv_norm = place.empty(rank)
         self.kv_b = place.linear({"kv_b_proj": heads * (latent.qk_nope_head_dim + latent.v_head_dim)}, rank, bias=False)
         self.o = place.linear({"o_proj": hidden_size}, heads * latent.v_head_dim, config.o_bias)
-        self._one = torch.ones(
-            1, dtype=torch.float32, device=place.device
-        )  # the scale of an fp8 cache, for the signatures of ops
-        self.token_bytes = self.entry_size * place.dtype.itemsize
+        self.scales = KvScales(("k_scale",), 1, place.device)
+        self.token_size = self.entry_size
 
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: view of the weights to write the tensor to}."""
@@ -64,10 +63,10 @@ class LatentAttention:
             found |= self.q_a.tensors() | {"q_a_layernorm.weight": self.q_norm}
         return found | self.q.tensors() | self.kv_a.tensors() | self.o.tensors()
 
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
         shape = num_blocks, block_size, self.entry_size
-        return (torch.empty(shape, dtype=self.place.dtype, device=self.place.device),)
+        return (torch.empty(shape, dtype=dtype, device=self.place.device),)
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:
         from ..nn.latent import latent_attention  # layers need torch when they are imported
@@ -77,13 +76,15 @@ class LatentAttention:
         kv_c, k_pe = self.kv_a(hidden).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
         rms_norm(kv_c, kv_c, self.kv_norm, _EPSILON)
         turned = query[..., latent.qk_nope_head_dim :]
-        kept = batch.slot_mapping, entries, "auto", self._one
+        kv_cache_dtype, k_scale, _ = self.scales.arguments(entries.dtype)
+        kept = batch.slot_mapping, entries, kv_cache_dtype, k_scale
         concat_and_cache_mla_rope_fused(
             batch.positions, turned, k_pe, kv_c, tables[self.rope], not latent.interleaved, *kept
         )
+        self.rope.scale_queries(query, batch.positions)
         up = self._up.unflatten(0, (self.num_heads, -1))
         texts = batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, batch.num_decodes
-        return self.o(latent_attention(query, up, entries, *texts, latent.scale, self._one))
+        return self.o(latent_attention(query, up, entries, *texts, latent.scale, k_scale, self.scales.first))
 
     @cached_property
     def _up(self) -> Tensor:

@@ -32,7 +32,7 @@ class StateSpaceLayer:
         place: of the weights. Decays and the states of scans are float32 whatever the dtype.
     """
 
-    token_bytes = 0
+    token_size, scales = 0, None
 
     def __init__(self, config: Config, place: Place) -> None:
         self.place, self.sizes = place, config.state_space
@@ -56,7 +56,7 @@ class StateSpaceLayer:
         parts |= zip(("b", "a"), ba.split(heads), strict=True)
         return found | {f"in_proj_{name}.weight": part for name, part in parts.items()}
 
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """States of the convolution, [num_slots, channels, conv_kernel - 1], and of the scan, [num_slots, ...]."""
         # The channels of a token are neighbours in memory, as the ops of the convolution are fastest.
         conv = self.place.empty(num_slots, *self._conv_shape).transpose(1, 2)
@@ -77,11 +77,11 @@ class AttentionBesideStates:
 
     def __init__(self, attention: Attention, states: StateSpaceLayer) -> None:
         self.attention, self.states = attention, states
-        self.token_bytes, self.slot_bytes = attention.token_bytes, states.slot_bytes
+        self.scales, self.token_size, self.slot_bytes = attention.scales, attention.token_size, states.slot_bytes
 
-    def new_cache(self, num_blocks: int, block_size: int, num_slots: int) -> tuple[Tensor, ...]:
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Keys and values in blocks, then states in slots."""
-        sizes = num_blocks, block_size, num_slots
+        sizes = num_blocks, block_size, num_slots, dtype
         return *self.attention.new_cache(*sizes), *self.states.new_cache(*sizes)
 
     def __call__(self, hidden: Tensor, batch: Batch, cache: tuple[Tensor, ...], tables: dict[Rope, Tensor]) -> Tensor:

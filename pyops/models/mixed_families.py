@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ from .mixture import (
     parse_deepseek_v3,
     parse_gpt_oss,
     parse_minimax_m2,
+    parse_mistral4,
     parse_mixtral,
     parse_qwen3_moe,
 )
 from .parts import Names
 from .rope import Rope
+from .rope_families import ROPE_FAMILIES
 from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
 _Values = dict[str, Any]
@@ -71,6 +74,16 @@ def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers:
     }
 
 
+def _mistral4(values: _Values, layers: int) -> dict[str, Any]:
+    """Mistral 4: latent attention, with queries that are scaled by their positions, and a mixture by softmax."""
+    found = _deepseek(parse_mistral4, values, layers)
+    latent = found["latent"]
+    rope = Rope.parse_mistral(values, latent.qk_rope_head_dim / latent.qk_head_dim)
+    if rope.rotary_dim(latent.qk_head_dim) != latent.qk_rope_head_dim:
+        raise refuse("partial_rotary_factor", "the part of a head that turns", rope.partial_rotary_factor)
+    return found | {"rope": replace(rope, partial_rotary_factor=1.0)}  # of what turns of a head, all turns
+
+
 def _glm4_moe(values: _Values, layers: int) -> dict[str, Any]:
     """GLM-4.5: attention with maybe norms of heads, and the mixtures of DeepSeek-V3."""
     return {
@@ -105,6 +118,10 @@ def _bamba(values: _Values, layers: int) -> dict[str, Any]:
 
 _GLM4_EXPERTS: dict[str, Any] = {"n_routed_experts": 128, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1}
 _GLM4_EXPERTS |= {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "eos_token_id": None}
+_MISTRAL4_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_MISTRAL4_ROPE |= {"original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1}
+_MISTRAL4: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+_MISTRAL4 |= {"num_key_value_heads": 32, "rope_parameters": _MISTRAL4_ROPE}
 MIXED_FAMILIES = {
     "MixtralForCausalLM": Family(
         {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
@@ -129,6 +146,7 @@ MIXED_FAMILIES = {
     "DeepseekV3ForCausalLM": Family(
         {"num_nextn_predict_layers": 1, "eos_token_id": 1}, fields=partial(_deepseek, parse_deepseek_v3)
     ),
+    "Mistral4ForCausalLM": Family(_MISTRAL4, fields=_mistral4),
     "Glm4MoeForCausalLM": Family(
         {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "routed_scaling_factor": 1.0, **_GLM4_EXPERTS},
         o_bias=False,
@@ -147,6 +165,15 @@ MIXED_FAMILIES = {
         partial_rotary_factor=_BAMBA_ROTARY_FACTOR,
         fields=_bamba,
     ),
+}
+
+# {``model_type`` of the decoder in a ``Mistral3ForConditionalGeneration``, where it is no Mistral: its family}
+MISTRAL3_TEXTS = {
+    kind: family._replace(text=kind, defaults={**family.defaults, "tie_word_embeddings": True})
+    for kind, family in (
+        ("ministral3", ROPE_FAMILIES["Ministral3ForCausalLM"]),
+        ("mistral4", MIXED_FAMILIES["Mistral4ForCausalLM"]),
+    )
 }
 
 

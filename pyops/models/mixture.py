@@ -21,6 +21,8 @@ class Mixture:
         layers: for each layer, whether it has experts.
         scoring_func: of logits: "softmax" or "sigmoid".
         num_groups, top_k_groups: groups of experts, and those that a token's experts are of; 1 for no groups.
+        ranks_by_two: whether groups are ranked by the sum of the scores of their two best experts, and not by the best,
+            as they are with `has_correction_bias`.
         has_correction_bias: whether experts are ranked by score plus a bias, which their weights do not have.
         routed_scaling_factor: multiplies the weights of experts.
         shared_intermediate_size: channels of the MLP that every token takes beside its experts; 0 for none.
@@ -47,6 +49,7 @@ class Mixture:
     scoring_func: str = "softmax"
     num_groups: int = 1
     top_k_groups: int = 1
+    ranks_by_two: bool = False
     has_correction_bias: bool = False
     routed_scaling_factor: float = 1.0
     shared_intermediate_size: int = 0
@@ -69,7 +72,7 @@ class Mixture:
             raise refuse("n_group", f"a divisor of {self.num_experts} experts, at least topk_group", self.num_groups)
         if self.top_k > self.top_k_groups * (self.num_experts // self.num_groups):
             raise refuse("topk_group", f"groups with {self.top_k} experts", self.top_k_groups)
-        if self.has_correction_bias and self.num_experts < 2 * self.num_groups:
+        if (self.has_correction_bias or self.ranks_by_two) and self.num_experts < 2 * self.num_groups:
             raise refuse("n_group", f"at most {self.num_experts // 2}, groups of two experts", self.num_groups)
 
 
@@ -148,6 +151,19 @@ def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
         **_deepseek(
             values, layers, 2048, {"n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3}, 2.5
         ),
+    )
+
+
+def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
+    """Mistral 4: softmax; the best of the groups whose two best experts are the best."""
+    counts = {"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 0}
+    return Mixture(
+        top_k=first(values.get("num_experts_per_tok"), 4),
+        renormalize=flag(values, "norm_topk_prob", True),
+        num_groups=size("n_group", first(values.get("n_group"), 1)),
+        top_k_groups=size("topk_group", first(values.get("topk_group"), 1)),
+        ranks_by_two=True,
+        **_deepseek(values, layers, 2048, counts, 1.0) | {"router_in_float32": False},
     )
 
 

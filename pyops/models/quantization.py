@@ -153,7 +153,7 @@ def _fp8(values: dict[str, Any]) -> Quantization:
     for name, only in (("fmt", "e4m3"), ("scale_fmt", "float")):
         _only(name, values, only)
     _only("expert_dtype", values, "fp8")
-    for name in ("modules_to_convert", "kv_cache_scheme", "dequantize"):
+    for name in ("modules_to_convert", "dequantize"):
         _absent(name, values)
     ignored = (*_not_converted("modules_to_not_convert", values), *_not_converted("ignored_layers", values))
     found = "group" if blocks else "static" if scheme == "static" else "token"
@@ -263,7 +263,6 @@ def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantiza
     weights = _object(f"{at}.weights", group.get("weights"))
     for name, where, holder in (
         ("output_activations", f"{at}.", group),
-        ("kv_cache_scheme", "", values),
         ("transform_config", "", values),
     ):
         _absent(name, holder, where)

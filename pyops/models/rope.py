@@ -36,6 +36,8 @@ class Rope:
         long_divisors: of "longrope", for long texts.
         interleaved: whether neighbours turn as a pair, and not elements of the two halves of what turns.
         partial_rotary_factor: the part of a head that turns; the elements behind this part stay as they are.
+        query_beta: beta of ``1 + beta * log(1 + floor(position / original_max_position_embeddings))``, which multiplies
+            queries; 0 for none.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
             in ``config.json``.
     """
@@ -54,6 +56,7 @@ class Rope:
     divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
     interleaved: bool = False
+    query_beta: float = 0.0
 
     @classmethod
     def parse(
@@ -66,13 +69,7 @@ class Rope:
         None for an architecture that turns whole heads. `has_longrope` says that the architecture scales by "longrope"
         or not at all.
         """
-        found: dict[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            found = first(values.get(name), {})
-            if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
-                raise refuse(name, "one object for all layers", found)
-            if found:
-                break
+        found = _object(values)
         kind = first(found.get("rope_type"), found.get("type"), "default")
         kinds = ("default", *_LONGROPE_NAMES) if has_longrope else _KINDS
         if kind not in kinds:
@@ -98,6 +95,18 @@ class Rope:
             rope = replace(rope, original_max_position_embeddings=size(_ORIGINAL, original))
         return _llama3(rope, found) if kind == "llama3" else _yarn(rope, found) if kind == "yarn" else rope
 
+    @classmethod
+    def parse_mistral(cls, values: dict[str, Any], partial_rotary_factor: float | None = None) -> Rope:
+        """As `parse`, with a scale of queries that grows with their positions, as Ministral 3 and Mistral 4 have it."""
+        rope, found = cls.parse(values, partial_rotary_factor), _object(values)
+        beta = found.get("llama_4_scaling_beta")
+        if beta is None or beta == 0:
+            return rope
+        original = size(_ORIGINAL, first(values.get(_ORIGINAL), found.get(_ORIGINAL)))
+        return replace(
+            rope, query_beta=_number(found, "llama_4_scaling_beta"), original_max_position_embeddings=original
+        )
+
     def check(self, head_dim: int) -> None:
         """ModelError if heads of `head_dim` elements cannot turn so."""
         rotary_dim = self.rotary_dim(head_dim)
@@ -116,6 +125,13 @@ class Rope:
     def max_short_length(self) -> int:
         """Tokens of the longest text that is not long: a long one turns by other frequencies, from its first token."""
         return self.original_max_position_embeddings if self.kind == "longrope" else MAX_POSITIONS
+
+    def scale_queries(self, query: Tensor, positions: Tensor) -> None:
+        """Multiply queries [num_tokens, ...] at these positions in place, by what `query_beta` says."""
+        if self.query_beta:
+            steps = torch.floor(positions / self.original_max_position_embeddings)
+            scale = 1 + self.query_beta * torch.log(1 + steps)
+            query *= scale.to(query.dtype).view(-1, *[1] * (query.ndim - 1))
 
     def frequencies(self, head_dim: int, device: Any = "cpu", is_long: bool = False) -> Tensor:
         """The angles by which pairs turn from one position to the next: [rotary_dim / 2] float32, in radians."""
@@ -147,6 +163,18 @@ class Rope:
             [rope_tables.angles(self.frequencies(head_dim, device, is_long), num_positions) for is_long in kinds]
         )
         return rope_tables.cos_sin(angles, self.attention_factor)
+
+
+def _object(values: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of scaled frequencies: ``rope_scaling``, or ``rope_parameters``."""
+    found: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        found = first(values.get(name), {})
+        if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+            raise refuse(name, "one object for all layers", found)
+        if found:
+            break
+    return found
 
 
 def _llama3(rope: Rope, found: dict[str, Any]) -> Rope:

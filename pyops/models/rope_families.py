@@ -1,4 +1,4 @@
-"""Dense decoders that are Llamas or OLMo-2 but for how heads turn: by the window of a layer, or in neighbours."""
+"""Dense decoders that are a Llama or an OLMo-2 but for how heads turn, or for queries scaled by their positions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from .config_values import first, refuse
-from .family import FULL, SLIDING, Family, layer_kinds, pattern, ropes_by_kind, windows_of
+from .family import FULL, SLIDING, Family, layer_kinds, one_window, pattern, ropes_by_kind, windows_of
 from .parts import Names, Norms
 from .rope import Rope
 
 _OLMO3 = {"eos_token_id": 50279, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
 _ERNIE = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_key_value_heads": 2, "head_dim": 128}
+
+
+_MINISTRAL3_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_MINISTRAL3_ROPE |= {"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}
+_MINISTRAL3 = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _MINISTRAL3_ROPE}
 
 
 def _olmo3(values: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -36,7 +41,13 @@ def _ernie4_5(values: dict[str, Any], layers: int) -> dict[str, Any]:
     return {"rope": replace(Rope.parse(values), interleaved=True)}
 
 
+def _ministral3(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Ministral 3: Mistral, with queries that are scaled by their positions."""
+    return {"rope": Rope.parse_mistral(values), "sliding_windows": one_window(values, layers)}
+
+
 ROPE_FAMILIES = {
+    "Ministral3ForCausalLM": Family(_MINISTRAL3, qkv_bias=False, o_bias=False, fields=_ministral3),
     "Olmo3ForCausalLM": Family(
         _OLMO3,
         Norms("rms_once", place="after"),

@@ -98,6 +98,7 @@ class Runner:
         max_num_seqs: sequences of one step, at most.
         max_seq_len: tokens of a sequence, at most.
         graphs: whether decode steps are captured; None to capture if the model is on a GPU.
+        kv_cache_dtype: as in `Engine`.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class Runner:
         max_num_seqs: int,
         max_seq_len: int,
         graphs: bool | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.model, self.block_size = model, block_size
         self._long_rows = max_seq_len  # of tables of rotary embeddings, behind which those for long texts are
-        self.cache = model.new_cache(num_blocks, block_size, max_num_seqs)
+        self.cache = model.new_cache(num_blocks, block_size, max_num_seqs, kv_cache_dtype)
         self._tables = model.new_tables(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs

@@ -23,6 +23,7 @@ from .attention import Attention
 from .config import Config
 from .config_values import refuse
 from .decoder import Decoder, random_tensors
+from .kv_cache import KvScales
 from .mixture import STACKED
 from .norm import Norm
 from .packed_linear import check_written
@@ -157,6 +158,27 @@ class DividedNorm(Norm):
         out.copy_(numbers * torch.rsqrt(mean + self.epsilon) * self.weight)
 
 
+class DividedScales(KvScales):
+    """Scales of a cache of which each process of a group has some heads.
+
+    Args:
+        scales: of the heads of this process.
+        group: the processes.
+    """
+
+    def __init__(self, scales: KvScales, group: Group) -> None:
+        vars(self).update(vars(scales))
+        self.group, self.num_heads = group, scales.num_heads * group.world_size
+
+    def own(self, scale: Tensor) -> Tensor:
+        return scale if len(scale) == 1 else scale.chunk(self.group.world_size)[self.group.rank]
+
+    def whole(self, own: Tensor) -> Tensor:
+        parts = own.new_zeros(self.group.world_size, len(own))
+        parts[self.group.rank] = own
+        return self.group.all_reduce(parts).flatten()
+
+
 class ParallelDecoder(Decoder):
     """A `Decoder` of which each process of `group` has a part. `write` takes whole tensors and keeps the part.
 
@@ -169,6 +191,9 @@ class ParallelDecoder(Decoder):
     def __init__(self, config: Config, group: Group, dtype: str | None = None, device: Any = None) -> None:
         self.group, self.whole = group, config
         super().__init__(divided(config, group.world_size), dtype, group.device if device is None else device)
+        for layer in self.layers:
+            if isinstance(layer.mixer, Attention):
+                layer.mixer.scales = DividedScales(layer.mixer.scales, group)
         if config.qk_norm == "row" and group.world_size > 1:
             for layer in self.layers:
                 mixer = layer.mixer
@@ -196,9 +221,9 @@ class ParallelDecoder(Decoder):
             tensor = torch.zeros_like(tensor)
         if isinstance(packed, PackedQuantization):
             check_written(packed, name, tensor)
-        joined = self._joined_sizes(name)
+        at, joined = self._joined_sizes(name)
         if joined:
-            tensor = torch.cat([part.chunk(parts)[rank] for part in tensor.split(joined)])
+            tensor = torch.cat([part.chunk(parts, at)[rank] for part in tensor.split(joined, at)], at)
         for dim, (whole, size) in enumerate(zip(tensor.shape, self._tensors[name].shape, strict=False)):
             if whole == size * parts and parts > 1:
                 tensor = tensor.narrow(dim, rank * size, size)
@@ -220,13 +245,18 @@ class ParallelDecoder(Decoder):
                 return f"{found[1]}{int(found[2]) + rank * count}{found[3]}"
         return name
 
-    def _joined_sizes(self, name: str) -> list[int]:
-        """Rows of projections that a checkpoint has joined under `name`, one behind the other; none if it has not."""
+    def _joined_sizes(self, name: str) -> tuple[int, list[int]]:
+        """Rows of projections that a checkpoint has joined under `name`, one behind the other, and their dimension.
+
+        No rows if it has not.
+        """
         whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
+        if whole.mixture is not None and whole.mixture.joined and name.endswith(whole.mixture.joined[0]):
+            return 1, [whole.mixture.intermediate_size] * 2
         if (module,) == whole.names.qkv and not whole.qkv_by_head:
             heads = whole.num_attention_heads, whole.num_key_value_heads, whole.num_key_value_heads
-            return [count * whole.head_dim for count in heads]
-        return [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
+            return 0, [count * whole.head_dim for count in heads]
+        return 0, [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """As of `Decoder`: the parts of the same weights, which every process makes on the CPU, one after the other."""

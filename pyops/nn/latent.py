@@ -34,7 +34,8 @@ def latent_attention(
     cu_seqlens_q: Tensor,
     num_decodes: int,
     scale: float,
-    one: Tensor,
+    k_scale: Tensor,
+    factor: float = 1.0,
 ) -> Tensor:
     """Attention of the newest tokens of sequences: `absorbed_attention` of the first `num_decodes` sequences, which
     have one token each, and `expanded_attention` of the others.
@@ -48,7 +49,7 @@ def latent_attention(
         [num_tokens, num_heads * v_head_dim].
     """
     steps, prompts = slice(None, num_decodes), slice(num_decodes, None)
-    parts, common = [], (scale, one)
+    parts, common = [], (scale, k_scale, factor)
     if num_decodes:
         parts.append(absorbed_attention(query[steps], up, entries, block_tables[steps], seq_lens[steps], *common))
     if num_decodes < len(seq_lens):
@@ -58,7 +59,14 @@ def latent_attention(
 
 
 def absorbed_attention(
-    query: Tensor, up: Tensor, entries: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, one: Tensor
+    query: Tensor,
+    up: Tensor,
+    entries: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    k_scale: Tensor,
+    factor: float = 1.0,
 ) -> Tensor:
     """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
@@ -68,10 +76,12 @@ def absorbed_attention(
     Args:
         query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
         up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: keys and values of a head from latent vectors.
-        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the cache.
+        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the cache, of the queries' dtype or of
+            float8_e4m3fn.
         block_tables, seq_lens: as in `paged_attention_v1`.
         scale: of the logits.
-        one: a float32, which no kernel reads.
+        k_scale: [1] float32, what fp8 entries are multiplied by; not read for others.
+        factor: the same number; 1 for entries that are not fp8.
 
     Returns:
         [num_seqs, num_heads * v_head_dim].
@@ -83,14 +93,19 @@ def absorbed_attention(
     absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
-        sm100_cutlass_mla_decode(out, None, absorbed, turned, entries, seq_lens, block_tables, None, scale, 0)
+        # The op reads codes as they are. Their scale is a factor of the logits, and of the result.
+        texts = entries, seq_lens, block_tables
+        sm100_cutlass_mla_decode(out, None, absorbed, turned, *texts, None, scale * factor, 0)
     else:
         joined = torch.cat((absorbed, turned), -1)
         whole, cache, block_size = torch.empty_like(joined), entries.unsqueeze(2), entries.shape[1]
-        texts = block_tables, seq_lens, block_size, block_tables.shape[1] * block_size, None, "auto", one, one
-        paged_attention_v1(whole, joined, cache, cache, 1, scale, *texts)
-        out = whole[..., :rank]
-    return torch.bmm(out.transpose(0, 1), up_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+        kind = "fp8" if entries.element_size() == 1 else "auto"
+        options = block_size, block_tables.shape[1] * block_size, None, kind, k_scale, k_scale
+        paged_attention_v1(whole, joined, cache, cache, 1, scale, block_tables, seq_lens, *options)
+        out, factor = whole[..., :rank], 1.0
+    values = query.new_empty(len(up), len(query), up_values.shape[1])
+    values.baddbmm_(out.transpose(0, 1), up_values.transpose(1, 2), beta=0, alpha=factor)
+    return values.transpose(0, 1).flatten(1)
 
 
 def expanded_attention(
@@ -101,7 +116,8 @@ def expanded_attention(
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
     scale: float,
-    one: Tensor,
+    k_scale: Tensor,
+    factor: float = 1.0,
 ) -> Tensor:
     """Attention of many tokens of each sequence, by keys and values of heads, made of whole blocks of entries.
 
@@ -119,13 +135,18 @@ def expanded_attention(
     num_heads, _, rank = up.shape
     rope_size, qk_head_dim = entries.shape[2] - rank, query.shape[2]
     plain_size = qk_head_dim - rope_size
-    kv_c, k_pe = entries[block_tables.flatten().clamp(min=0)].split([rank, rope_size], -1)
+    # Codes are taken as bytes, as a torch may index no float8.
+    kept = entries.view(torch.uint8) if entries.element_size() == 1 else entries
+    kept = kept[block_tables.flatten().clamp(min=0)]
+    if entries.element_size() == 1:
+        kept = kept.view(entries.dtype).to(query.dtype).mul_(factor)
+    kv_c, k_pe = kept.split([rank, rope_size], -1)
     heads = min(_HEADS_AT_ONCE, num_heads)
     keys = kv_c.new_empty(*kv_c.shape[:2], heads, qk_head_dim)
     keys[..., plain_size:] = k_pe.unsqueeze(2)
     values = kv_c.new_empty(*kv_c.shape[:2], heads, up.shape[1] - plain_size)
     blocks = torch.arange(block_tables.numel(), dtype=torch.int64, device=entries.device).view(block_tables.shape)
-    prompts = blocks, seq_lens, cu_seqlens_q, entries.shape[1], "auto", one, one
+    prompts = blocks, seq_lens, cu_seqlens_q, entries.shape[1], "auto", k_scale, k_scale
     out = query.new_empty(*query.shape[:2], values.shape[3])
     for first in range(0, num_heads, heads):
         some = slice(first, first + heads)

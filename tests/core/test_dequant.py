@@ -13,7 +13,7 @@ from pyops._core import dtypes
 from pyops._core.host.toolchain import toolchains
 
 TEXT = """
-#include "dequant.cuh"
+#include "linear/dequant.cuh"
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 extern "C" __global__ void unpack(scalar_t* out, const uint32_t* words, const uint32_t* zeros, float* factor, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

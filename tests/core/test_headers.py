@@ -123,7 +123,7 @@ def test_fours_and_pairs(run_on_host: Callable[..., None]) -> None:
     assert [hex(word) for word in sums] == ["0x31000", "0x8", "0x6"]
 
 
-CHUNKS = """#include "chunk.cuh"
+CHUNKS = """#include "elementwise.cuh"
 extern "C" __global__ void chunks(int64_t* rows, int64_t num_rows) {
     const Chunk<1 << 20, 1, 1, false> at(num_rows, 1);
     rows[blockIdx.y] = at.inside ? at.row : -1;

@@ -14,14 +14,15 @@ from pyops._core.example import ArgMaker
 from pyops._core.kernel import Specialisation
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
-from pyops.ops.collective import custom_all_reduce, minimax, quick_all_reduce
+from pyops.ops.collective import custom_all_reduce, expert_parallel, minimax, quick_all_reduce
+from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
 from tests import axes
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 # Architectures with the instructions of another: nothing but the name that a compiler is given differs.
 RELATIVES = {"gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
-_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_mma.cu")  # what is compiled for them
+_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # what is compiled for them
 _SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
 
 
@@ -43,14 +44,21 @@ def of_ranks() -> list[Specialisation]:
     """Of the kernels of several ranks, which no op of the registry launches."""
     shared = {"WORLD_SIZE": 8, "SIGNAL_BYTES": SIGNAL_BYTES, "NUM_THREADS": 512, "scalar_t": dtypes.bfloat16}
     packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
+    rows = shared | {"VEC_SIZE": 8, "HIDDEN_SIZE": 7168, "TOP_K": 8, "NUM_EXPERTS": 256}
+    rows |= {"id_t": dtypes.int64, "code_t": dtypes.float8_e4m3fn, "CODES": False}
+    of_experts = [rows | {"WORLD_SIZE": world_size} for world_size in (2, 4, 8)]
     return [
         custom_all_reduce._packets(**packets),
-        custom_all_reduce._all_reduce(**packets, TWO_SHOT=False),
-        custom_all_reduce._all_reduce(**packets, TWO_SHOT=True),
+        *(
+            custom_all_reduce._all_reduce(**packets | {"WORLD_SIZE": size}, TWO_SHOT=two, UNROLL=unroll(size))
+            for size, two in ((2, False), (4, True), (8, False), (8, True))
+        ),
         custom_all_reduce._add_rms_norm(**packets, HIDDEN_SIZE=8192),
         minimax._kernel(**shared, Q_SIZE=768, K_SIZE=128, VEC_SIZE=8),
         quick_all_reduce._kernel(**shared, BITS=16, compute_t=dtypes.bfloat16),
         quick_all_reduce._kernel(**shared, BITS=6, compute_t=dtypes.float16),
+        *(expert_parallel._dispatch(**one | {"CODES": codes}) for one in of_experts for codes in (False, True)),
+        *(expert_parallel._combine(**one) for one in of_experts),
     ]
 
 

@@ -4,6 +4,7 @@ trial replacement         what a module computes, found out by running it; what 
 cache joined              keys and values of a batch; several projections as one product
 norms mlp rotary          parts of layers, known by what they compute
 seams attention           what an attention asks of transformers, by the ops; the attentions themselves
+encoders                  attention without a cache
 layers                    the sums of a layer
 experts routers           mixtures of experts; their choice
 quantised packed          modules that hold fp8 weights, or packed ones

@@ -28,7 +28,7 @@ _JOINED |= {"sliding_window", "_attn_implementation", "eager_attention_forward",
 _JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
 # Of the largest element, how far results may be apart in float32, and where logits and weights are rounded to bfloat16.
-_CLOSE, _ROUNDED = 1e-5, 0.1
+CLOSE, ROUNDED = 1e-5, 0.1
 
 
 def is_attention(module: Any) -> bool:
@@ -213,13 +213,13 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
     function = forward_of(module)
     bound_forward(function)  # what asks no interface need not be tried
     interface, _ = seams(function)
-    asked, played = Asked(function.__globals__[interface]), _played(module, torch.float32)
+    asked, played = Asked(function.__globals__[interface]), played_by_stand_ins(module, torch.float32)
     _results(played, partial(bind(function, **{str(interface): asked}), played), None, rotary, torch.float32)
     forms, why = [JoinedAttention, BoundAttention], "its attention function is not that of the ops"
     # CPUs of older versions of torch lack functions of float16.
     rounded = dtype if dtype == torch.float32 else torch.bfloat16
     for each in dict.fromkeys((torch.float32, rounded)):
-        played = _played(module, each)
+        played = played_by_stand_ins(module, each)
         theirs = _results(played, partial(function, played), DynamicCache(), rotary, each)
         for form in list(forms):
             try:
@@ -230,7 +230,7 @@ def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAtte
                 why = str(reason)
                 forms.remove(form)
             else:
-                tolerance = _CLOSE if each == torch.float32 else _ROUNDED
+                tolerance = CLOSE if each == torch.float32 else ROUNDED
                 if not (layer.has_attended and agree(ours, theirs, tolerance)):
                     forms.remove(form)
     if not forms:
@@ -248,7 +248,7 @@ class _Watched(PagedLayer):
         return super().attend(*args)
 
 
-def _played(module: Any, dtype: torch.dtype) -> Any:
+def played_by_stand_ins(module: Any, dtype: torch.dtype) -> Any:
     """A twin whose projections are stand-ins, and whose attention function is one that `attend` knows."""
     parts = {
         name: StandIn(width(part) or 0, seed)

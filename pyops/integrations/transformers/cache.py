@@ -128,7 +128,7 @@ class Slots:
             starts = attended.any(-2).int().argmax(-1).flatten().expand(len(firsts))
             # What one token attends to is a run without a window, wherever the window begins.
             sizes = windows if count > 1 else (0,)
-            fitting = (size for size in sizes if _fits(attended, starts, past, size)) if _readable(attended) else sizes
+            fitting = (size for size in sizes if _fits(attended, starts, past, size)) if readable(attended) else sizes
             found = next(iter(fitting), None)
             if found is None:
                 self.is_regular = False
@@ -288,9 +288,9 @@ class PagedLayer(Slots, CacheLayerMixin):  # type: ignore[misc]
         self._move(self.device)
 
 
-def _readable(attended: Tensor) -> bool:
+def readable(mask: Tensor) -> bool:
     """Whether the elements of a mask can be looked at: no graph is being traced or captured."""
-    return not (torch.compiler.is_compiling() or (attended.is_cuda and torch.cuda.is_current_stream_capturing()))
+    return not (torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> bool:

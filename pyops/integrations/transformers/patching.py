@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..._model_error import ModelError
 from .attention import BoundAttention, attention_of, is_attention
+from .encoders import EncoderAttention, Masks, is_encoder_attention
 from .experts import Experts, is_experts
 from .generation import Generation
 from .layers import DecoderLayer
@@ -32,12 +33,12 @@ def accelerate(model: _Model) -> _Model:
     """Give a model of transformers the kernels of this library, in place.
 
     Norms, rotary embedding, MLPs, experts, the sums of the residual stream, projections of fp8 weights, and attention
-    over a `PagedCache`, which `generate` makes by itself for greedy search and sampling. A module is known by what it
-    computes, whatever its family is called: its forward runs on a few numbers, and what would take its place runs
-    beside it; what does not agree is left to transformers. The modules, their names and the state dict stay; what the
-    forwards compute differs by rounding alone. The weights of projections of one input are put behind each other in
-    memory, so that they are one product; that takes no more memory. Where gradients are enabled, or under autocast, the
-    model does what it did before.
+    over a `PagedCache`, which `generate` makes by itself for greedy search and sampling, or of all tokens of an encoder
+    to each other. A module is known by what it computes, whatever its family is called: its forward runs on a few
+    numbers, and what would take its place runs beside it; what does not agree is left to transformers. The modules,
+    their names and the state dict stay; what the forwards compute differs by rounding alone. The weights of projections
+    of one input are put behind each other in memory, so that they are one product; that takes no more memory. Where
+    gradients are enabled, or under autocast, the model does what it did before.
 
     Call it when the model is on the device and of the dtype that it shall have. A module that is changed later
     (adapters, hooks, other forwards, parts, settings or dtypes, training) runs as transformers has it until
@@ -110,7 +111,7 @@ class _Found:
     """
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        self.dtype, self.trials, self.config = dtype, Trials(), model.config
+        self.dtype, self.trials, self.masks, self.config = dtype, Trials(), Masks(), model.config
         self.replacements: dict[Any, Replacement] = {}
         self.why: dict[Any, str] = {}
         modules = [module for module in model.modules() if module is not model]
@@ -149,6 +150,8 @@ class _Found:
         if holds_codes(module):
             why = obstacle(module, self.dtype)
             self._add(module, lambda: Projection(module, self.dtype), why)
+        elif is_encoder_attention(module):
+            self._add(module, lambda: EncoderAttention(module, self.dtype, self.trials, self.masks))
         elif is_attention(module):
             self._add(module, lambda: attention_of(module, self.rotary.get(module), self.dtype, self.trials))
         elif is_packed(module):

@@ -22,7 +22,8 @@ PAST = "pyops_past"  # the argument that forwards pass on to the attention funct
 # Arguments of attention functions that `attend` reads.
 OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
 # Arguments that layers and models pass on, and neither "sdpa" nor "eager" reads.
-IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", *CACHE_NAMES}
+IGNORED = {"position_ids", "use_cache", "cache_position", "output_hidden_states", "return_dict", "deterministic"}
+IGNORED |= {*CACHE_NAMES}
 
 
 class Past(NamedTuple):
@@ -60,8 +61,9 @@ def attend(
     """
     layer = None if pyops_past is None else pyops_past.cache.take_written()
     is_served = pyops_past is not None and original is pyops_past.function and not args
-    is_of_one_dtype = query.dtype is key.dtype is value.dtype
-    if pyops_past is not None and layer is not None and is_served and is_of_one_dtype and _plain(module, kwargs):
+    is_served &= query.dtype is key.dtype is value.dtype
+    is_causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
+    if pyops_past is not None and layer is not None and is_served and is_causal and is_plain(module, kwargs):
         step = pyops_past.step
         window, known = kwargs.get("sliding_window") or 0, [] if step is None else step.sequences
         found = [where for mask, size, where in known if mask is attention_mask and size == window]
@@ -76,15 +78,13 @@ def attend(
     return original(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-def _plain(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether attention is what the ops compute: causal, by a mask that they know, without weights to return."""
+def is_plain(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether attention is what the ops compute, but for its mask: without dropout or weights to return."""
     config = module.config
     return (
         config._attn_implementation in IMPLEMENTATIONS
         # "eager" gives its weights to whoever looks, also where nothing tells the attention that they are wanted.
         and not (config._attn_implementation == "eager" and hooked(module))
-        and getattr(module, "is_causal", True)
-        and kwargs.get("is_causal") is not False
         and not kwargs.get("dropout")
         and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
         and all(value is None or name in OPTIONS or name in IGNORED for name, value in kwargs.items())

@@ -1,4 +1,4 @@
-"""Launch geometry of matrices of which each thread has one chunk of a row (chunk.cuh)."""
+"""Launch geometry of matrices of which each thread has one chunk of a row (elementwise.cuh)."""
 
 from __future__ import annotations
 

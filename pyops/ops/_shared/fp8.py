@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # kv_cache_dtype -> element type of an fp8 cache. `of_codes` replaces float8_e4m3fn by float8_e4m3fnuz where needed.
 FP8_CACHES = {"fp8": float8_e4m3fn, "fp8_e4m3": float8_e4m3fn, "fp8_e5m2": float8_e5m2}
 
+_CACHE_NAMES = {kind.name: name for name, kind in FP8_CACHES.items()}
+
 # The largest magnitude that quantisation writes. float8_e4m3fnuz goes to 240; by convention, quantisation stops at 224.
 _LARGEST_CODES = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0}
 
@@ -90,6 +92,11 @@ def cache_dtype(cache: TensorArg, kv_cache_dtype: str, model: DType) -> DType:
     kind = of_codes(kv_cache_dtype, cache.dtype, native_fp8(cache.device))
     check.dtype(cache, uint8, kind)
     return kind
+
+
+def name_of_cache(dtype: Any) -> str:
+    """The kv_cache_dtype of a cache of this torch dtype: "auto", unless it is float8."""
+    return _CACHE_NAMES.get(str(dtype).removeprefix("torch."), "auto")
 
 
 def cache_codes(cache: Tensor, kv_cache_dtype: str) -> Any:

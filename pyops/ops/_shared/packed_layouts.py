@@ -3,7 +3,7 @@
 A weight [K, N] of codes of a few bits is packed into 32-bit words in one of `Layout`. `code_bit` and `zero_bit` say
 where a bit of a code lies, `column_place` where the entry of a column lies in a permuted row of scales or of a bias.
 They take integers, or integer tensors that broadcast: references unpack and pack by them. Kernels know layouts and
-orders by the same names (packed_layout.cuh, column_order.cuh).
+orders by the same names (packed_layout.cuh, column_permutation.cuh).
 
     awq        words [K, N bits / 32]: neighbouring columns in a word, the even ones in its lower half (Lin et al. 2023,
                arXiv:2306.00978, as AutoAWQ packs it)

@@ -11,37 +11,37 @@ from dataclasses import dataclass, replace
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fnuz
-from .decode_problem import Problem, run_tokens
+from .decode_problem import DecodeProblem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
 TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (splits.cuh)
 NUM_WARPS = 4  # of a block, where nothing speaks for another number
 
-# "Three warps to a block, of which exactly four fit, are one round of 512": 136 to 129 us.
+# "Three warps per CTA make one wave of 512 CTAs": 136 to 129 us.
 _WARPS_OF_ONE_WAVE = (4, 3)
-# "A round that is not full costs half a round at least." Three warps before two and one: "The last block of a row joins
-# its splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
+# "A partial wave costs at least half a wave." Three warps before two and one: "The last CTA of a row combines its
+# splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
 _MIN_TAIL = 0.5  # of the time of a full wave
 
-# "One short sequence: two launches were a third of it": clusters of eight blocks of eight warps 7.2 to 5.5 us.
+# "Clusters for short sequences": eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
 _WIDE_CLUSTER_WARPS = 8
 _MAX_WIDE_ELEMENTS = 1024  # of the results of a warp: those of eight warps fit into 48 KB of shared memory
-_MAX_BLOCKS_PER_SM = 2  # "Clusters lose where there is more to do": 16 sequences of 1024 tokens 25.1 against 23.1 us
+_MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 1024 tokens 25.1 against 23.1 us
 _MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4  # of a warp: one sequence of 4096 tokens ties, 8192 lose
 
 _MIN_SPLIT = 64  # tokens: a step of every warp of a block
 _MAX_SPLITS = 128
 _MIN_WANTED_SPLITS = 4  # for one long sequence among short ones
-# "Half the warps that fit saturate memory": of one sequence, 33 splits take 40.4 us and 49 splits, a wave, 42.3.
+# "Half of the resident warps saturate memory": of one sequence, 33 splits take 40.4 us and 49 splits, a wave, 42.3.
 _WAVE_PER_SATURATION = 1.5
-# "Splits by a sequence's own length alone leave long ones for the end": the kernel shares the splits out by length.
+# "Splits sized by length alone leave long sequences to the end": the kernel shares the splits out by length.
 _MAX_WAVES_OF_MMA = 8
 _MAX_WAVES_OF_SIMT = 2
 _WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
 
-# "The last block of a row joins its splits": up to 49 planned for 8 sequences, of which six come, it is faster than a
+# "The last CTA of a row combines its splits": up to 49 planned for 8 sequences, of which six come, it is faster than a
 # kernel of its own; 64 for 3 sequences, and all of one sequence, are slower.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
@@ -56,7 +56,7 @@ _MAX_CANDIDATE_SPLIT = 512  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class DecodeConfig:
     """How one call of decode attention runs.
 
     Attributes:
@@ -90,7 +90,7 @@ class Config:
                 f"{self}: expected num_warps from {min_warps} to {max_warps}, which the kernel has room for"
             )
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: DecodeProblem, device: Device) -> list[DecodeConfig]:
         """Other warps, steps, registers, clusters and splits. How splits are joined stays: a table cannot hold it."""
         num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
         found = tuning.varied(self, num_warps=num_warps)
@@ -117,7 +117,7 @@ class Config:
         return found
 
 
-def _can_step(problem: Problem, tiles: int, device: Device) -> bool:
+def _can_step(problem: DecodeProblem, tiles: int, device: Device) -> bool:
     """Whether a warp can load so many tiles at once. What a lane loads of a packed cache lies in one of its blocks."""
     layout, lane_tokens = problem.layout, run_tokens(device) * tiles
     if layout.packed:
@@ -125,7 +125,7 @@ def _can_step(problem: Problem, tiles: int, device: Device) -> bool:
     return layout.block_size % 8 == 0 or tiles <= 2
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     """The Config for this problem."""
     heads, tiles, min_blocks = _choose_step(problem, device)
     blocks = blocks_of_one_split(problem, heads)
@@ -143,7 +143,7 @@ def choose(problem: Problem, device: Device) -> Config:
         if cluster_size > 1:
             num_warps, max_splits = cluster_warps, 1
     pieces = _choose_pieces(problem, device)
-    return Config(
+    return DecodeConfig(
         num_warps,
         heads,
         tiles,
@@ -157,7 +157,7 @@ def choose(problem: Problem, device: Device) -> Config:
     )
 
 
-def _choose_join(problem: Problem, max_splits: int, device: Device) -> JoinConfig | None:
+def _choose_join(problem: DecodeProblem, max_splits: int, device: Device) -> JoinConfig | None:
     """The kernel that joins the splits; None where the last block of a row does."""
     joins_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
     if not problem.partials and (max_splits == 1 or joins_itself):
@@ -166,7 +166,7 @@ def _choose_join(problem: Problem, max_splits: int, device: Device) -> JoinConfi
     return choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
 
 
-def _choose_step(problem: Problem, device: Device) -> tuple[int, int, int]:
+def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]:
     """(query heads of a block, tiles of a warp's step, blocks of four warps on a multiprocessor).
 
     A warp has as many bytes in flight as there are registers for. Large heads, many heads, small blocks of the cache,
@@ -192,7 +192,7 @@ def _choose_step(problem: Problem, device: Device) -> tuple[int, int, int]:
     return heads, tiles, 2 if needs_registers else 3
 
 
-def _is_short_of_registers(problem: Problem, device: Device) -> bool:
+def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
     """Whether keys and values together would spill.
 
     "Heads of 256 with slopes or a soft cap, and on sm_100 all of them, spilled 8 to 340 bytes."
@@ -202,7 +202,7 @@ def _is_short_of_registers(problem: Problem, device: Device) -> bool:
     return bool(is_crowded) and problem.head_size > 128 and problem.layout.x == 8 and device.warp_size == 32
 
 
-def _choose_pieces(problem: Problem, device: Device) -> int:
+def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
     """Pieces of keys and of values.
 
     A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand.
@@ -216,7 +216,7 @@ def _choose_pieces(problem: Problem, device: Device) -> int:
     return 4 if problem.layout.x == 8 else 2
 
 
-def shared_memory(problem: Problem, num_warps: int, heads_per_block: int) -> int:
+def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int) -> int:
     """Bytes of dynamic shared memory of a block, as attention_decode.cu counts them.
 
     What each warp leaves of each head, padded so that stores meet different banks.
@@ -225,14 +225,14 @@ def shared_memory(problem: Problem, num_warps: int, heads_per_block: int) -> int
     return num_warps * min(heads_per_block, problem.group) * (problem.head_size + padding) * 4
 
 
-def blocks_of_one_split(problem: Problem, heads_per_block: int) -> int:
+def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
     """Blocks that take one split of every sequence."""
     if not problem.uses_mma:
         return problem.num_seqs * problem.num_heads
     return problem.num_seqs * problem.kv.num_kv_heads * -(-problem.group // heads_per_block)
 
 
-def wave_splits(problem: Problem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
+def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
     """Splits of all sequences that run on the device at once."""
     wave_blocks = min_blocks * device.multiprocessors * NUM_WARPS // num_warps
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
@@ -277,7 +277,7 @@ def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, d
     return (cluster_size if max_tokens <= steps * cluster_size * num_warps * step else 1), num_warps
 
 
-def choose_max_splits(problem: Problem, wave: float) -> int:
+def choose_max_splits(problem: DecodeProblem, wave: float) -> int:
     """The most splits of a sequence, where `wave` splits of all sequences run at once."""
     num_seqs = problem.num_seqs
     if _WAVES_WITHOUT_SPLITS * wave < num_seqs:

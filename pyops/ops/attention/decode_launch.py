@@ -8,8 +8,8 @@ from ..._core.dtypes import int32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
-from .decode_choose import Config, blocks_of_one_split, shared_memory, wave_splits
-from .decode_problem import Problem
+from .decode_choose import DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
+from .decode_problem import DecodeProblem
 from .join import TILE_TOKENS, launch_join
 from .layout import CacheLayout, absent, heads_stride
 
@@ -22,7 +22,7 @@ _LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # tokens, elements: LONG_SPLIT and MIN
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
-def launch(problem: Problem, config: Config) -> list[Launch]:
+def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
     """The kernel that computes the splits, and where a sequence may have several, what joins them: a kernel of its own,
     or the last block of each row of the first one.
     """
@@ -83,7 +83,7 @@ def launch(problem: Problem, config: Config) -> list[Launch]:
 
 
 def _launch_mma(
-    problem: Problem, config: Config, wave: float, constants: dict[str, Any], arguments: dict[str, Any]
+    problem: DecodeProblem, config: DecodeConfig, wave: float, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> Launch:
     """The launch of attention_decode.cu."""
     kernel = _decode(
@@ -111,7 +111,7 @@ def _launch_mma(
     )
 
 
-def _balanced_splits(problem: Problem, wave: float) -> int:
+def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
     """The most splits of all sequences, as Balance of splits.cuh shares them out where a wave has so many."""
     num_seqs = problem.num_seqs
     if num_seqs > 2 * wave or problem.head_size < _MIN_WHOLE_HEAD:
@@ -120,7 +120,7 @@ def _balanced_splits(problem: Problem, wave: float) -> int:
     return int((3 if has_long_splits or num_seqs > wave else 2) * wave) + 1
 
 
-def _join_of_last_blocks(problem: Problem, wave: float) -> dict[str, Scratch]:
+def _join_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
     """Memory for the results of splits that the last block of a row joins, as decode_join.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
@@ -129,7 +129,9 @@ def _join_of_last_blocks(problem: Problem, wave: float) -> dict[str, Scratch]:
     return {"arrived": Scratch(counters, zeroed=True), "results": Scratch(nbytes, zeroed=True)}
 
 
-def _launch_simt(problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]) -> Launch:
+def _launch_simt(
+    problem: DecodeProblem, config: DecodeConfig, constants: dict[str, Any], arguments: dict[str, Any]
+) -> Launch:
     """The launch of attention_decode_simt.cu, one query head to a block."""
     kernel = decode_simt(
         **kv_constants(problem.query, problem.kv, problem.layout, problem.options),

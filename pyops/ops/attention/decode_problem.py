@@ -18,7 +18,7 @@ _MAX_GRID_Y = 65535  # blocks, of which a split is one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class DecodeProblem:
     """One query token of each sequence against a paged cache.
 
     Attributes:
@@ -121,7 +121,7 @@ def run_tokens(device: Device) -> int:
     return 4 if device.supports("mma") or device.warp_size == 64 else 16
 
 
-def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> Problem:
+def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> DecodeProblem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
     query, out = call["query"], call["out"]
     kv, options = PagedKV.of(call), Options.of(call)
@@ -148,4 +148,4 @@ def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_seq
         if num_partitions > _MAX_GRID_Y:
             message = f"expected at most {_MAX_GRID_Y} partitions, got {num_partitions}"
             raise check.refuse(query, "tmp_out", message)
-    return Problem(out, query, kv, layout, options, sparse, partials, partition, query_start_loc, fp8_out_scale)
+    return DecodeProblem(out, query, kv, layout, options, sparse, partials, partition, query_start_loc, fp8_out_scale)

@@ -1,4 +1,4 @@
-"""The join of the partial results that splits leave (attention_combine.cu): its choice and its launch."""
+"""The join of the partial results that splits leave (decode_combine.cu): its choice and its launch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 from .arguments import Options
 
-_combine = Kernel("attention/attention_combine.cu")
+_combine = Kernel("attention/decode_combine.cu")
 
 TILE_TOKENS = 16  # of splits.cuh: a split holds a multiple of them, or of another SPLIT_UNIT
 
-# docs/performance/decode.md, "The join was half of the time of a single long sequence": up to eight groups of threads,
-# each with four loads in flight.
+# docs/performance/decode.md, "Parallel combine": up to eight groups of threads, each with four loads in flight.
 _SPLITS_IN_FLIGHT = 4  # of a group: BATCH of the kernel
 _MAX_GROUPS = 8
 _MANY_HEADS = 4  # heads of all sequences, per multiprocessor, from which the device is full with few threads to a head
 _MAX_HEAD_THREADS = 512  # threads of a head, at most
-# docs/performance/decode.md, "One kernel for every batch": one join serves all batches of many heads. Other numbers of
-# groups and heads, each a kernel of its own, were up to 1.6 % faster (256 sequences of 1024 tokens).
+# docs/performance/decode.md, "One kernel for every batch size": one combine kernel serves all batches of many heads.
+# Other numbers of groups and heads, each a kernel of its own, were up to 1.6 % faster (256 sequences of 1024 tokens).
 _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 

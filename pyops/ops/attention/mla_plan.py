@@ -9,15 +9,15 @@ from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch
-from . import mla_codes, mla_few_heads, mla_hopper
+from . import mla_sm90, mla_small_h, mla_small_h_fp8
 from .arguments import Options
 from .decode_launch import NO_STARTS, workspace
 from .join import TILE_TOKENS, JoinConfig, choose_join, lanes_of, launch_join
 from .layout import absent, heads_stride
-from .mla_codes import CodesConfig
-from .mla_few_heads import FewHeadsConfig
-from .mla_hopper import HopperConfig
-from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, Problem
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem
+from .mla_sm90 import MlaSm90Config
+from .mla_small_h import FewHeadsConfig
+from .mla_small_h_fp8 import CodesConfig
 
 _decode = Kernel("attention/mla_decode.cu")
 _decode_simt = Kernel("attention/mla_decode_simt.cu")
@@ -26,7 +26,7 @@ _SIMT_WARPS = 4
 _MAX_SPLITS = 128
 _MIN_SPLIT = 64  # tokens for each 16 heads of a block: more are worth the queries that a split reads and its results
 _MAX_CANDIDATE_SPLIT = 512  # tokens of a split, at least, that tuning tries
-_MAX_WAVES = 2  # of splits; docs/performance/decode.md: "A round that is not full costs half a round at least"
+_MAX_WAVES = 2  # of splits; docs/performance/decode.md: "A partial wave costs at least half a wave"
 # Of mla_decode.cu: (query heads of a block, tokens of a step, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
 WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # where warps have 64 lanes
@@ -35,7 +35,7 @@ _RESERVED_SHARED = 1024  # bytes of every block that the device takes for itself
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class MlaConfig:
     """How one call runs.
 
     Attributes:
@@ -58,7 +58,7 @@ class Config:
 
     SPLIT_UNIT = TILE_TOKENS
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: MlaProblem, device: Device) -> list[MlaConfig]:
         """Other blocks, registers and splits. How splits are joined stays: a table cannot hold it."""
         found = []
         if self.step_tokens:
@@ -77,17 +77,17 @@ class Config:
         return found
 
 
-AnyConfig = Config | HopperConfig | CodesConfig | FewHeadsConfig
+AnyConfig = MlaConfig | MlaSm90Config | CodesConfig | FewHeadsConfig
 
 
-def choose(problem: Problem, device: Device) -> AnyConfig:
+def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     """The Config for this problem."""
     if problem.has_few_heads and problem.is_plain_fp8:
-        return mla_codes.choose(problem, device)
+        return mla_small_h_fp8.choose(problem, device)
     if problem.has_few_heads:
-        return mla_few_heads.choose(problem, device)
+        return mla_small_h.choose(problem, device)
     if problem.uses_wgmma:
-        return mla_hopper.choose(problem, device)
+        return mla_sm90.choose(problem, device)
     num_seqs, num_heads = problem.num_seqs, problem.num_heads
     heads, step_tokens, num_warps = _choose_block(problem, device) or (1, 0, _SIMT_WARPS)
     block_shared = shared_memory(heads, step_tokens, _code_bytes(problem)) + _RESERVED_SHARED
@@ -100,10 +100,10 @@ def choose(problem: Problem, device: Device) -> AnyConfig:
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
     join = choose_join(num_seqs, num_heads, max_splits, lanes, device)
-    return Config(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, join)
+    return MlaConfig(num_warps, heads, step_tokens, min_blocks, max_splits, min_split, join)
 
 
-def _choose_block(problem: Problem, device: Device) -> tuple[int, int, int] | None:
+def _choose_block(problem: MlaProblem, device: Device) -> tuple[int, int, int] | None:
     """The largest of BLOCKS that is not half empty and finds its shared memory; None if there is none."""
     if problem.may_use_mma:
         for block in _blocks_that_fit(problem, device):
@@ -112,7 +112,7 @@ def _choose_block(problem: Problem, device: Device) -> tuple[int, int, int] | No
     return None
 
 
-def _blocks_that_fit(problem: Problem, device: Device) -> list[tuple[int, int, int]]:
+def _blocks_that_fit(problem: MlaProblem, device: Device) -> list[tuple[int, int, int]]:
     """Those of BLOCKS that find their shared memory."""
     room = device.shared_memory - STATIC_SHARED
     if problem.is_fp8 and device.arch.startswith("gfx11"):
@@ -121,7 +121,7 @@ def _blocks_that_fit(problem: Problem, device: Device) -> list[tuple[int, int, i
     return [block for block in blocks if shared_memory(block[0], block[1], _code_bytes(problem)) <= room]
 
 
-def _code_bytes(problem: Problem) -> int:
+def _code_bytes(problem: MlaProblem) -> int:
     """Bytes of an entry of codes; 0 where entries are not codes."""
     return problem.cache.shape[2] if problem.is_fp8 else 0
 
@@ -135,7 +135,7 @@ def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
     return heads * row + tiles + heads * padded_tokens * (4 * 4 + 2)
 
 
-def launch(problem: Problem, config: AnyConfig) -> list[Launch]:
+def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
     """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
     is_joined = config.max_splits > 1
     rows = problem.num_seqs * problem.num_heads * config.max_splits if is_joined else 0
@@ -148,7 +148,7 @@ def launch(problem: Problem, config: AnyConfig) -> list[Launch]:
         "out_stride": heads_stride(problem.out),
         "length_step": problem.seq_lens.strides[0],
     }
-    if isinstance(config, Config):
+    if isinstance(config, MlaConfig):
         launches = [_launch_splits(problem, config, arguments)]
     else:
         launches = [config.launch(problem, arguments)]
@@ -175,7 +175,7 @@ def launch(problem: Problem, config: AnyConfig) -> list[Launch]:
     return launches
 
 
-def _launch_splits(problem: Problem, config: Config, arguments: dict[str, Any]) -> Launch:
+def _launch_splits(problem: MlaProblem, config: MlaConfig, arguments: dict[str, Any]) -> Launch:
     q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
     constants = {
         "query_t": q_nope.dtype,

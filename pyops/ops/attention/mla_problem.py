@@ -23,7 +23,7 @@ _WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264  # bytes: queries and two tiles;
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class MlaProblem:
     """One query token of each sequence against a paged cache of latent entries."""
 
     out: TensorArg
@@ -79,7 +79,7 @@ class Problem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether mla_decode_hopper.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
+        """Whether mla_decode_sm90.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def has_few_heads(self) -> bool:
-        """Whether mla_decode_codes.cu (plain codes) or mla_decode_few_heads.cu serves: 16 bits or fp8, aligned rows."""
+        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu serves: 16 bits, fp8, aligned."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -137,7 +137,7 @@ def _rows_are_aligned(arg: TensorArg) -> bool:
     return all(stride % chunk == 0 or size == 1 for size, stride in zip(arg.shape[:2], arg.strides[:2], strict=True))
 
 
-def check_mla(call: Mapping[str, Any]) -> Problem:
+def check_mla(call: Mapping[str, Any]) -> MlaProblem:
     """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
     out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
     cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
@@ -166,10 +166,10 @@ def check_mla(call: Mapping[str, Any]) -> Problem:
         if is_ds_mla
         else fp8.cache_dtype(cache, "fp8" if cache.dtype.itemsize == 1 else "auto", q_nope.dtype)
     )
-    return Problem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
+    return MlaProblem(out, lse, q_nope, q_pe, cache, cache_dtype, seq_lens, page_table, call["num_kv_splits"])
 
 
-def constants_of(problem: Problem) -> dict[str, Any]:
+def constants_of(problem: MlaProblem) -> dict[str, Any]:
     """The constants that kernels of few heads have in common."""
     return {
         "query_t": problem.q_nope.dtype,
@@ -182,7 +182,7 @@ def constants_of(problem: Problem) -> dict[str, Any]:
     }
 
 
-def arguments_of(problem: Problem) -> dict[str, Any]:
+def arguments_of(problem: MlaProblem) -> dict[str, Any]:
     """The arguments that kernels of few heads have in common."""
     q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
     return {

@@ -10,9 +10,9 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from .arguments import Options
 from .examples import example_options, in_order
+from .prefill_plan import choose, launch
+from .prefill_problem import check_ragged
 from .reference import float32_logits, masked_logits, write_rows
-from .varlen_plan import choose, launch
-from .varlen_problem import check_ragged
 
 if TYPE_CHECKING:
     from torch import Tensor

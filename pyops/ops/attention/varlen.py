@@ -11,9 +11,9 @@ from ..._core.op import op
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
+from .prefill_plan import choose, launch
+from .prefill_problem import check_varlen
 from .reference import attended_of, float32_logits, gathered, masked_logits, scales_of, write_rows
-from .varlen_plan import choose, launch
-from .varlen_problem import check_varlen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,7 +23,7 @@ _EARLY_BLOCKS, _EARLY_THREADS, _EARLY_BATCH = 4, 160, 2
 _CANDIDATE_THREADS = 64, 128, 256, 512  # threads of a block that tuning tries
 
 
-class Problem(NamedTuple):
+class CacheProblem(NamedTuple):
     """What the geometry depends on: tokens, their vectors, what the vectors hold, and whether blocks look up early."""
 
     num_tokens: int
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class CacheConfig:
     """Constants of a kernel whose blocks take whole tokens.
 
     Attributes:
@@ -57,7 +57,7 @@ class Config:
         """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.tokens)
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: CacheProblem, device: Device) -> list[CacheConfig]:
         """Other tokens and threads of a block, and other vectors in flight."""
         return tuning.varied(
             self,
@@ -67,15 +67,15 @@ class Config:
         )
 
 
-def config(arg: TensorArg, num_tokens: int, token_vecs: int, early: bool = False) -> Config:
+def config(arg: TensorArg, num_tokens: int, token_vecs: int, early: bool = False) -> CacheConfig:
     """The Config of a plan for `num_tokens` tokens of `token_vecs` vectors; `arg` gives op, dtype and device.
 
     `early`: the kernel takes `early_blocks`.
     """
-    return tuning.config(arg.op, Problem(num_tokens, token_vecs, arg.dtype, early), arg.device, choose)
+    return tuning.config(arg.op, CacheProblem(num_tokens, token_vecs, arg.dtype, early), arg.device, choose)
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: CacheProblem, device: Device) -> CacheConfig:
     """The geometry.
 
     Many tokens: every thread of a block has four vectors, so that enough bytes are in flight. Fewer: one vector to a
@@ -94,8 +94,8 @@ def choose(problem: Problem, device: Device) -> Config:
     return _config(tokens, token_vecs, check.threads(tokens * token_vecs, max_threads=_NUM_THREADS))
 
 
-def _config(tokens: int, token_vecs: int, num_threads: int) -> Config:
-    return Config(tokens, min(_MAX_BATCH, -(-tokens * token_vecs // num_threads)), num_threads)
+def _config(tokens: int, token_vecs: int, num_threads: int) -> CacheConfig:
+    return CacheConfig(tokens, min(_MAX_BATCH, -(-tokens * token_vecs // num_threads)), num_threads)
 
 
 def early_blocks(num_blocks: int, device: Device) -> int:

@@ -49,7 +49,7 @@ _CANDIDATE_THREADS = 128, 256, 512
 
 
 @dataclass(frozen=True)
-class Problem:
+class ReshapeProblem:
     """What the geometry depends on: sizes of tokens and cache, and elements of one load.
 
     Attributes:
@@ -83,7 +83,7 @@ class Tiles:
     columns: int
     num_threads: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[Tiles]:
+    def candidates(self, problem: ReshapeProblem, device: Device) -> list[Tiles]:
         """Other tiles and blocks."""
         return tuning.varied(
             self,
@@ -109,7 +109,7 @@ class Groups:
     num_threads: int
     max_blocks: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[Groups]:
+    def candidates(self, problem: ReshapeProblem, device: Device) -> list[Groups]:
         """Other groups, blocks, and vectors in flight."""
         groups = tuning.beside(self.group, _MIN_GROUP, min(problem.max_group, _MAX_TILE // self.columns))
         return tuning.varied(
@@ -124,7 +124,7 @@ class Groups:
         )
 
 
-def choose(problem: Problem, device: Device) -> Tiles | Groups:
+def choose(problem: ReshapeProblem, device: Device) -> Tiles | Groups:
     """Groups for many tokens, so that whole sectors are written, else tiles of tokens."""
     if group := problem.max_group:
         columns = min(_GROUP_COLUMNS, 16 * -(-problem.row_size // 16))
@@ -213,7 +213,7 @@ def plan_reshape_and_cache(
     strides = {"key_stride": first_stride(key), "value_stride": first_stride(value)}
     values = replace(value_cache, shape=(), strides=())
     many = num_tokens > _MAX_UNGROUPED_TOKENS * key.device.multiprocessors
-    problem = Problem(num_tokens, num_blocks * block_size, block_size, row_size, load_vec, many)
+    problem = ReshapeProblem(num_tokens, num_blocks * block_size, block_size, row_size, load_vec, many)
     config = tuning.config(key.op, problem, key.device, choose)
     if isinstance(config, Groups):
         constants |= {"GROUP": config.group, "RUN": check.vector_width(config.group, values)}

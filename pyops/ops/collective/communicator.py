@@ -49,6 +49,11 @@ def two_shot(world_size: int, nbytes: int, fully_connected: bool) -> bool:
     return not fully_connected or nbytes >= _TWO_SHOT_BYTES.get(world_size, 256 * 1024)
 
 
+def unroll(world_size: int) -> int:
+    """Vectors that a thread loads from every rank at a time: 32 registers of them, at least a vector of each."""
+    return max(1, 8 // world_size)
+
+
 def geometry(num_vecs: int) -> tuple[int, int]:
     """(blocks, threads of a block) for so many vectors."""
     num_threads = min(_NUM_THREADS, -(-num_vecs // _WARPS) * _WARPS)

@@ -22,6 +22,7 @@ from .communicator import (
     read_lost,
     spread,
     two_shot,
+    unroll,
 )
 from .shared_memory import PACKET_BYTES
 
@@ -70,10 +71,13 @@ def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, ful
     return handle
 
 
-def keep(signals: int) -> None:
-    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`."""
+def keep(signals: int, early: bool = False) -> None:
+    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`.
+
+    With `early`, it may begin when others have written there.
+    """
     if (here := ranks.here()) is not None:
-        here.world.keep(signals)
+        here.world.keep(signals, early)
 
 
 def communicator(op: str, fa: int) -> Communicator:
@@ -139,7 +143,7 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     if not num_vecs:
         return
     part = num_vecs - (found.world_size - 1) * (num_vecs // found.world_size) if two else num_vecs
-    constants["TWO_SHOT"] = two
+    constants |= {"TWO_SHOT": two, "UNROLL": unroll(found.world_size)}
     found.launch("all_reduce", _all_reduce, constants, *geometry(part), {"num_vecs": num_vecs}, peers, out=out)
 
 

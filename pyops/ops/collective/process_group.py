@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..._core.lazy import torch
 from . import custom_all_reduce as custom
 from .communicator import VEC_BYTES, by_packets, naming_lost_ranks
-from .shared_memory import (
-    allocate_shared_buffer_and_handle,
-    close_mem_handle,
-    free_shared_buffer,
-    meta_size,
-    open_mem_handle,
-)
+from .shared_memory import GroupMemory, exchanged, meta_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,25 +32,13 @@ class CustomAllReduce:
 
     def __init__(self, group: Any, device: Any, max_size: int = _MAX_SIZE) -> None:
         self.group, self.device, self.max_size = group, torch.device(device), max_size
-        rank = torch.distributed.get_rank(group)
         with torch.cuda.device(self.device):
-            self._own = [allocate_shared_buffer_and_handle(size) for size in (meta_size() + max_size, max_size)]
-            self._opened: list[int] = []
-            signals, buffers = (self._addresses(own, handle, rank) for own, handle in self._own)
+            self._signals, self._buffers = (GroupMemory(group, size) for size in (meta_size() + max_size, max_size))
             table = torch.zeros(_TABLE_BYTES, dtype=torch.uint8, device=self.device)
-            self.world_size, self.buffer = len(signals), buffers[rank]
-            self.fa = custom.init_custom_ar(signals, table, rank, True)
+            rank, buffers = self._buffers.rank, self._buffers.addresses
+            self.world_size, self.buffer = len(buffers), buffers[rank]
+            self.fa = custom.init_custom_ar(self._signals.addresses, table, rank, True)
             custom.register_buffer(self.fa, buffers)
-
-    def _addresses(self, own: int, handle: Tensor, rank: int) -> list[int]:
-        handles: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(handles, handle.tolist(), group=self.group)
-        addresses = []
-        for other, value in enumerate(handles):
-            if other != rank:
-                self._opened.append(open_mem_handle(torch.tensor(value, dtype=torch.uint8, device="cpu")))
-            addresses.append(own if other == rank else self._opened[-1])
-        return addresses
 
     def serves(self, x: Tensor) -> bool:
         """Whether `x` is of a size and layout that the kernels take."""
@@ -90,20 +72,14 @@ class CustomAllReduce:
         torch.cuda.synchronize(self.device)
         torch.distributed.barrier(group=self.group)
         custom.dispose(self.fa)
-        for address in self._opened:
-            close_mem_handle(address)
-        torch.distributed.barrier(group=self.group)
-        for own, _ in self._own:
-            free_shared_buffer(own)
+        self._signals.close()
+        self._buffers.close()
 
 
 def reach_each_other(group: Any, device: Any) -> bool:
     """Whether the processes are on one node, and each GPU can access the memory of every other."""
     index = torch.device(device).index or 0
-    node = torch.distributed.get_world_size(group)
-    found: list[Any] = [None] * node
-    torch.distributed.all_gather_object(found, (socket.gethostname(), index), group=group)
-    ours = all(host == found[0][0] for host, _ in found) and node in (2, 4, 6, 8)
+    found = exchanged((socket.gethostname(), index), group)
+    ours = all(host == found[0][0] for host, _ in found) and len(found) in (2, 4, 6, 8)
     ours = ours and all(i == index or torch.cuda.can_device_access_peer(index, i) for _, i in found)
-    torch.distributed.all_gather_object(found, ours, group=group)
-    return all(found)
+    return all(exchanged(ours, group))

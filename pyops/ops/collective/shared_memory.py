@@ -78,6 +78,55 @@ def free_shared_buffer(ptr: int) -> None:
         cupy.cuda.runtime.free(ptr)
 
 
+class GroupMemory:
+    """Zeroed memory of every process of a group, each of which maps that of all others; of every rank on the host.
+
+    Attributes:
+        addresses: of each rank's memory in this process.
+        rank: of this process.
+    """
+
+    def __init__(self, group: Any, size: int) -> None:
+        self.group, self._size = group, size
+        self._own, handle = allocate_shared_buffer_and_handle(size)
+        handles = exchanged(handle.tolist(), group)
+        here = ranks.here()
+        self.rank = torch.distributed.get_rank(group) if here is None else here.rank
+        self.addresses = [
+            self._own if rank == self.rank else open_mem_handle(torch.tensor(one, dtype=torch.uint8, device="cpu"))
+            for rank, one in enumerate(handles)
+        ]
+
+    def own(self, device: Any) -> Tensor:
+        """A uint8 tensor on the memory of this rank."""
+        if device.type == "cpu":
+            return torch.frombuffer((ctypes.c_char * self._size).from_address(self._own), dtype=torch.uint8)
+        return torch.as_tensor(_Bytes(self._own, self._size), device=device)
+
+    def close(self) -> None:
+        """Free the memory. Every process calls, when none uses it any more."""
+        for rank, address in enumerate(self.addresses):
+            if rank != self.rank:
+                close_mem_handle(address)
+        exchanged(None, self.group)  # nobody has it mapped any more
+        free_shared_buffer(self._own)
+
+
+class _Bytes:
+    def __init__(self, address: int, size: int) -> None:
+        fields = {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+        self.__cuda_array_interface__ = fields
+
+
+def exchanged(mine: Any, group: Any) -> list[Any]:
+    """What every process of a group, or every rank on the host, has brought, in the order of ranks."""
+    if (here := ranks.here()) is not None:
+        return here.world.meet(here.rank, "exchange", mine, list)
+    every: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(every, mine, group=group)
+    return every
+
+
 def allocation(address: int) -> tuple[bytes, int]:
     """The handle of the allocation that an address lies in, and the bytes from its start to the address."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()

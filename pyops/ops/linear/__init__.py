@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import allspark_mm as _allspark_mm
 from . import awq_gptq_mm as _awq_gptq_mm
 from . import dense as _dense
-from . import few_tokens as _few_tokens
+from . import dsv3 as _dsv3
 from . import fp4_mm as _fp4_mm
 from . import ggml as _ggml
 from . import ggml_moe as _ggml_moe
@@ -21,6 +21,7 @@ from . import marlin_mm as _marlin_mm
 from . import marlin_moe as _marlin_moe
 from . import marlin_preprocess as _marlin_preprocess
 from . import marlin_repack as _marlin_repack
+from . import rocm_skinny as _rocm_skinny
 from . import scaled_mm as _scaled_mm
 from . import skinny_linear as _skinny_linear
 from . import sparse_mm as _sparse_mm
@@ -28,7 +29,7 @@ from . import w4a8_mm as _w4a8_mm
 from .allspark_mm import *
 from .awq_gptq_mm import *
 from .dense import *
-from .few_tokens import *
+from .dsv3 import *
 from .fp4_mm import *
 from .ggml import *
 from .ggml_moe import *
@@ -44,6 +45,7 @@ from .marlin_mm import *
 from .marlin_moe import *
 from .marlin_preprocess import *
 from .marlin_repack import *
+from .rocm_skinny import *
 from .scaled_mm import *
 from .skinny_linear import *
 from .sparse_mm import *
@@ -53,7 +55,8 @@ __all__: list[str] = []
 __all__ += _allspark_mm.__all__
 __all__ += _awq_gptq_mm.__all__
 __all__ += _dense.__all__
-__all__ += _few_tokens.__all__
+__all__ += _rocm_skinny.__all__
+__all__ += _dsv3.__all__
 __all__ += _fp4_mm.__all__
 __all__ += _ggml.__all__
 __all__ += _ggml_moe.__all__

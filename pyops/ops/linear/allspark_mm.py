@@ -13,7 +13,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import column_place
 from .._shared.scalar_type import uint8b128
-from .fp8_sums import FLOAT32_ERROR
+from .fp8_accumulation import FLOAT32_ERROR
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight

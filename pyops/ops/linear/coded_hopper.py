@@ -1,4 +1,4 @@
-"""Products with coded weights of experts by wgmma on compute capability 9.0: grouped_gemm_packed_hopper.cu."""
+"""Products with coded weights of experts by wgmma on compute capability 9.0: wq_grouped_gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..._core.kernel import Kernel, Launch
 from ..._core.tensor_map import TensorMap
 from .coded_experts import CodedExperts
 from .coded_problem import CodedProblem
-from .gather_rows import gathered
+from .expert_rows import gathered
 from .packed_experts import TILES
 
-_grouped_gemm_packed_hopper = Kernel("linear/grouped_gemm_packed_hopper.cu")
+_wq_grouped_gemm_sm90 = Kernel("linear/wq_grouped_gemm_sm90.cu")
 
 _STEPS = 128, 64  # elements of K, of which the first that divides K is a step
 _BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a box, and their bytes
@@ -25,7 +25,7 @@ _MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away;
 
 @dataclass(frozen=True, slots=True)
 class CodedHopperConfig:
-    """The geometry of grouped_gemm_packed_hopper.cu; the attributes are constants of the kernel.
+    """The geometry of wq_grouped_gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m: places of a tile.
@@ -40,7 +40,7 @@ class CodedHopperConfig:
     def __post_init__(self) -> None:
         shape = self.tile_m % 16 == 0 and self.tile_n in (128, 256) and 0 < self.tile_m * self.tile_n <= 2 * _MAX_SUMS
         if not (shape and self.step in _STEPS):
-            raise ValueError(f"no geometry of grouped_gemm_packed_hopper.cu: {self}")
+            raise ValueError(f"no geometry of wq_grouped_gemm_sm90.cu: {self}")
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedHopperConfig]:
         """Other tiles."""
@@ -53,7 +53,7 @@ class CodedHopperConfig:
         sizes = product.num_experts, product.num_rows, product.top_k, product.k
         gather, a = gathered(product.a, product.lists, *sizes, by_place=True, lane_step=self.step)
         others = weight.tensors()
-        kernel = product.kernel(_grouped_gemm_packed_hopper.for_arch(device.arch_feature), **others)
+        kernel = product.kernel(_wq_grouped_gemm_sm90.for_arch(device.arch_feature), **others)
         constants = product.constants()
         del constants["SCALE_BLOCK"]
         halves = 2 if product.gated == 1 else 1
@@ -83,7 +83,7 @@ class CodedHopperConfig:
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether grouped_gemm_packed_hopper.cu runs on the device and takes this problem."""
+    """Whether wq_grouped_gemm_sm90.cu runs on the device and takes this problem."""
     p, w = problem.product, problem.weight
     codes = w.bits == 4 and w.scales is not None and _step(w) > 0
     return device.supports("wgmma") and codes and p.lists.block_size % 16 == 0

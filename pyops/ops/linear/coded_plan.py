@@ -19,15 +19,15 @@ from .grouped_problem import ExpertLists, GroupedProblem
 from .packed_experts import block_size_of_packed
 from .packed_tile import TileGeometry
 
-_grouped_gemm_packed = Kernel("linear/grouped_gemm_packed.cu")
-_grouped_gemm_packed_tile = Kernel("linear/grouped_gemm_packed_tile.cu")
+_wq_grouped_gemm_sm80 = Kernel("linear/wq_grouped_gemm_sm80.cu")
+_wq_grouped_gemm_cdna = Kernel("linear/wq_grouped_gemm_cdna.cu")
 
 _STEP_BYTES = 64  # of a row of weights
 _ROWS = 64  # of weights of a tile
 _LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie under one scale
 _MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
 _STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
-_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of gemm_packed_mma.cu
+_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of wq_gemm_sm80.cu
 # Warps of a multiprocessor that registers allow, by rows of a tile. Zero points of 4 bits take more registers, and so
 # does sm_80, which has no sums and products of pairs of bfloat16.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
@@ -36,15 +36,15 @@ _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
 _MAX_ROWS = 64
 _FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
 _FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance/experts.md, "Codes along K by
-# wgmma". Of mxfp4, 3 and 128 rows of gpt-oss were measured.
+# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance/experts.md, "K-major weights
+# by WGMMA". Of mxfp4, 3 and 128 rows of gpt-oss were measured.
 _BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
 _MAX_WGMMA_ROWS = 512  # by arithmetic: tiles of 96 rows make numbers of all codes anew
 
 
 @dataclass(frozen=True, slots=True)
 class CodedConfig:
-    """The geometry of grouped_gemm_packed.cu; the attributes are constants of the kernel.
+    """The geometry of wq_grouped_gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m: places of a tile.
@@ -58,7 +58,7 @@ class CodedConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.warps <= self.warps * self.min_blocks <= _RESIDENT.get(self.tile_m, 0):
-            raise ValueError(f"no geometry of grouped_gemm_packed.cu: {self}")
+            raise ValueError(f"no geometry of wq_grouped_gemm_sm80.cu: {self}")
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedConfig]:
         """Other tiles and warps."""
@@ -73,7 +73,7 @@ class CodedConfig:
         """A block for each tile that there may be."""
         product, weight = problem.product, problem.weight
         others = {**weight.tensors(), "row_scales": product.b_scales}
-        kernel = product.kernel(_grouped_gemm_packed, **others)
+        kernel = product.kernel(_wq_grouped_gemm_sm80, **others)
         constants = product.constants()
         del constants["SCALE_BLOCK"]
         tiles = product.max_tiles(self.tile_m) * (product.b_rows // _ROWS)
@@ -99,7 +99,7 @@ class CodedConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodedTileConfig(TileGeometry):
-    """The geometry of grouped_gemm_packed_tile.cu: tiles of places by rows of weights."""
+    """The geometry of wq_grouped_gemm_cdna.cu: tiles of places by rows of weights."""
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedTileConfig]:
         """Other tiles and depths."""
@@ -112,7 +112,7 @@ class CodedTileConfig(TileGeometry):
         """A block for each tile that there may be."""
         product, weight = problem.product, problem.weight
         others = {**weight.tensors(), "row_scales": product.b_scales}
-        kernel = product.kernel(_grouped_gemm_packed_tile, **others)
+        kernel = product.kernel(_wq_grouped_gemm_cdna, **others)
         constants = product.constants() | weight.constants()
         del constants["SCALE_BLOCK"], constants["HAS_ZEROS"]
         places = packed_tile.places_of(product.lists.block_size, self.tile_m)
@@ -155,7 +155,7 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
 
 
 def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
-    """Whether grouped_gemm_packed_hopper.cu serves this problem, faster than other kernels."""
+    """Whether wq_grouped_gemm_sm90.cu serves this problem, faster than other kernels."""
     p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
     return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
 

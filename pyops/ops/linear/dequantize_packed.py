@@ -8,7 +8,7 @@ from ..._core.dtypes import DType, float32
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from . import gemm_plan
-from .gemm_problem import Operand, Problem
+from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
 
 _dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
@@ -24,14 +24,14 @@ def plan(problem: PackedProblem) -> list[Launch]:
     dense = Scratch(w.n * w.k * dtype.itemsize)
     gather, a = activations(problem)
     operand = Operand.of_scratch(dense, dtype, w.n, w.k)
-    product = gemm_plan.plan(Problem(a, operand, w.k, problem.epilogue))
+    product = gemm_plan.plan(GemmProblem(a, operand, w.k, problem.epilogue))
     return [] if product.empty else [written(dense, dtype, w), *gather, product]
 
 
 def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list[Launch], Operand]:
     """The activations as they are multiplied, and the launches that write them.
 
-    `in_fours`: activations of 8 bits come in the order in which gemm_packed.cu multiplies layout marlin_8.
+    `in_fours`: activations of 8 bits come in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
     """
     w, dtype, a = problem.weight, problem.compute_dtype, problem.a
     if w.perm is None and a.dtype is dtype:

@@ -11,7 +11,7 @@ from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .block_scaled import NVFP4, dense_bytes
 from .gemm_plan import plan
-from .gemm_problem import Epilogue, Operand, Problem
+from .gemm_problem import Epilogue, GemmProblem, Operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def plan_cutlass_scaled_fp4_mm(
     dense_a, dense_b = (Scratch(dense_bytes(count, k)) for count in (m, n))
     launches = [NVFP4.expand(dense_a, a, block_scale_a, m), NVFP4.expand(dense_b, b, block_scale_b, n)]
     operands = Operand.of_scratch(dense_a, bfloat16, m, k), Operand.of_scratch(dense_b, bfloat16, n, k)
-    product = plan(Problem(*operands, k, Epilogue(out, alpha)))
+    product = plan(GemmProblem(*operands, k, Epilogue(out, alpha)))
     return [] if product.empty else [*launches, product]
 
 

@@ -13,22 +13,22 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import FLOATS
 from ..._core.kernel import Kernel, Launch, Scratch
-from . import gemm_hopper, skinny_linear
-from .gemm_hopper import GemmConfig, SwapConfig
-from .gemm_problem import HELD_STAGES, Problem, multiplies
+from . import gemm_sm90, skinny_linear
+from .gemm_problem import HELD_STAGES, GemmProblem, multiplies
+from .gemm_sm90 import GemmConfig, SwapConfig
 from .skinny_linear import SkinnyConfig
 
-_mma, _simt = Kernel("linear/gemm_mma.cu"), Kernel("linear/gemm_simt.cu")
+_mma, _simt = Kernel("linear/gemm_sm80.cu"), Kernel("linear/gemm_simt.cu")
 
 MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
 
-# What skinny_linear.cu serves in the place of gemm_swap.cu, measured on an H200 (docs/performance/products.md):
+# What gemv.cu serves in the place of gemm_sm90_swap_ab.cu, measured on an H200 (docs/performance/products.md):
 # one row and weights that are not too large, a few rows and small weights.
 _MAX_SKINNY_WEIGHT, _MAX_SKINNY_K = 2**26, 2**13
 _MAX_SMALL_WEIGHT, _MAX_SMALL_ROWS = 2**21, 4
 # Chosen by arithmetic, measured nowhere yet.
-_MAX_SKINNY_ROWS = 2  # up to which skinny_linear.cu serves a product on devices without gemm_swap.cu
-_STEP_BYTES = 128  # of a row, which a step of gemm_mma.cu copies to shared memory
+_MAX_SKINNY_ROWS = 2  # up to which gemv.cu serves a product on devices without gemm_sm90_swap_ab.cu
+_STEP_BYTES = 128  # of a row, which a step of gemm_sm80.cu copies to shared memory
 _MAX_STAGES = 4, 8  # steps in flight: of large tiles and of small ones
 _SMALL_TILE = 16 * 1024  # bytes of a step of a small tile
 _MAX_SPLITS = 8  # blocks that share a tile
@@ -40,7 +40,7 @@ _GROUP_ROWS = 8  # row tiles whose blocks run together, so that the L2 cache hol
 
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
-    """The geometry of gemm_mma.cu; the attributes are constants of the kernel.
+    """The geometry of gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a block's tile of sums.
@@ -69,7 +69,7 @@ class MmaConfig:
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
 
-    def candidates(self, problem: Problem, device: Device) -> list[MmaConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[MmaConfig]:
         """Other tiles, stages, splits and registers."""
         found = tuning.varied(
             self,
@@ -81,13 +81,13 @@ class MmaConfig:
         )
         return [one for one in found if one.stages >= 2 and one._fits(problem, device)]
 
-    def _fits(self, problem: Problem, device: Device) -> bool:
+    def _fits(self, problem: GemmProblem, device: Device) -> bool:
         """Whether shared memory and registers suffice."""
         sums = self.tile_m * self.tile_n // self.num_threads(device) * (2 if problem.epilogue.block_scaled else 1)
         enough = self.min_blocks == 1 or self.min_blocks * self.num_threads(device) * sums <= _MAX_RESIDENT_SUMS
         return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
         tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
         splits = self.splits if tiles * self.splits <= 2**31 - 1 else 1
@@ -113,42 +113,42 @@ class MmaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SimtConfig:
+class GemmSimtConfig:
     """The geometry of gemm_simt.cu: rows and columns of a block's tile of sums, of which a thread has 4 x 4."""
 
     tile_m: int
     tile_n: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[SimtConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[GemmSimtConfig]:
         """Other tiles."""
         return tuning.varied(
             self, tile_m=tuning.beside(self.tile_m, 16, 64), tile_n=tuning.beside(self.tile_n, 64, 128)
         )
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
         return problem.kernel(_simt)(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n).launch(
             tiles, self.tile_m * self.tile_n // 16, **problem.arguments()
         )
 
 
-Config = GemmConfig | SwapConfig | MmaConfig | SimtConfig | SkinnyConfig
+Config = GemmConfig | SwapConfig | MmaConfig | GemmSimtConfig | SkinnyConfig
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: GemmProblem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
-    on_hopper = gemm_hopper.serves(problem, device)
+    on_hopper = gemm_sm90.serves(problem, device)
     if _is_skinny(problem, on_hopper):
         return skinny_linear.choose(problem, device)
     if on_hopper:
-        return gemm_hopper.choose(problem, device)
+        return gemm_sm90.choose(problem, device)
     if not multiplies(problem.dtype, device):
-        return SimtConfig(16 if problem.m <= 16 else 64, 64)
+        return GemmSimtConfig(16 if problem.m <= 16 else 64, 64)
     return choose_mma(problem, device)
 
 
-def _is_skinny(problem: Problem, on_hopper: bool) -> bool:
-    """Whether so few rows are bound by reading the weight that skinny_linear.cu, without tensor cores, is faster."""
+def _is_skinny(problem: GemmProblem, on_hopper: bool) -> bool:
+    """Whether so few rows are bound by reading the weight that gemv.cu, without tensor cores, is faster."""
     plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
     if not plain or not problem.rows_are_dense or problem.k == 0:
         return False
@@ -160,7 +160,7 @@ def _is_skinny(problem: Problem, on_hopper: bool) -> bool:
     return problem.m <= _MAX_SMALL_ROWS and weight <= _MAX_SMALL_WEIGHT
 
 
-def choose_mma(problem: Problem, device: Device) -> MmaConfig:
+def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
     """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles."""
     m = tuning.power_of_two(problem.m)
 
@@ -189,6 +189,6 @@ def choose_mma(problem: Problem, device: Device) -> MmaConfig:
     return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
 
 
-def plan(problem: Problem) -> Launch:
+def plan(problem: GemmProblem) -> Launch:
     """The launch of the kernel that is chosen, or forced by `tuning`."""
     return tuning.config(problem.op, problem, problem.device, choose).launch(problem)

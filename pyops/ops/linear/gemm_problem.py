@@ -1,7 +1,7 @@
 """A matrix product and what becomes of its sums: the problem that the plans of this family choose kernels by.
 
 ``out = epilogue(a @ b.T)`` for a [M, K] and b [N, K]: rows of both are what is summed over. `Operand` says where a
-matrix lies, `Epilogue` what becomes of the sums (`gemm_epilogue.cuh` has the formula), `Problem` is all of it.
+matrix lies, `Epilogue` what becomes of the sums (`gemm_epilogue.cuh` has the formula), `GemmProblem` is all of it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Epilogue:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class GemmProblem:
     """``out = epilogue(a @ b.T)``.
 
     Attributes:
@@ -280,7 +280,7 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
 
 def check_linear(
     out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
-) -> Problem:
+) -> GemmProblem:
     """The problem of a linear layer, whose tensors are all of one dtype; OpError for one that no kernel serves."""
     check.floating(input)
     if activation not in ACTIVATIONS:
@@ -294,4 +294,4 @@ def check_linear(
     check.dtype(weight, input.dtype)
     check.row_stride(out)
     epilogue = Epilogue(out, bias=column_bias(bias, input.dtype, output_size), activation=activation)
-    return Problem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue)
+    return GemmProblem(Operand.of_rows(input), Operand.of_rows(weight), hidden_size, epilogue)

@@ -11,7 +11,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml_plan import MAX_FUSED_ROWS, plan
-from .ggml_problem import Problem, format_of
+from .ggml_problem import GgmlProblem, format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg)
     check.dtype(out, X.dtype)
     check.sizes(out, tokens=result.shape[0], row=row)
     check.row_size(out)
-    return plan(Problem(out, W, X, format))
+    return plan(GgmlProblem(out, W, X, format))
 
 
 def random_weight(make: Any, quant_type: int, *sizes: int) -> Any:

@@ -14,7 +14,7 @@ from ..._core.tensor import TensorArg
 from .._shared import ggml_formats
 from .ggml import random_weight
 from .ggml_plan import BLOCK_ROWS, plan
-from .ggml_problem import Choices, Problem, format_of
+from .ggml_problem import Choices, GgmlProblem, format_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def _plan(out: TensorArg, X: TensorArg, W: TensorArg, quant_type: int, tokens: i
     check.dtype(out, X.dtype)
     check.sizes(out, choices=result.shape[0], row=result.shape[1])
     check.row_size(out)
-    return plan(Problem(out, W, X, format, choices))
+    return plan(GgmlProblem(out, W, X, format, choices))
 
 
 @op(returns="out", atol=2.0**-18)

@@ -12,11 +12,11 @@ from ..._core.kernel import Kernel, Launch, Scratch
 from .._shared import ggml_formats
 from . import gemm_plan
 from .gemm_problem import Epilogue, Operand
-from .gemm_problem import Problem as DenseProblem
-from .ggml_problem import UNIT, Problem
+from .gemm_problem import GemmProblem as DenseProblem
+from .ggml_problem import UNIT, GgmlProblem
 
 _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_vec.cu")
-_digits, _simt = Kernel("linear/ggml_mul_mat_digits.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
+_digits, _simt = Kernel("linear/ggml_mul_mat_row.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
 # Measured on an H200: docs/performance/gguf.md.
 MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
@@ -27,10 +27,10 @@ _VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it, if that is enough for 
 _RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
 # Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
-# Of a multiprocessor, for which registers of ggml_mul_mat_digits.cu are bounded; and where rows have experts, elements
+# Of a multiprocessor, for which registers of ggml_mul_mat_row.cu are bounded; and where rows have experts, elements
 # of X are loaded one by one, or codes are looked up: more spill.
 _RESIDENT_DIGITS_THREADS, _FEWER_RESIDENT_THREADS = 1024, 768
-# Types that ggml_mul_mat_digits.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
+# Types that ggml_mul_mat_row.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
 _DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
 # Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
 # docs/performance/amd.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
@@ -38,12 +38,12 @@ _WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
-def _each(problem: Problem, blocks: int) -> int:
+def _each(problem: GgmlProblem, blocks: int) -> int:
     """Of so many blocks, those of a multiprocessor, at most."""
     return -(-blocks // problem.out.device.multiprocessors)
 
 
-def _spread(problem: Problem, blocks: int, shared_memory: int) -> int:
+def _spread(problem: GgmlProblem, blocks: int, shared_memory: int) -> int:
     """Bytes of shared memory of a block; so many that one or two blocks to a multiprocessor leave no room for one more.
 
     Else blocks of the next product, which start before this one ends, find room where they like: three on some
@@ -77,17 +77,17 @@ class MulMatConfig:
         """Of W, of a block."""
         return 16 * self.row_warps
 
-    def num_threads(self, problem: Problem) -> int:
+    def num_threads(self, problem: GgmlProblem) -> int:
         """Of a block."""
         return self.row_warps * self.k_warps * problem.out.device.warp_size
 
-    def shared_memory(self, problem: Problem) -> int:
+    def shared_memory(self, problem: GgmlProblem) -> int:
         """Bytes: the grid of the type, then stages, whose place sums take in the end."""
         padding = 8 if problem.out.device.supports("matrix_cores") else 16
         stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * UNIT + padding) * 2
         return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
 
-    def candidates(self, problem: Problem, device: Device) -> list[MulMatConfig]:
+    def candidates(self, problem: GgmlProblem, device: Device) -> list[MulMatConfig]:
         """Other blocks, stages and splits."""
         found = tuning.varied(
             self,
@@ -101,7 +101,7 @@ class MulMatConfig:
             one for one in found if least <= one.stages <= most and one.shared_memory(problem) <= device.shared_memory
         ]
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GgmlProblem) -> Launch:
         """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
         count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads(problem)
         shared = _spread(problem, count * self.splits, self.shared_memory(problem))
@@ -124,7 +124,7 @@ class MulMatConfig:
         ).launch((count, self.splits), threads, shared, **problem.arguments(), **partial)
 
 
-def _resident(problem: Problem, grid: int, most: int) -> int:
+def _resident(problem: GgmlProblem, grid: int, most: int) -> int:
     """Blocks of a multiprocessor, at most so many, for which the registers of one or two rows are bounded."""
     if problem.choices is None:
         blocks = _each(problem, grid)
@@ -148,12 +148,12 @@ class VecConfig:
     k_warps: int
     stages: int
 
-    def shared_memory(self, problem: Problem) -> int:
+    def shared_memory(self, problem: GgmlProblem) -> int:
         """Bytes: the grid of the type, then stages."""
         stage = 16 * self.row_warps * problem.pitch(self.k_warps) + self.tokens * self.k_warps * UNIT * 2
         return 2 * problem.format.grid_size + self.stages * stage
 
-    def candidates(self, problem: Problem, device: Device) -> list[VecConfig]:
+    def candidates(self, problem: GgmlProblem, device: Device) -> list[VecConfig]:
         """Other blocks and stages."""
         found = tuning.varied(
             self,
@@ -163,7 +163,7 @@ class VecConfig:
         )
         return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GgmlProblem) -> Launch:
         grid = -(-problem.n // (16 * self.row_warps)) * problem.tiles(self.tokens)
         threads = 32 * self.row_warps * self.k_warps
         return problem.specialised(
@@ -180,7 +180,7 @@ class VecConfig:
 
 @dataclass(frozen=True, slots=True)
 class DigitsConfig:
-    """The geometry of ggml_mul_mat_digits.cu; the attributes are constants of the kernel.
+    """The geometry of ggml_mul_mat_row.cu; the attributes are constants of the kernel.
 
     Attributes:
         k_warps: warps, along K.
@@ -190,19 +190,19 @@ class DigitsConfig:
     k_warps: int
     stages: int
 
-    def shared_memory(self, problem: Problem) -> int:
+    def shared_memory(self, problem: GgmlProblem) -> int:
         """Bytes: the grid of the type, zeros, stages of 16 rows of the weight, and two of the digits of a row of X."""
         digits = 3 * (self.k_warps * UNIT + 16) + self.k_warps * UNIT // 16 * 8
         return 2 * problem.format.grid_size + 128 + self.stages * 16 * problem.pitch(self.k_warps) + 2 * digits
 
-    def candidates(self, problem: Problem, device: Device) -> list[DigitsConfig]:
+    def candidates(self, problem: GgmlProblem, device: Device) -> list[DigitsConfig]:
         """Other numbers of warps and stages."""
         found = tuning.varied(
             self, k_warps=tuning.beside(self.k_warps, 2, 8), stages=(self.stages - 1, self.stages + 1)
         )
         return [one for one in found if one.stages >= 2 and one.shared_memory(problem) <= device.shared_memory]
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GgmlProblem) -> Launch:
         grid, threads = -(-problem.n // 16) * problem.tiles(1), 32 * self.k_warps
         is_plain = problem.choices is None and problem.x_access > 1 and problem.format.name == "Q4_K"
         most = _RESIDENT_DIGITS_THREADS if is_plain else _FEWER_RESIDENT_THREADS
@@ -220,7 +220,7 @@ class DigitsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SimtConfig:
+class GgmlSimtConfig:
     """The geometry of ggml_mul_mat_simt.cu; the attributes are constants of the kernel.
 
     Attributes:
@@ -233,11 +233,11 @@ class SimtConfig:
     units: int
     num_threads: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[SimtConfig]:
+    def candidates(self, problem: GgmlProblem, device: Device) -> list[GgmlSimtConfig]:
         """Other parts of K, and blocks."""
         return tuning.varied(self, units=tuning.beside(self.units, 1, 4), num_threads=(128, 256))
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GgmlProblem) -> Launch:
         row_groups = -(-problem.n * problem.out.device.warp_size // self.num_threads)
         return problem.specialised(
             _simt,
@@ -248,10 +248,10 @@ class SimtConfig:
         ).launch(row_groups * problem.tiles(self.tokens), self.num_threads, **problem.arguments())
 
 
-Config = VecConfig | DigitsConfig | MulMatConfig | SimtConfig
+Config = VecConfig | DigitsConfig | MulMatConfig | GgmlSimtConfig
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: GgmlProblem, device: Device) -> Config:
     """The kernel that multiplies format blocks, and its geometry. Equal for all problems of a bucket."""
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
@@ -259,7 +259,7 @@ def choose(problem: Problem, device: Device) -> Config:
     # WMMA of gfx11 takes the time of vector instructions: for few rows more than ggml_mul_mat_simt.cu spends on them.
     is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
     if problem.X.dtype is float32 or not device.supports("products") or is_slow:
-        return SimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
+        return GgmlSimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
     units = max(2, tuning.power_of_two(-(-problem.k // UNIT)))
     if device.supports("matrix_cores"):
         return _of_waves(problem, device, tokens, units)
@@ -275,7 +275,7 @@ def choose(problem: Problem, device: Device) -> Config:
     return config
 
 
-def _of_waves(problem: Problem, device: Device, tokens: int, units: int) -> MulMatConfig:
+def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> MulMatConfig:
     """The geometry on AMD. Blocks leave room for another in shared memory, which multiplies while they store what they
     have loaded, unless there are no more blocks than compute units."""
     tiles = -(-problem.n // 16) * problem.tiles(tokens)
@@ -285,7 +285,7 @@ def _of_waves(problem: Problem, device: Device, tokens: int, units: int) -> MulM
     return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
 
 
-def plan(problem: Problem) -> list[Launch]:
+def plan(problem: GgmlProblem) -> list[Launch]:
     """The launches of a product: one for few rows of X, and for many one that dequantises the weight before it."""
     out, device = problem.out, problem.out.device
     if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:

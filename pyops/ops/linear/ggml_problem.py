@@ -42,7 +42,7 @@ def format_of(W: TensorArg, quant_type: int, num_rows: int, k: int) -> Format:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class GgmlProblem:
     """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`.
 
     With `choices`, W has a matrix for each expert, and X as many rows as tokens.

@@ -10,7 +10,7 @@ from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .fp8_sums import experts_error
+from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped_plan import plan
 from .grouped_problem import ACTIVATIONS, ExpertLists, GroupedProblem, check_scales

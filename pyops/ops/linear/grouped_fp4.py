@@ -26,7 +26,7 @@ from .grouped_rows import (
     swapped,
     weights_of,
 )
-from .mxfp4_codes import few_rows
+from .mxfp4 import few_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

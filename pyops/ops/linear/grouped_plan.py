@@ -12,15 +12,15 @@ from ..._core.tensor_map import TensorMap
 from .gemm_problem import HELD_STAGES, SCALE_BLOCK, multiplies
 from .grouped_problem import GroupedProblem
 
-_hopper, _mma = Kernel("linear/grouped_gemm.cu"), Kernel("linear/grouped_gemm_mma.cu")
+_hopper, _mma = Kernel("linear/grouped_gemm_sm90.cu"), Kernel("linear/grouped_gemm_sm80.cu")
 _simt = Kernel("linear/grouped_gemm_simt.cu")
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
-_STORE_BYTES = 64 * 128  # of a warpgroup of grouped_gemm.cu: 64 rows on their way to out
+_STORE_BYTES = 64 * 128  # of a warpgroup of grouped_gemm_sm90.cu: 64 rows on their way to out
 _BARRIER_BYTES = 2 * 8  # of a stage
 _MAX_STAGES = 16
-_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance/experts.md)
+_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance/products.md)
 _GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
 _MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
 # Rows of an expert from which on tiles of 128 rows are faster than tiles of 64. With scales of blocks, where larger
@@ -35,7 +35,7 @@ _STRADDLING_COST = 16
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """The geometry of grouped_gemm.cu; the attributes are constants of the kernel.
+    """The geometry of grouped_gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m: rows of a tile: 64, whose two warpgroups divide tile_n, or 128 or 192, of which each warpgroup has 64.
@@ -49,7 +49,7 @@ class GroupedConfig:
 
     def __post_init__(self) -> None:
         if self.tile_m not in (64, 128, 192) or self.tile_n % 32 or not 0 < self.tile_n <= 256:
-            raise ValueError(f"no geometry of grouped_gemm.cu: {self}")
+            raise ValueError(f"no geometry of grouped_gemm_sm90.cu: {self}")
 
     @property
     def part_n(self) -> int:
@@ -112,7 +112,7 @@ class GroupedConfig:
 
 @dataclass(frozen=True, slots=True)
 class GroupedMmaConfig:
-    """The geometry of grouped_gemm_mma.cu; the attributes are constants of the kernel.
+    """The geometry of grouped_gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows of a block's tile, and rows of its weights.
@@ -199,7 +199,7 @@ Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 
 
 def serves(problem: GroupedProblem, device: Device) -> bool:
-    """Whether grouped_gemm.cu runs on the device and takes this problem."""
+    """Whether grouped_gemm_sm90.cu runs on the device and takes this problem."""
     supported = problem.dtype in _HOPPER_DTYPES and problem.out.dtype.itemsize == 2
     supported = supported and not (problem.block_scaled and problem.dtype is int8) and not problem.empty
     mapped = problem.vec_size * problem.dtype.itemsize == 16 and problem.k > 0

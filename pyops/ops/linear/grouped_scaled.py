@@ -10,7 +10,7 @@ from ..._core.dtypes import E4M3, float32
 from ..._core.kernel import Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .fp8_sums import experts_error
+from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
 from .grouped import block_scaled_product
 from .grouped_plan import plan
@@ -57,7 +57,8 @@ def cutlass_moe_mm(
     """fp8 rows times the weights of their experts: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
     Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. Sums are those of tensor cores for fp8 (`fp8_sums.py`). After vLLM's op of this name.
+    experts must not be the same. Sums are those of tensor cores for fp8 (`fp8_accumulation.py`). After vLLM's
+    op of this name.
 
     Args:
         out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.

@@ -11,7 +11,7 @@ from ..._core.kernel import Launch, Scratch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
 from . import dequantize_packed, grouped_plan
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .grouped_rows import (

@@ -11,7 +11,7 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand, column_bias
 from .marlin_weight import (
     check_order,

@@ -8,7 +8,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.kernel import Launch, Scratch
 from . import dequantize_packed, grouped_plan, packed_tile
-from .gather_rows import gathered
+from .expert_rows import gathered
 from .gemm_problem import Operand
 from .grouped_problem import GroupedProblem
 from .packed_hopper import PackedConfig, max_boxes, step_rows
@@ -25,12 +25,12 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-# Rows of an expert up to which gemm_packed_mma.cu takes less time than gemm_packed.cu, where that runs (4 and 8 rows of
-# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts: tiles"), and than weights in full, by products
+# Rows of an expert up to which wq_gemm_sm80.cu takes less time than wq_gemm_sm90.cu, where that runs (4 and 8 rows of
+# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts"), and than weights in full, by products
 # without experts.
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
-_MIN_WARPS = 4  # of a block of gemm_packed_mma.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
-# {rows of a tile of gemm_packed.cu: its columns}, of which registers allow no more: a step takes the cycles of its
+_MIN_WARPS = 4  # of a block of wq_gemm_sm80.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
+# {rows of a tile of wq_gemm_sm90.cu: its columns}, of which registers allow no more: a step takes the cycles of its
 # products and those of codes, which are made numbers once for all rows (docs/performance/experts.md).
 TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
 _BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # places of a block of lists
@@ -72,13 +72,13 @@ def serves(problem: PackedProblem, device: Device) -> bool:
 
 
 def _serves_tile(problem: PackedProblem, device: Device) -> bool:
-    """Whether gemm_packed_tile.cu has an instance for this problem, and a tile that divides the lists' blocks."""
+    """Whether wq_gemm_cdna.cu has an instance for this problem, and a tile that divides the lists' blocks."""
     assert problem.experts is not None
     return problem.experts.lists.block_size % 8 == 0 and serves_tile(problem, device)
 
 
 def serves_many(problem: PackedProblem, device: Device) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem."""
+    """Whether wq_gemm_sm90.cu has an instance for this problem."""
     w, experts = problem.weight, problem.experts
     assert experts is not None
     step = step_rows(problem.weight.layout)
@@ -102,7 +102,7 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
 def choose(problem: PackedProblem, device: Device) -> Config:
     """The kernel for a problem that one `serves`, and its geometry: tiles that divide the lists' blocks.
 
-    Tiles of gemm_packed_mma.cu have as many rows as an expert is likely to have, those of gemm_packed.cu all they can.
+    Tiles of wq_gemm_sm80.cu have as many rows as an expert is likely to have, those of wq_gemm_sm90.cu all they can.
     """
     experts, w, rows = problem.experts, problem.weight, problem.rows_of_weight
     assert experts is not None

@@ -1,4 +1,4 @@
-"""Products with packed weights by wgmma on compute capability 9.0: gemm_packed.cu, its geometry and tensor maps."""
+"""Products with packed weights by wgmma on compute capability 9.0: wq_gemm_sm90.cu, its geometry and tensor maps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
-from .gemm_hopper import CLUSTERS
+from .gemm_sm90 import CLUSTERS
 from .packed_problem import PackedProblem
 
-_gemm_packed = Kernel("linear/gemm_packed.cu")
+_wq_gemm_sm90 = Kernel("linear/wq_gemm_sm90.cu")
 
 _ROW_BYTES = 128  # of a, of a step
 _TABLE_BYTES = 8  # of a column of W4A8, in a group
@@ -43,7 +43,7 @@ _MAX_PARTS = 4  # of a tile of the last round: the last block to arrive reads th
 
 @dataclass(frozen=True, slots=True)
 class PackedConfig:
-    """The geometry of gemm_packed.cu; the attributes are constants of the kernel.
+    """The geometry of wq_gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
@@ -72,7 +72,7 @@ class PackedConfig:
         large = self.min_blocks == self.splits == 1 and self.tile_m > _MAX_SHARED_ROWS
         counts = self.max_parts > 0 and all(one in (1, 2) for one in (self.chunk, self.boxes, self.neighbours))
         if not (shape and shared and roomy and (alone or large) and counts):
-            raise ValueError(f"no geometry of gemm_packed.cu: {self}")
+            raise ValueError(f"no geometry of wq_gemm_sm90.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedConfig]:
         """Other tiles, splits, and products in flight."""
@@ -119,7 +119,7 @@ class PackedConfig:
         blocks = sharers(self, rest, -(-weight.k // step), clusters, weight.layout)
         parts = rest + blocks - 1 if blocks > rest > 0 else 0  # of all tiles of the rest
         grid = tiles if self.splits > 1 else min(max(tiles, blocks), clusters * self.min_blocks)
-        kernel = problem.kernel(_gemm_packed.for_arch(device.arch_feature))
+        kernel = problem.kernel(_wq_gemm_sm90.for_arch(device.arch_feature))
         launch = kernel(
             **constants,
             TILE_M=self.tile_m,

@@ -1,4 +1,4 @@
-"""Products of few rows with packed weights by wgmma (compute capability 9.0): gemm_packed_narrow.cu, its geometry."""
+"""Products of few rows with packed weights by wgmma (compute capability 9.0): wq_gemm_sm90_small_m.cu, its geometry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..._core.kernel import Kernel, Launch
 from . import packed_hopper
 from .packed_problem import PackedProblem, PackedWeight
 
-_gemm_packed_narrow = Kernel("linear/gemm_packed_narrow.cu")
+_wq_gemm_sm90_small_m = Kernel("linear/wq_gemm_sm90_small_m.cu")
 
 MAX_ROWS = 16  # of a tile
 STEP = 128  # rows of a weight
@@ -20,14 +20,14 @@ _BARRIER_BYTES = 8
 _TURNS = 4  # warpgroups, which take steps in turn
 _STAGES = (4, 8)  # that shared memory has room for
 _LAYOUTS = ("marlin", "awq", "exllama")
-# Of multiprocessors, those that have a tile, from which on the kernel is faster than gemm_packed_mma.cu: measured on an
-# H200 (docs/performance/packed.md, "Few rows by wgmma").
+# Share of SMs with a tile from which on the kernel is faster than wq_gemm_sm80.cu: measured on an
+# H200 (docs/performance/packed.md, "M of 9 to 16 by WGMMA").
 _MIN_FULL = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class PackedNarrowConfig:
-    """The geometry of gemm_packed_narrow.cu.
+    """The geometry of wq_gemm_sm90_small_m.cu.
 
     Attributes:
         stages: steps in shared memory, of which a warpgroup has every fourth.
@@ -37,7 +37,7 @@ class PackedNarrowConfig:
 
     def __post_init__(self) -> None:
         if self.stages not in _STAGES:
-            raise ValueError(f"no geometry of gemm_packed_narrow.cu: {self}")
+            raise ValueError(f"no geometry of wq_gemm_sm90_small_m.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedNarrowConfig]:
         """Fewer stages."""
@@ -50,7 +50,7 @@ class PackedNarrowConfig:
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
         sums = MAX_ROWS * _TILE_N * 4
         tiles = -(-problem.m // MAX_ROWS) * -(-weight.n // _TILE_N)
-        kernel = problem.kernel(_gemm_packed_narrow.for_arch(device.arch_feature))
+        kernel = problem.kernel(_wq_gemm_sm90_small_m.for_arch(device.arch_feature))
         launch = kernel(
             **problem.constants(),
             TILE_M=MAX_ROWS,

@@ -1,7 +1,7 @@
 """Which kernel serves a product with a weight of packed codes, and how: a Config for each, the choice, the launches.
 
-Four kernels read the codes themselves: gemm_packed_mma.cu for few rows, gemm_packed_narrow.cu and gemm_packed.cu on
-compute capability 9.0, and gemm_packed_tile.cu on AMD. What they do not serve is written in full and multiplied
+Four kernels read the codes themselves: wq_gemm_sm80.cu for few rows, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
+compute capability 9.0, and wq_gemm_cdna.cu on AMD. What they do not serve is written in full and multiplied
 (`dequantize_packed`).
 """
 
@@ -16,13 +16,13 @@ from ..._core.kernel import Kernel, Launch
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper, packed_narrow, packed_tile
-from .gemm_hopper import CLUSTERS
+from .gemm_sm90 import CLUSTERS
 from .packed_hopper import PackedConfig, step_rows
 from .packed_narrow import PackedNarrowConfig
 from .packed_problem import PackedProblem, PackedWeight
 from .packed_tile import PackedTileConfig
 
-_gemm_packed_mma = Kernel("linear/gemm_packed_mma.cu")
+_wq_gemm_sm80 = Kernel("linear/wq_gemm_sm80.cu")
 
 _TILE_N = 64  # columns that every tile divides, or has
 _MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
@@ -49,17 +49,17 @@ _RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
 # Up to how many rows lanes hold codes of the next step in registers, by layouts and bits.
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
 _MAX_HELD_NIBBLES = 8  # the same of bfloat16 and integers of 8 bits: 16 rows would spill registers
-_MAX_HALF_ROWS = 8  # up to which gemm_packed_mma.cu is faster than gemm_packed_narrow.cu, or as fast
+_MAX_HALF_ROWS = 8  # up to which wq_gemm_sm80.cu is faster than wq_gemm_sm90_small_m.cu, or as fast
 # Chosen by arithmetic, measured nowhere yet.
 _LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
-_MAX_FEW_ROWS = 16  # up to which gemm_packed_mma.cu is faster than gemm_packed.cu
+_MAX_FEW_ROWS = 16  # up to which wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu
 _MAX_ROWS = 64  # up to which it is faster than writing the weight in full
-_MAX_APART_ROWS = 512  # up to which gemm_packed.cu is, where threads add up sums of fp8
+_MAX_APART_ROWS = 512  # up to which wq_gemm_sm90.cu is, where threads add up sums of fp8
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMmaConfig:
-    """The geometry of gemm_packed_mma.cu; the attributes are constants of the kernel.
+    """The geometry of wq_gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
@@ -79,7 +79,7 @@ class PackedMmaConfig:
     def __post_init__(self) -> None:
         resident = _RESIDENT.get((self.tile_m, self.tile_n), 0)
         if self.splits not in (1, 2, 4, 8) or not 1 <= self.warps <= self.warps * self.min_blocks <= resident:
-            raise ValueError(f"no geometry of gemm_packed_mma.cu: {self}")
+            raise ValueError(f"no geometry of wq_gemm_sm80.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedMmaConfig]:
         """Other tiles, warps and splits."""
@@ -115,7 +115,7 @@ class PackedMmaConfig:
         own = ((device.shared_memory + 1024) // self.min_blocks - 1024) // self.warps  # of a warp
         stages = max(_MIN_STAGES, min(_MAX_STAGES, own // stage))
         sums = self.tile_n * max(8, self.tile_m) * 4
-        kernel = problem.kernel(_gemm_packed_mma)
+        kernel = problem.kernel(_wq_gemm_sm80)
         launch = kernel(
             **problem.constants(),
             WHOLE_STEPS=weight.k % rows_of_step(weight, self.tile_n) == 0,
@@ -183,12 +183,12 @@ def fitting(config: PackedMmaConfig, problem: PackedProblem, device: Device) -> 
 
 
 def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
-    """Rows of the weight of a step of gemm_packed_mma.cu, whose tiles have `tile_n` columns."""
+    """Rows of the weight of a step of wq_gemm_sm80.cu, whose tiles have `tile_n` columns."""
     return _SHORT_STEP if _is_for_few(weight) else _WORDS // weight.bits * 64 // tile_n
 
 
 def _is_for_few(weight: PackedWeight) -> bool:
-    """Whether no kernel but gemm_packed_mma.cu reads these codes."""
+    """Whether no kernel but wq_gemm_sm80.cu reads these codes."""
     return weight.bits == 3 or weight.layout == "marlin_24"
 
 
@@ -198,29 +198,29 @@ def _rows_of_words(weight: PackedWeight) -> int:
 
 
 def _is_wide(weight: PackedWeight) -> bool:
-    """Whether tiles of gemm_packed_mma.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
+    """Whether tiles of wq_gemm_sm80.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
     return weight.layout == "awq" and weight.n % 128 == 0 and fits(weight, rows_of_step(weight, 128))
 
 
 def _may_hold(weight: PackedWeight) -> bool:
-    """Whether lanes of gemm_packed_mma.cu may hold codes: of layouts where this was faster for some rows."""
+    """Whether lanes of wq_gemm_sm80.cu may hold codes: of layouts where this was faster for some rows."""
     return (weight.layout, weight.bits) in _HELD
 
 
 def serves_few(problem: PackedProblem, device: Device) -> bool:
-    """Whether gemm_packed_mma.cu has an instance for this problem."""
+    """Whether wq_gemm_sm80.cu has an instance for this problem."""
     w = problem.weight
     return reads_codes(problem) and device.supports("mma") and fits(w, rows_of_step(w, 64))
 
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:
-    """Whether gemm_packed_tile.cu serves this problem: on AMD, where no other kernel reads codes."""
+    """Whether wq_gemm_cdna.cu serves this problem: on AMD, where no other kernel reads codes."""
     w = problem.weight
     return device.supports("matrix_cores") and reads_codes(problem) and not _is_for_few(w) and packed_tile.takes(w)
 
 
 def _serves_narrow(problem: PackedProblem, device: Device, m: int) -> bool:
-    """Whether gemm_packed_narrow.cu takes less time for at most `m` rows than gemm_packed_mma.cu."""
+    """Whether wq_gemm_sm90_small_m.cu takes less time for at most `m` rows than wq_gemm_sm80.cu."""
     w = problem.weight
     served = device.supports("wgmma") and packed_narrow.takes(w) and _is_mapped(problem)
     return m > _MAX_HALF_ROWS and served and packed_narrow.fills(w, device)
@@ -273,7 +273,7 @@ def choose_mma(
 
 
 def rounds_once(w: PackedWeight) -> bool:
-    """Whether gemm_packed.cu rounds a weight once: not a difference from a float, and then its product with a scale."""
+    """Whether wq_gemm_sm90.cu rounds a weight once: not a difference from a float, then its product with a scale."""
     return w.zero_kind != "floats" or w.scales is None
 
 
@@ -299,7 +299,7 @@ def reads_codes(problem: PackedProblem) -> bool:
 
 
 def _reads_tables(problem: PackedProblem) -> bool:
-    """Whether gemm_packed.cu has an instance for this problem of W4A8."""
+    """Whether wq_gemm_sm90.cu has an instance for this problem of W4A8."""
     w, a = problem.weight, problem.a
     tables = w.layout == "w4a8" and w.scale_kind == "products" and w.scales is not None and w.k % 32 == 0
     aligned = a.vec_size(w.k) == 16 and all(one.alignment == 16 for one in (w.codes, w.scales) if one is not None)

@@ -178,7 +178,7 @@ class PackedProblem:
         ]
         return " ".join(words)
 
-    # For kernels that read codes themselves: gemm_packed.cu and gemm_packed_mma.cu.
+    # For kernels that read codes themselves: wq_gemm_sm90.cu and wq_gemm_sm80.cu.
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """`kernel`, its pointers fed by the op's tensors, or by names that no tensor of an op has."""

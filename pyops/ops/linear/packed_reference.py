@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..._core.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
 from .._shared.scalar_type import E2M1_NUMBERS
-from .fp8_sums import FLOAT32_ERROR
+from .fp8_accumulation import FLOAT32_ERROR
 from .scaled_mm import scaled
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Products with packed weights on AMD's matrix cores: gemm_packed_tile.cu, and its geometry."""
+"""Products with packed weights on AMD's matrix cores: wq_gemm_cdna.cu, and its geometry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..._core.dtypes import float16
 from ..._core.kernel import Kernel, Launch, Scratch
 from .packed_problem import PackedProblem, PackedWeight
 
-_gemm_packed_tile = Kernel("linear/gemm_packed_tile.cu")
+_wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")
 
 STEP = 64  # rows of the weight of a step
 _ROW_BYTES = 128  # of a row of a stage
@@ -71,7 +71,7 @@ class TileGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PackedTileConfig(TileGeometry):
-    """The geometry of gemm_packed_tile.cu.
+    """The geometry of wq_gemm_cdna.cu.
 
     Attributes:
         splits: blocks that share a tile, each with a part of K.
@@ -109,7 +109,7 @@ class PackedTileConfig(TileGeometry):
         if splits > 1:
             partial["partial"] = Scratch(tiles * splits * self.tile_m * self.tile_n * 4)
             partial["arrived"] = Scratch(tiles * 4, zeroed=True)
-        kernel = problem.kernel(_gemm_packed_tile)
+        kernel = problem.kernel(_wq_gemm_cdna)
         launch = kernel(
             **problem.constants(),
             IN_PAIRS=_in_pairs(problem),

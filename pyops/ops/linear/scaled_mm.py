@@ -10,9 +10,9 @@ from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op, registry
 from ..._core.tensor import TensorArg
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_plan import MIN_CAPABILITY, plan
-from .gemm_problem import SCALE_BLOCK, Epilogue, Operand, Problem, column_bias
+from .gemm_problem import SCALE_BLOCK, Epilogue, GemmProblem, Operand, column_bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +38,11 @@ def cutlass_scaled_mm(
     matrix, of rows of a and of columns of b may be mixed. Scales of any other number of elements are those of blocks:
     ``out[m, n] = sum_j a_scales[m, j] * b_scales[j, n // 128] * (a[m, j-th 128] . b[j-th 128, n])``.
 
-    Tensor cores of Hopper keep 14 bits of what they add up of fp8 (`fp8_sums.py`). For a float16 out they add up 64
-    elements of K, and float32 the rest; for bfloat16 likewise 128 where M is at most 64 or scales are those of blocks.
-    There the largest error is less than 1.5 times that of rounding once. Otherwise they add up all of K, as in
-    CUTLASS's FastAccum: of random numbers, the largest error is 1.1 times that of rounding to bfloat16 for 1024
-    elements, 2.2 times for 4096 and 2.5 times for 14336.
+    Tensor cores of Hopper keep 14 bits of what they add up of fp8 (`fp8_accumulation.py`). For a float16 out they
+    add up 64 elements of K, and float32 the rest; for bfloat16 likewise 128 where M is at most 64 or scales are
+    those of blocks. There the largest error is less than 1.5 times that of rounding once. Otherwise they add up all
+    of K, as in CUTLASS's FastAccum: of random numbers, the largest error is 1.1 times that of rounding to bfloat16
+    for 1024 elements, 2.2 times for 4096 and 2.5 times for 14336.
 
     Args:
         out: [M, N] float16 or bfloat16, written; elements of a row lie one after another.
@@ -110,7 +110,7 @@ def plan_cutlass_scaled_mm(
         check_scales(m, a_scales)
         check_scales(n, b_scales)
     epilogue = Epilogue(out, a_scales, b_scales, bias=column_bias(bias, out.dtype, n), block_scaled=blocked)
-    return plan(Problem(rows, columns, k, epilogue))
+    return plan(GemmProblem(rows, columns, k, epilogue))
 
 
 @cutlass_scaled_mm.example
@@ -194,7 +194,7 @@ def plan_cutlass_scaled_mm_azp(
     check.elements(azp_adj, int32, n)
     check.elements(azp, int32, m)
     epilogue = Epilogue(out, a_scales, b_scales, azp_adj, azp, column_bias(bias, out.dtype, n))
-    return plan(Problem(rows, columns, k, epilogue))
+    return plan(GemmProblem(rows, columns, k, epilogue))
 
 
 @cutlass_scaled_mm_azp.example

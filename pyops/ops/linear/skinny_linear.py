@@ -10,7 +10,7 @@ from ..._core import tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
 from ..._core.tensor import TensorArg
-from .gemm_problem import Problem, check_linear
+from .gemm_problem import GemmProblem, check_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["skinny_linear"]
 
-_skinny_linear = Kernel("linear/skinny_linear.cu")
+_gemv = Kernel("linear/gemv.cu")
 # Measured on an H200: docs/performance/products.md, "`skinny_linear`".
 _MAX_TOKENS = 4  # tokens of a block; a lane has a sum for each of them in registers
 _MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many others
@@ -30,7 +30,7 @@ _RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for on
 
 @dataclass(frozen=True)
 class SkinnyConfig:
-    """The geometry of skinny_linear.cu; the attributes are constants of the kernel.
+    """The geometry of gemv.cu; the attributes are constants of the kernel.
 
     Attributes:
         vec_size: elements of a vector.
@@ -53,7 +53,7 @@ class SkinnyConfig:
         block_rows = self.num_threads // device.warp_size // self.split
         return min(-(-output_size // block_rows), device.multiprocessors * self.min_blocks)
 
-    def candidates(self, problem: Problem, device: Device) -> list[SkinnyConfig]:
+    def candidates(self, problem: GemmProblem, device: Device) -> list[SkinnyConfig]:
         """Other warps for a row, vectors in flight, registers, and tokens of a block if there are several."""
         found = [tuning.resized(self, device.warp_size * max(_MIN_WARPS, split), split=split) for split in _SPLITS]
         return found + tuning.varied(
@@ -63,11 +63,11 @@ class SkinnyConfig:
             tokens=tuning.beside(self.tokens, 1, 2 * _MAX_TOKENS) if problem.m > 1 else (),
         )
 
-    def launch(self, problem: Problem) -> Launch:
+    def launch(self, problem: GemmProblem) -> Launch:
         """The launch for a problem whose sums become elements of out by conversion, and at most a bias."""
         given = (problem.epilogue.out, problem.a.source, problem.b.source, problem.epilogue.bias)
         pairs = dict(zip(("out", "input", "weight", "bias"), given, strict=True))
-        kernel = _skinny_linear.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
+        kernel = _gemv.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
         pointers: dict[str, Any] = {name: one or 0 for name, one in pairs.items() if not isinstance(one, TensorArg)}
         strides = problem.epilogue.arguments()
         return kernel(
@@ -92,7 +92,7 @@ class SkinnyConfig:
         )
 
 
-def choose(problem: Problem, device: Device) -> SkinnyConfig:
+def choose(problem: GemmProblem, device: Device) -> SkinnyConfig:
     """The geometry for one token or for several."""
     return _choose(problem.k, problem.vec_size, problem.m != 1, device.warp_size)
 

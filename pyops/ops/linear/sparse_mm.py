@@ -11,9 +11,9 @@ from ..._core.lazy import torch
 from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
-from .gemm_problem import Epilogue, Operand, Problem, column_bias
+from .gemm_problem import Epilogue, GemmProblem, Operand, column_bias
 from .scaled_mm import check_scales, codes, scaled
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def plan_cutlass_scaled_sparse_mm(
     )
     operand = Operand.of_scratch(dense, a.dtype, n, k)
     epilogue = Epilogue(out, a_scales, b_scales, bias=column_bias(bias, out.dtype, n))
-    product = plan(Problem(Operand.of_matrix(a), operand, k, epilogue))
+    product = plan(GemmProblem(Operand.of_matrix(a), operand, k, epilogue))
     return [] if product.empty else [expand, product]
 
 

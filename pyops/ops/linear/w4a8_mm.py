@@ -17,7 +17,7 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg, new
 from .._shared.scalar_type import int4
-from .fp8_sums import absolute_error
+from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan
 from .packed_problem import PackedProblem, PackedWeight
@@ -191,7 +191,7 @@ def cutlass_w4a8_mm(
     The products of codes and scales are read from ``group_scales``; those of positive codes are those of negative ones
     with the other sign.
 
-    Sums are those of tensor cores for fp8 (`fp8_sums.py`); the result is rounded once.
+    Sums are those of tensor cores for fp8 (`fp8_accumulation.py`); the result is rounded once.
 
     Args:
         A: [M, K] float8_e4m3fn; rows of one stride.
@@ -200,7 +200,7 @@ def cutlass_w4a8_mm(
             returns them.
         group_size: rows under one scale; divides K.
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
-        out_type: of a new out: bfloat16 or float16, whose sums take longer (`fp8_sums.py`); None for bfloat16.
+        out_type: of a new out: bfloat16 or float16, whose sums take longer (`fp8_accumulation.py`); None for bfloat16.
         maybe_schedule: None, or a name of vLLM's; it has no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
     """

@@ -10,7 +10,7 @@ from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
 from ..._core.kernel import Kernel, Launch, Scratch
-from ._chunk_scan_problem import BLOCKS, MAX_ROWS, Problem
+from ._chunk_scan_problem import BLOCKS, MAX_ROWS, ChunkScanProblem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")
 _chunk_scan_states = Kernel("mamba/chunk_scan_states.cu")
@@ -33,7 +33,7 @@ _PASS_THREADS, _PASS_BATCH = 128, 8  # of chunk_scan_pass.cu: threads of a block
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class ChunkScanConfig:
     """How one call runs.
 
     Attributes:
@@ -51,7 +51,7 @@ class Config:
     segment_tokens: int = _TOKENS
     segment_wgmma: bool = False
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: ChunkScanProblem, device: Device) -> list[ChunkScanConfig]:
         """Other warps, where both kinds have whole ones, and registers."""
         row_tiles = (1, 2) if problem.uses_products and _may_have_two_tiles(problem) else ()
         several = problem.uses_products and problem.segments(problem.row_blocks)[0] > 1
@@ -66,21 +66,23 @@ class Config:
         )
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: ChunkScanProblem, device: Device) -> ChunkScanConfig:
     """The warps that read B and C least often, if their registers do not spill; on AMD the most waves."""
     if not device.supports("mma"):
-        return Config(1, 1)
+        return ChunkScanConfig(1, 1)
     two_tiles = problem.uses_products and _may_have_two_tiles(problem) and int(device.arch[3:]) < _FIRST_SPILLING_ARCH
     row_tiles = 2 if two_tiles else 1
     wide = problem.uses_products and device.shared_memory >= _WIDE_SHARED
-    return Config(row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide], problem.uses_wgmma)
+    return ChunkScanConfig(
+        row_tiles, 1, 1 if wide else row_tiles, 2 if wide else 1, _SEGMENT_TOKENS[wide], problem.uses_wgmma
+    )
 
 
-def _may_have_two_tiles(problem: Problem) -> bool:
+def _may_have_two_tiles(problem: ChunkScanProblem) -> bool:
     return problem.heads * problem.head_tile == MAX_ROWS
 
 
-def launches(problem: Problem, config: Config) -> list[Launch]:
+def launches(problem: ChunkScanProblem, config: ChunkScanConfig) -> list[Launch]:
     """The scan; before it, if there are several segments, the states that these begin with."""
     call = problem.call
     num_heads, head_size, num_groups, state_size = problem.sizes
@@ -129,7 +131,7 @@ class Geometry(NamedTuple):
 
 
 def _launches_products(
-    problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
+    problem: ChunkScanProblem, config: ChunkScanConfig, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     heads, rows, state_size = problem.heads, problem.heads * problem.head_tile, problem.sizes[3]
     device, out = problem.call["x"].device, problem.call["out"]
@@ -154,7 +156,7 @@ def _launches_products(
     return _both(problem, arguments, problem.row_blocks, geometry)
 
 
-def _shared_memory(problem: Problem, tokens: int, of_segments: bool) -> tuple[int, int]:
+def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) -> tuple[int, int]:
     """Stages of chunk_scan.cu, and bytes of dynamic shared memory: x, B and C of each stage, and weights of each head.
 
     On AMD as many blocks as there may be fit a compute unit, if they can, and then as many stages.
@@ -178,7 +180,7 @@ def _shared_memory(problem: Problem, tokens: int, of_segments: bool) -> tuple[in
     return stages, stages * stage_bytes + weight_bytes
 
 
-def _options(problem: Problem, of_segments: bool) -> dict[str, bool]:
+def _options(problem: ChunkScanProblem, of_segments: bool) -> dict[str, bool]:
     call = problem.call
     return {
         "SEGMENT_STATES": of_segments,
@@ -188,7 +190,7 @@ def _options(problem: Problem, of_segments: bool) -> dict[str, bool]:
 
 
 def _launches_simt(
-    problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any]
+    problem: ChunkScanProblem, config: ChunkScanConfig, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     num_heads, head_size, _, state_size = problem.sizes
     lanes = min(32, tuning.power_of_two(-(-state_size // _MAX_ITEMS)))
@@ -202,7 +204,7 @@ def _launches_simt(
 
 
 def _both(
-    problem: Problem, arguments: dict[str, Any], row_blocks: int, geometry: Callable[[bool], Geometry]
+    problem: ChunkScanProblem, arguments: dict[str, Any], row_blocks: int, geometry: Callable[[bool], Geometry]
 ) -> list[Launch]:
     """The launches: those of the states of segments (geometry(True)), if there are several, and that of the results."""
     num_heads, head_size, _, state_size = problem.sizes

@@ -21,7 +21,7 @@ _WIDE = 64  # elements of a row of the tiles of chunk_scan_states.cu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class ChunkScanProblem:
     """A call of `mamba_chunk_scan_varlen`, its arguments by name."""
 
     call: Mapping[str, Any]
@@ -121,7 +121,7 @@ class Problem:
         )
 
 
-def check_scan(call: Mapping[str, Any]) -> Problem:
+def check_scan(call: Mapping[str, Any]) -> ChunkScanProblem:
     """The problem of a call; OpError for a call that no kernel serves."""
     x, dt, B, C, out, D, z = (call[name] for name in ("x", "dt", "B", "C", "out", "D", "z"))
     check.floating(x)
@@ -159,7 +159,7 @@ def check_scan(call: Mapping[str, Any]) -> Problem:
     check.shape(call["initial_states"], num_seqs=num_seqs, **rest)
     count = {"num_chunks": num_chunks} if call["return_intermediate_states"] else {"num_seqs": num_seqs}
     check.shape(call["states"], **count, **rest)
-    return Problem(call)
+    return ChunkScanProblem(call)
 
 
 def check_heads(arg: TensorArg) -> None:

@@ -32,7 +32,7 @@ _TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class GatedDeltaProblem:
     """A call of an op of the gated delta rule, its arguments by name.
 
     `state` is the state that a sequence begins with, or None; `result` gets the states, or is None.
@@ -75,7 +75,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class GatedDeltaConfig:
     """The geometry of gated_delta_chunk.cu or gated_delta_recurrent.cu.
 
     Attributes:
@@ -86,28 +86,28 @@ class Config:
     warps: int
     min_blocks: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: GatedDeltaProblem, device: Device) -> list[GatedDeltaConfig]:
         """Larger and smaller blocks, and more registers or fewer."""
         sizes = (2, 4, 8) if device.warp_size == 32 or not problem.uses_products else (2, 4)
         warps = [w for w in sizes if not problem.uses_products or problem.call["v"].shape[3] % (16 * w) == 0]
         return tuning.varied(self, warps=warps, min_blocks=(1, 2))
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
     """Blocks with few rows where large ones would leave multiprocessors idle."""
     if not problem.uses_products:
-        return Config(_WARPS, 1)
+        return GatedDeltaConfig(_WARPS, 1)
     _, _, value_heads, value_size = problem.call["v"].shape
     num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
     large = (
         device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
     )
     if large and tiles(device, problem.call["q"].shape[3], _LARGE_WARPS) is not None:
-        return Config(_LARGE_WARPS, 1)
-    return Config(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
+        return GatedDeltaConfig(_LARGE_WARPS, 1)
+    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
 
 
-def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> Problem:
+def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> GatedDeltaProblem:
     """The problem of a call; OpError for a call that no kernel serves."""
     q, v, o = call["q"], call["v"], call["o"]
     check.floating(q)
@@ -143,7 +143,7 @@ def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorA
         if arg is not None:
             check.floating(arg)
             check.sizes(arg, count=None, value_heads=value_heads, **dict(zip(("rows", "columns"), last, strict=True)))
-    return Problem(call, state, result)
+    return GatedDeltaProblem(call, state, result)
 
 
 def token_stride(arg: TensorArg) -> int:
@@ -178,7 +178,7 @@ def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
     return None
 
 
-def launch(problem: Problem, config: Config) -> Launch:
+def launch(problem: GatedDeltaProblem, config: GatedDeltaConfig) -> Launch:
     """The launch for either op."""
     call, state, result = problem.call, problem.state, problem.result
     q, v, g, beta, cu_seqlens = (call[name] for name in ("q", "v", "g", "beta", "cu_seqlens"))
@@ -224,7 +224,11 @@ def launch(problem: Problem, config: Config) -> Launch:
 
 
 def _launch_recurrent(
-    problem: Problem, config: Config, constants: dict[str, Any], arguments: dict[str, Any], num_heads: int
+    problem: GatedDeltaProblem,
+    config: GatedDeltaConfig,
+    constants: dict[str, Any],
+    arguments: dict[str, Any],
+    num_heads: int,
 ) -> Launch:
     call, states = problem.call, [arg for arg in (problem.state, problem.result) if arg is not None]
     indices, accepted = call.get("ssm_state_indices"), call.get("num_accepted_tokens")
@@ -254,7 +258,7 @@ def _launch_recurrent(
     )
 
 
-def check_states(call: Mapping[str, Any], problem: Problem) -> None:
+def check_states(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
     """The states of `gated_delta_rule`: one for each sequence, contiguous."""
     for arg in (call["initial_state"], call["final_state"]):
         if arg is not None:
@@ -263,7 +267,7 @@ def check_states(call: Mapping[str, Any], problem: Problem) -> None:
             check.contiguous(arg)
 
 
-def check_slots(call: Mapping[str, Any], problem: Problem) -> None:
+def check_slots(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
     """The state and the slots of `gated_delta_rule_update`."""
     state, indices, accepted = (call[name] for name in ("state", "ssm_state_indices", "num_accepted_tokens"))
     num_seqs, inner = problem.num_seqs, 1

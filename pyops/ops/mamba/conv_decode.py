@@ -63,7 +63,9 @@ def causal_conv1d_decode(
             prefix caching; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
         num_accepted_tokens: [num_seqs], at least 1: how many tokens of the last call are kept; None without
             speculative decoding.
-        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last.
+        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. A start
+            below 0 is taken for 0, one behind the tokens for their end. Where starts do not ascend, sequences share
+            tokens: these tokens, and the states of these sequences, are undefined.
         max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
         pad_slot_id: the slot that stands for none.
         block_idx_last_scheduled_token, initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching:

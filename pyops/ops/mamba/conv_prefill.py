@@ -78,7 +78,9 @@ def causal_conv1d_prefill(
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
-            all other indices are int32, or all are int64.
+            all other indices are int32, or all are int64. A start below 0 is taken for 0, one behind the tokens for
+            their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the states
+            of these sequences, are undefined.
         cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
         has_initial_state: [num_seqs] bool; None if no sequence has one.
         activation: act of the formula: "silu", which is also called "swish", or None.

@@ -117,7 +117,7 @@ _MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 
 
 @dataclass(frozen=True)
-class Problem:
+class Fp4Problem:
     """What the geometry depends on.
 
     Attributes:
@@ -142,7 +142,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Config:
+class Fp4Config:
     """How a thread's columns and rows are chosen.
 
     Attributes:
@@ -157,14 +157,14 @@ class Config:
     rounds: int
     min_blocks: int
 
-    def grid(self, problem: Problem) -> tuple[int, int, int]:
+    def grid(self, problem: Fp4Problem) -> tuple[int, int, int]:
         """Blocks beside each other; blocks below each other, in two dimensions."""
         block_rows = _NUM_THREADS // self.row_threads
         row_units = -(-problem.scale_rows // (self.unit * block_rows)) * self.unit
         below = -(-row_units // max(1, self.rounds))
         return -(-problem.columns // self.row_threads), min(below, _MAX_GRID), -(-below // _MAX_GRID)
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: Fp4Problem, device: Device) -> list[Fp4Config]:
         """Other threads side by side, units, rounds and registers. A block of experts stays inside one tile."""
         rounds = tuning.beside(self.rounds, self.unit, _MAX_CANDIDATE_ROUNDS)
         found = tuning.varied(
@@ -180,7 +180,7 @@ class Config:
         return [one for one in found if one.rounds * (_NUM_THREADS // one.row_threads) <= max_rows]
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: Fp4Problem, device: Device) -> Fp4Config:
     """Units of four rows where they leave no multiprocessor idle, else single rows, shared equally in whole waves."""
     row_threads = min(_NUM_THREADS, max(_MIN_ROW_THREADS, 1 << (problem.columns - 1).bit_length()))
     min_blocks = _resident_threads(problem, row_threads, device) // _NUM_THREADS
@@ -201,10 +201,10 @@ def choose(problem: Problem, device: Device) -> Config:
         # Equal shares: a thread asks for its next row while it computes.
         waves = -(-blocks // (_MAX_ROUNDS * wave))
         rounds = -(-blocks // (max(1, waves) * wave))
-    return Config(row_threads, unit, rounds, min_blocks)
+    return Fp4Config(row_threads, unit, rounds, min_blocks)
 
 
-def _resident_threads(problem: Problem, row_threads: int, device: Device) -> int:
+def _resident_threads(problem: Fp4Problem, row_threads: int, device: Device) -> int:
     gated_experts = problem.experts and problem.gated
     if row_threads < _NUM_THREADS or (gated_experts and device.arch.startswith(_NEED_MORE_REGISTERS)):
         return _RESIDENT_FEWER
@@ -216,7 +216,7 @@ def launch(
     output: TensorArg,
     scales: TensorArg,
     input: TensorArg,
-    problem: Problem,
+    problem: Fp4Problem,
     fixed: dict[str, int],
     **constants: Any,
 ) -> Launch:

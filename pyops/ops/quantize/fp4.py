@@ -12,7 +12,7 @@ from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, tile_sizes, tiled
-from ._fp4 import Problem, check_codes, check_scales, gated, launch, matrix, nvfp4
+from ._fp4 import Fp4Problem, check_codes, check_scales, gated, launch, matrix, nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ def plan_scaled_fp4_quant(
     columns, scale_rows = tile_sizes(num_rows, blocks) if is_sf_swizzled_layout else (blocks, num_rows)
     check_scales(output_scale, columns, scale_rows)
     fixed = {"scale_rows": scale_rows}
-    problem = Problem(num_rows, scale_rows, columns, tiled=bool(is_sf_swizzled_layout))
+    problem = Fp4Problem(num_rows, scale_rows, columns, tiled=bool(is_sf_swizzled_layout))
     return launch(_scaled_fp4_quant, output, output_scale, input, problem, fixed, TILED=problem.tiled)
 
 
@@ -131,7 +131,7 @@ def plan_silu_and_mul_nvfp4_quant(
     columns, scale_rows = tile_sizes(num_rows, blocks)
     check_scales(result_block_scale, columns, scale_rows)
     fixed = {"scale_rows": scale_rows}
-    problem = Problem(num_rows, scale_rows, columns, gated=True)
+    problem = Fp4Problem(num_rows, scale_rows, columns, gated=True)
     return launch(_silu_and_mul_nvfp4_quant, result, result_block_scale, input, problem, fixed)
 
 

@@ -15,7 +15,7 @@ from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled
 from .._shared.groups import SHARES, sharing
-from ._fp4 import Problem, check_codes, check_scales, gated, launch, nvfp4
+from ._fp4 import Fp4Problem, check_codes, check_scales, gated, launch, nvfp4
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,9 @@ def _plan_experts(
     columns, num_rows = rounded_up(blocks, TILE_COLUMNS), input.shape[0]
     check_scales(output_scale, columns, None)
     fixed = {"scale_rows": output_scale.shape[0], "num_experts": num_experts}
-    problem = Problem(num_rows, max_tiles(num_rows, num_experts) * TILE_ROWS, columns, experts=True, gated=halves == 2)
+    problem = Fp4Problem(
+        num_rows, max_tiles(num_rows, num_experts) * TILE_ROWS, columns, experts=True, gated=halves == 2
+    )
     return launch(_scaled_fp4_experts_quant, output, output_scale, input, problem, fixed, GATED=problem.gated)
 
 

@@ -122,6 +122,7 @@ def group_launch(
         POWER_OF_TWO=power_of_two,
         NEAREST=nearest,
         PACKED=packed,
+        PADDED=num_rows > num_tokens or scales_of_token > groups,
     ).launch(
         grid=config.num_blocks(num_groups) if input.numel else 0,
         block=config.num_threads,

@@ -99,6 +99,6 @@ def example_per_token_group_fp8_quant_packed(
     return (
         make.randn(num_tokens, hidden_size, dtype=dtype),
         make.empty(num_tokens, hidden_size, dtype=quant_dtype),
-        make.empty(num_tokens, -(-hidden_size // 512), dtype="int32"),
+        make.transposed(make.empty(-(-hidden_size // 512), padded_rows(num_tokens), dtype="int32")),
         *(128, 1e-10, -largest, largest),
     )

@@ -30,7 +30,7 @@ _WARP_ROW_THREADS = 128  # threads of a block whose rows have a warp or less eac
 _MIN_SHARED_ELEMENTS = 32  # min elements of a thread that go through shared memory at a time
 
 
-class Problem(NamedTuple):
+class HadamardProblem(NamedTuple):
     """What the geometry depends on: rows, and their elements, a power of two."""
 
     num_rows: int
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class HadamardConfig:
     """Geometry of hadamard.cu.
 
     Attributes:
@@ -57,7 +57,7 @@ class Config:
     rounds: int
     min_blocks: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[Config]:
+    def candidates(self, problem: HadamardProblem, device: Device) -> list[HadamardConfig]:
         """Other elements and other registers for a thread."""
         found = []
         for elements in tuning.beside(self.elements, 1, min(problem.size, max(_ELEMENTS.values()))):
@@ -72,14 +72,14 @@ def _block_threads(row_threads: int) -> int:
     return max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
 
 
-def choose(problem: Problem, device: Device) -> Config:
+def choose(problem: HadamardProblem, device: Device) -> HadamardConfig:
     """The geometry; the number of rows does not change it."""
     size = problem.size
     elements = min(size, next(elements for max_size, elements in _ELEMENTS.items() if size <= max_size))
     num_threads = _block_threads(size // elements)
     rounds = 1 if 4 * size <= device.shared_memory else 2
     resident = _RESIDENT_BY_ELEMENTS.get(elements, _RESIDENT)
-    return Config(elements, num_threads, rounds, max(1, resident // num_threads))
+    return HadamardConfig(elements, num_threads, rounds, max(1, resident // num_threads))
 
 
 def hadacore_transform(x: Any, inplace: bool = True) -> Any:
@@ -134,7 +134,7 @@ def plan_hadacore_transform_out(out: TensorArg, x: TensorArg) -> Launch:
     if size & (size - 1) or not 1 <= size <= _MAX_SIZE:
         raise x.error(f"expected a last dimension that is a power of two up to {_MAX_SIZE}, got shape {x.shape}")
     num_rows = check.num_rows(x)
-    config = tuning.config(x.op, Problem(num_rows, size, x.dtype), x.device, choose)
+    config = tuning.config(x.op, HadamardProblem(num_rows, size, x.dtype), x.device, choose)
     row_threads = size // config.elements
     vec_size = min(config.elements, 16 // x.dtype.itemsize)
     return _hadamard(

@@ -51,7 +51,7 @@ _THREAD_LOGITS = 32  # logits of a thread: the bits of one word
 
 
 @dataclass(frozen=True)
-class Problem:
+class DrawProblem:
     """What the geometry depends on.
 
     Attributes:
@@ -84,26 +84,26 @@ class WholeRows:
     num_threads: int
     min_blocks: int
 
-    def block_vecs(self, problem: Problem) -> int:
+    def block_vecs(self, problem: DrawProblem) -> int:
         """Vectors of a block."""
         return -(-problem.vocab_size // (self.cluster * _VEC_SIZE))
 
-    def thread_vecs(self, problem: Problem) -> int:
+    def thread_vecs(self, problem: DrawProblem) -> int:
         """Vectors of a thread. A row that is not aligned begins and ends within a vector, and so has one more."""
         return -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
 
-    def block_logits(self, problem: Problem) -> int:
+    def block_logits(self, problem: DrawProblem) -> int:
         """Logits for which a block has room in shared memory."""
         return _VEC_SIZE * self.thread_vecs(problem) * self.num_threads
 
-    def fitting(self, problem: Problem, device: Device) -> int:
+    def fitting(self, problem: DrawProblem, device: Device) -> int:
         """Blocks whose shared memory a multiprocessor has; 0 also where sums of weights have no room in 32 bits."""
         block_logits = self.block_logits(problem)
         if block_logits > _MAX_BLOCK_LOGITS:
             return 0
         return (device.shared_memory + _DRIVER_SHARED) // (problem.itemsize * block_logits + _STATIC_SHARED)
 
-    def candidates(self, problem: Problem, device: Device) -> list[WholeRows]:
+    def candidates(self, problem: DrawProblem, device: Device) -> list[WholeRows]:
         """Other clusters, blocks, and registers for a thread."""
         found = [tuning.resized(self, threads) for threads in tuning.beside(self.num_threads, 64, 2 * _MAX_THREADS)]
         found += tuning.varied(
@@ -120,12 +120,12 @@ class Pieces:
 
     piece_size: int
 
-    def candidates(self, problem: Problem, device: Device) -> list[Pieces]:
+    def candidates(self, problem: DrawProblem, device: Device) -> list[Pieces]:
         """Other pieces."""
         return tuning.varied(self, piece_size=tuning.beside(self.piece_size, _MIN_PIECE, _MAX_PIECE))
 
 
-def choose(problem: Problem, device: Device) -> WholeRows | Pieces:
+def choose(problem: DrawProblem, device: Device) -> WholeRows | Pieces:
     """Shared memory for rows that are filtered and fit, else pieces small enough to fill the device."""
     whole = _whole_rows(problem, device) if problem.is_filtered else None
     if whole is not None:
@@ -134,7 +134,7 @@ def choose(problem: Problem, device: Device) -> WholeRows | Pieces:
     return Pieces(min(_MAX_PIECE, max(_MIN_PIECE, 1 << max(0, share - 1).bit_length())))
 
 
-def _whole_rows(problem: Problem, device: Device) -> WholeRows | None:
+def _whole_rows(problem: DrawProblem, device: Device) -> WholeRows | None:
     """The geometry of sampling_row.cu; None if a row does not fit into the shared memory of a cluster."""
     vocab_size, cluster = problem.vocab_size, 1
     while cluster < device.cluster and (
@@ -240,7 +240,7 @@ def plan_top_k_top_p_sampling_from_logits(
     given = {"offsets": offsets, "top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
     is_aligned = check.vector_width(_VEC_SIZE, logits) == _VEC_SIZE
     is_filtered = top_k is not None or top_p is not None
-    problem = Problem(num_rows, vocab_size, logits.dtype.itemsize, is_aligned, is_filtered)
+    problem = DrawProblem(num_rows, vocab_size, logits.dtype.itemsize, is_aligned, is_filtered)
     config = tuning.config(logits.op, problem, logits.device, choose)
     if isinstance(config, WholeRows):
         return [_launch_whole_rows(config, problem, logits, given)]
@@ -248,7 +248,7 @@ def plan_top_k_top_p_sampling_from_logits(
 
 
 def _launch_whole_rows(
-    config: WholeRows, problem: Problem, logits: TensorArg, given: dict[str, TensorArg | None]
+    config: WholeRows, problem: DrawProblem, logits: TensorArg, given: dict[str, TensorArg | None]
 ) -> Launch:
     """The launch of sampling_row.cu."""
     return _sampling_row(

@@ -44,7 +44,7 @@ _CANDIDATE_ROUNDS = 8  # max vectors of a thread of a short row that tuning trie
 
 
 @dataclass(frozen=True)
-class Problem:
+class TopKProblem:
     """What the geometry depends on.
 
     Attributes:
@@ -87,11 +87,11 @@ class ShortRows:
     num_threads: int
     min_blocks: int
 
-    def rounds(self, problem: Problem) -> int:
+    def rounds(self, problem: TopKProblem) -> int:
         """Vectors of a thread."""
         return max(1, -(-problem.vectors // self.num_threads))
 
-    def candidates(self, problem: Problem, device: Device) -> list[ShortRows]:
+    def candidates(self, problem: TopKProblem, device: Device) -> list[ShortRows]:
         """Other blocks and other registers for a thread."""
         found: list[ShortRows] = [
             tuning.resized(self, threads)
@@ -114,7 +114,7 @@ class LongRows:
         """Bytes of dynamic shared memory: a thread has one place more than candidates."""
         return _CANDIDATE_BYTES * (self.capacity + 1) * self.num_threads
 
-    def candidates(self, problem: Problem, device: Device) -> list[LongRows]:
+    def candidates(self, problem: TopKProblem, device: Device) -> list[LongRows]:
         """Other clusters, blocks, and room for candidates of the kernel."""
         found = tuning.varied(
             self,
@@ -125,7 +125,7 @@ class LongRows:
         return [config for config in found if config.shared + _STATIC_SHARED <= device.shared_memory]
 
 
-def choose(problem: Problem, device: Device) -> ShortRows | LongRows:
+def choose(problem: TopKProblem, device: Device) -> ShortRows | LongRows:
     """Registers for rows that fit; else as many blocks to a row as the device has room for."""
     if problem.is_short:
         num_threads = _SHORT_THREADS if problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_THREADS else _SHORT_MAX_THREADS
@@ -316,7 +316,7 @@ def _launches(
 
     is_aligned = logits.alignment % 16 == 0 and strides[0] % 4 == 0
     vec_size = 4 if strides[1] == 1 or columns <= 1 else 1
-    problem = Problem(numRows, columns, topK, vec_size, is_aligned)
+    problem = TopKProblem(numRows, columns, topK, vec_size, is_aligned)
     config = tuning.config(logits.op, problem, logits.device, choose)
     is_decode, num_blocks = "rowStarts" in absent, numRows if topK else 0
     if isinstance(config, ShortRows):

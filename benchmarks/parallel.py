@@ -1,0 +1,160 @@
+"""A decode step of models that are divided among the GPUs of a node, beside the time that its bytes need.
+
+torchrun --nproc-per-node 4 -m benchmarks.parallel
+torchrun --nproc-per-node 2 -m benchmarks.parallel --models mixtral --batch 1 64 --context 4096
+
+Weights are random. Before a model is timed, a small one of its kind generates tokens on all GPUs and on one: it is an
+error if they differ. `step` is a replay of a captured decode step, in microseconds, of the slowest process; `bytes` is
+what the weights and the cache of one process take to be read at the measured rate of its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pyops.models import Config, Decoder, Engine, Group, ParallelDecoder, SamplingParams
+
+from .decode import ours, step_us
+from .timing import QUICK, streaming_gbs
+
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_EXPERTS = {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1}
+# As the models' public configs have them.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {  # Llama 3.1 8B
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    "mixtral": {  # Mixtral 8x7B
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek": {  # DeepSeek V2 Lite
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 163840,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+    }
+    | _LATENT
+    | _EXPERTS,
+}
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+_PROMPTS = [[1, 2, 3, 4, 5], [7, 11, 13], list(range(20, 90))]
+
+
+def small(sizes: dict[str, Any]) -> Config:
+    """A model of the kind of `sizes`, small enough to be made on the CPU."""
+    latent = {"num_key_value_heads": 16, "moe_intermediate_size": 128} if "kv_lora_rank" in sizes else {}
+    return Config.parse(sizes | _SMALL | latent)
+
+
+def check_tokens(name: str, config: Config, group: Group) -> None:
+    """AssertionError unless all GPUs generate what one does, in float32."""
+    divided, whole = ParallelDecoder(config, group, "float32"), Decoder(config, "float32", group.device)
+    divided.randomise(0, 4.0)
+    for key, tensor in Decoder(config, "float32").randomise(0, 4.0).tensors().items():
+        whole.write(key, tensor)
+    engines = (Engine(model, max_num_seqs=4, num_blocks=64) for model in (divided, whole))
+    found = [engine.generate(_PROMPTS, SamplingParams(max_tokens=24)) for engine in engines]
+    if found[0] != found[1]:
+        raise AssertionError(f"{name}: {group.world_size} GPUs generate {found[0]}, one {found[1]}")
+
+
+def fill(model: Decoder) -> Decoder:
+    """Random weights that depend on their names: the processes' copies of what is not divided are the same."""
+    for name, tensor in model.tensors().items():
+        generator = torch.Generator(model.device).manual_seed(zlib.crc32(name.encode()))
+        tensor.normal_(0.0, 0.02, generator=generator)
+    return model
+
+
+def step_floor_us(model: Decoder, batch: int, context: int, bandwidth: float) -> float:
+    """Microseconds to read this process's weights, all experts among them, and its part of the cache, once."""
+    weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
+    if not model.config.tie_word_embeddings:
+        weights -= int(model.embedding.nbytes)
+    cached = sum(int(tensor.nbytes) for kept in model.new_cache(1, 16, 1) for tensor in kept) // 16
+    return (weights + batch * context * cached) / bandwidth / 1e3
+
+
+def measure(name: str, group: Group, batches: Sequence[int], context: int) -> list[str]:
+    """A row for each batch."""
+    sizes = MODELS[name]
+    if group.world_size > 1:
+        check_tokens(name, small(sizes), group)
+    with torch.no_grad():
+        model = fill(ParallelDecoder(Config.parse(sizes), group, "bfloat16"))
+        bandwidth, rows = streaming_gbs(QUICK), []
+        for batch in batches:
+            replay, _ = ours(model, batch, context)
+            slowest = torch.tensor(step_us(replay), device=group.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            floor = step_floor_us(model, batch, context, bandwidth)
+            rows.append(f"| {name} | {group.world_size} | {batch} | {floor:.0f} | {float(slowest):.0f} |")
+            del replay
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.parallel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], help="sequences")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each")
+    options = parser.parse_args(arguments)
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("expected processes of torchrun: torchrun --nproc-per-node 4 -m benchmarks.parallel")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    group = Group(device)
+    if group.rank == 0:
+        print(f"{torch.cuda.get_device_name()}, {options.context} tokens a sequence, torch {torch.__version__}\n")
+        print("| model | GPUs | sequences | bytes | step |\n|---|---|---|---|---|", flush=True)
+    for name in options.models:
+        rows = measure(name, group, options.batch, options.context)
+        if group.rank == 0:
+            print("\n".join(rows), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+// mla_decode_sm90: what mla_decode.cu computes, on Hopper's tensor cores: one query token of each sequence against
+// the latent entries of its tokens in a paged cache (MLA).
+//
+//     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
+//     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
+//
+// An entry of the cache is a latent vector c_i followed by a rotated key r_i. It is the key of every head, and its latent
+// vector is the value of every head: an entry is read once.
+//
+// Blocks: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
+// splits.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
+// same entries, and each widens a part of them for all.
+//
+// Warpgroups: the last loads pairs of tiles of TOKENS entries (mla_tiles.cuh). Each of the other two computes the logits
+// of one tile of a pair, and of the results' columns the left or right half, by the probabilities of both tiles:
+//
+//     warpgroup 0                                         warpgroup 1
+//     S0 = Q K0^T,  m0 = max(m, S0)           -- m0 -->   S1 = Q K1^T
+//     P0 = exp(S0 - m0)                                   m1 = max(m0, S1),  P1 = exp(S1 - m1)
+//     L = L exp(m - m0) + P0 V0[left]       <- m1, P1 --  R = R exp(m - m1) + P1 V1[right]
+//     P0 = P0 exp(m0 - m1)                    -- P0 -->
+//     L = L exp(m0 - m1) + P1 V1[left]                    R = R + P0 V0[right]
+//
+// A warpgroup's own probabilities are operands in registers. The other warpgroup gets them in shared memory, where the
+// last panel of the tile was that they belong to: the rotated keys, which no product needs any more.
+//
+// A token whose page number is out of range contributes nothing; a slot behind the end of the sequence neither.
+//
+// Constants
+//     query_t        element type of queries: half_t or bf16_t
+//     cache_t        element type of the cache: query_t or fp8_e4m3_t
+//     out_t, table_t, length_t    element types of out, page_table and seq_lens
+//     PAGE_SIZE      slots of a page of the cache
+//     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is of fp8, PAGE_SIZE
+//     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel
+//     CLUSTER        blocks of a cluster: 1, or, with IS_DS_MLA, 2
+//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
+
+#include "attention.cuh"
+#include "mla_code_loader.cuh"
+#include "wgmma.cuh"
+
+constexpr int HEADS = 64;
+// Named barriers: what has been written to shared memory.
+constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
+// A thread's registers: what the loaders give up, the others take.
+constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
+static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
+static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
+
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
+mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
+                                                              // x a panel, swizzled
+                const __grid_constant__ TensorMap pe_map,     // [num_seqs, num_heads, 64]; likewise
+                const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 576]; 1 x BOX_TOKENS x a panel
+                const __grid_constant__ TensorMap half_map,   // [num_pages, PAGE_SIZE / 8, 9, 8, 64]; boxes of 1 x
+                                                              // BOX_TOKENS / 8 x 4 x 8 x 64, if HALF_BOXES
+                out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
+                float* lse,                                   // [num_seqs, num_heads]
+                const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; of codes, without a map
+                float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                float* max_logits,                   // [num_seqs, num_heads, max_splits]
+                float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                const length_t* seq_lens,            // [num_seqs]
+                const table_t* page_table,           // [num_seqs, max_pages]
+                int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+                int64_t out_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
+                int64_t length_step, float scale) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    __shared__ uint64_t queries_full;
+    __shared__ uint64_t full[STAGES * PANELS];
+    __shared__ uint64_t empty[STAGES * 2];
+    __shared__ uint64_t exists[STAGES];
+    __shared__ float4 scales[SCALES];
+    __shared__ float even_max[HEADS];
+    __shared__ float odd_max[HEADS];
+    __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]; of an fp8 cache, first the factors of products
+    uint8_t* const queries = shared;
+    const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
+
+    const int rank = CLUSTER > 1 ? blockIdx.y % CLUSTER : 0, split = blockIdx.y / CLUSTER;
+    const int groups = ceil_div(int(num_heads), HEADS * CLUSTER);
+    const int seq = blockIdx.x / groups, first_head = (int(blockIdx.x) % groups * CLUSTER + rank) * HEADS;
+    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), TOKENS);
+    const bool direct = splits.count <= 1;
+    if (!splits.exists(split) && !(direct && split == 0)) return;
+    const Split own{page_table + seq * table_stride, table_step, num_pages, splits.begin(split), splits.end(split)};
+    const int pairs = own.pairs();
+
+    if (threadIdx.x == 0) {
+        mbarrier_init(&queries_full, 1);
+        tiles.init();
+    }
+    start_cluster<CLUSTER>();
+    const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0);
+
+    if (warpgroup == 2) {
+        warpgroup_reg_dealloc<LOADER_REGISTERS>();
+        if (threadIdx.x == 256 && pairs > 0) load_queries(queries, &queries_full, &nope_map, &pe_map, first_head, seq);
+        if constexpr (IS_FP8) {
+            CodeLoader loader{tiles, own, kv_c_and_k_pe_cache, page_stride, slot_stride, scales, rank, {}};
+            if (pairs > 0) loader.run();
+        } else if (threadIdx.x / 32 % 4 == 0) {
+            load_boxes(tiles, own, &cache_map, &half_map);
+        }
+        return leave_cluster<CLUSTER>();
+    }
+
+    warpgroup_reg_alloc<REGISTERS>();
+    const int thread = threadIdx.x % 128, lane = thread % 32, g = lane / 4, t = lane % 4, row = thread / 32 * 16 + g;
+    float units[2] = {scale * LOG2_E, scale * LOG2_E};
+    uint8_t* const own_probabilities = tiles.panel(warpgroup, ROPE_PANEL);
+    float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {}, s[TOKENS / 2], o[LATENT_SIZE / 4];
+#pragma unroll
+    for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] = 0.0f;
+
+    const auto await_full = [&](int stage, int panel, int pair) {
+        mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
+        if (IS_FP8) fence_proxy_async();  // for the warps that have stored the panel, or queries
+    };
+    // s = Q K^T of the warpgroup's tile, in units of log 2, -inf where there is no entry. `top`: the largest of a row.
+    const auto multiply = [&](int pair, float (&top)[2]) {
+#pragma unroll
+        for (int i = 0; i < PANELS; ++i) {
+            const int panel = i == ROPE_PANEL ? i : (i + HALF_PANELS * warpgroup) % 8;  // in the order of the loads
+            const bool waits = !HALF_BARRIERS || (i % HALF_PANELS == 0 && !(IS_FP8 && panel == ROPE_PANEL));
+            if (waits) await_full(warpgroup, panel, pair);
+            const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
+            const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel), panel == ROPE_PANEL ? ATOM : TOKEN_STRIDE);
+            if (i == 0) warpgroup_fence_operand(s);
+            if (waits) warpgroup_arrive();  // after each wait, whose loop parts the products
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                wgmma<product_t, TOKENS>(s, advance_smem_desc(a, 32 * k), advance_smem_desc(b, 32 * k), i > 0 || k > 0);
+            }
+        }
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) s[i] *= units[i / 2 % 2];
+        const uint64_t bits = exists[warpgroup];
+        if (~bits) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; ++i) {
+                if (!(bits >> (i / 4 * 8 + 2 * t + i % 2) & 1)) s[i] = minus_infinity();
+            }
+            // Zeros for what lies in slots behind the end of the sequence, which may be NaN.
+            named_barrier_sync(OWN_TILE + warpgroup, 128);
+            for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
+                const int token = i / 8 % TOKENS;
+                if (bits >> token & 1) continue;
+                *reinterpret_cast<uint4*>(tiles.row(warpgroup, i / (TOKENS * 8), token) + i % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
+            }
+            fence_proxy_async();
+            named_barrier_sync(OWN_TILE + warpgroup, 128);
+        }
+        top[0] = top[1] = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+#pragma unroll
+        for (int mask = 1; mask < 4; mask *= 2) {
+            top[0] = fmaxf(top[0], shfl_xor(top[0], mask));
+            top[1] = fmaxf(top[1], shfl_xor(top[1], mask));
+        }
+    };
+    const auto shrink_results = [&](float first, float second) {
+        if (!any_lane(first != 1.0f || second != 1.0f)) return;
+#pragma unroll
+        for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] *= i / 2 % 2 ? second : first;
+    };
+    // Logits become probabilities; `first` and `second` bring the sums of the rows to `top`.
+    const auto softmax = [&](const float (&top)[2], float first, float second) {
+        exp_sum[0] *= first;
+        exp_sum[1] *= second;
+        const float base[2] = {probability_base<product_t>(top[0]), probability_base<product_t>(top[1])};
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) {
+            s[i] = estimate_exp2(s[i] - base[i / 2 % 2]);
+            exp_sum[i / 2 % 2] += s[i];
+        }
+    };
+    const auto leave_probabilities = [&](float first, float second) {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 2) {
+            const float factor = i / 2 % 2 ? second : first;
+            *reinterpret_cast<uint32_t*>(own_probabilities + swizzle_128b(row + i / 2 % 2 * 8, i / 4 * 16 + 4 * t)) =
+                pack_pair<product_t>(s[i] * factor, s[i + 1] * factor);
+        }
+    };
+    uint32_t a[TOKENS / 16][4];
+    // The warpgroup's half of the latent vectors of tokens 16k and on.
+    const auto values_at = [&](int stage, int k) {
+        const uint8_t* const half = tiles.panel(stage, warpgroup * HALF_PANELS);
+        return make_smem_desc(half + k * 2 * TOKEN_STRIDE, TOKEN_STRIDE, PANEL_STRIDE);
+    };
+    const auto add_own = [&] {
+#pragma unroll
+        for (int i = 0; i < TOKENS / 4; ++i) a[i / 4][i % 4] = pack_pair<product_t>(s[2 * i], s[2 * i + 1]);
+        warpgroup_fence_operand(o);
+        warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) wgmma<product_t, LATENT_SIZE / 2, true>(o, a[k], values_at(warpgroup, k));
+        warpgroup_commit_batch();
+    };
+    // The other warpgroup has waited for the tile, and fenced, before it left its probabilities.
+    const auto add_other = [&] {
+        const int stage = warpgroup ^ 1;
+        const uint64_t probabilities = make_smem_desc(tiles.panel(stage, ROPE_PANEL));
+        warpgroup_fence_operand(o);
+        warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            wgmma<product_t, LATENT_SIZE / 2, false, true>(o, advance_smem_desc(probabilities, 32 * k),
+                                                           values_at(stage, k));
+        }
+        warpgroup_commit_batch();
+    };
+    const auto release = [&](int stage) {  // this warpgroup's half
+        sync_warp();                       // each lane has read which entries exist
+        if (lane >= CLUSTER) return;
+        if constexpr (CLUSTER == 1) mbarrier_arrive(empty + stage * 2 + warpgroup);
+        else mbarrier_arrive_cluster(empty + stage * 2 + warpgroup, lane);
+    };
+
+    if (pairs > 0) mbarrier_wait(&queries_full, 0);
+    if (CONVERTS_QUERIES && pairs > 0) {
+        convert_queries<query_t>(queries, own_sums);
+        named_barrier_sync<QUERIES>(256);
+        units[0] *= own_sums[row];
+        units[1] *= own_sums[row + 8];
+    }
+    if (warpgroup == 0) {
+        const auto end_own = [&] {
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(o);
+            release(0);
+        };
+        for (int pair = 0; pair < pairs; ++pair) {
+            float top[2];
+            multiply(pair, top);
+            top[0] = fmaxf(top[0], max_logit[0]);
+            top[1] = fmaxf(top[1], max_logit[1]);
+            if (t == 0) {
+                even_max[row] = top[0];
+                even_max[row + 8] = top[1];
+            }
+            named_barrier_arrive<EVEN_MAX>(256);
+            float first = relative_exp2(max_logit[0], top[0]), second = relative_exp2(max_logit[1], top[1]);
+            shrink_results(first, second);
+            softmax(top, first, second);
+            add_own();
+            if (IS_FP8) end_own();  // the warps that widen codes need this half first, and the odd tile comes later
+            named_barrier_sync<ODD_PROBABILITIES>(256);
+            max_logit[0] = odd_max[row];
+            max_logit[1] = odd_max[row + 8];
+            first = relative_exp2(top[0], max_logit[0]);
+            second = relative_exp2(top[1], max_logit[1]);
+            leave_probabilities(first, second);
+            fence_proxy_async();
+            named_barrier_arrive<EVEN_PROBABILITIES>(256);
+            exp_sum[0] *= first;
+            exp_sum[1] *= second;
+            if (!IS_FP8) end_own();
+            shrink_results(first, second);
+            add_other();
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(o);
+            release(1);
+        }
+    } else {
+        for (int pair = 0; pair < pairs; ++pair) {
+            float top[2];
+            multiply(pair, top);
+            named_barrier_sync<EVEN_MAX>(256);
+            top[0] = fmaxf(top[0], even_max[row]);
+            top[1] = fmaxf(top[1], even_max[row + 8]);
+            const float first = relative_exp2(max_logit[0], top[0]), second = relative_exp2(max_logit[1], top[1]);
+            max_logit[0] = top[0];
+            max_logit[1] = top[1];
+            softmax(top, first, second);
+            leave_probabilities(1.0f, 1.0f);
+            if (t == 0) {
+                odd_max[row] = top[0];
+                odd_max[row + 8] = top[1];
+            }
+            fence_proxy_async();
+            named_barrier_arrive<ODD_PROBABILITIES>(256);
+            shrink_results(first, second);
+            add_own();
+            named_barrier_sync<EVEN_PROBABILITIES>(256);
+            add_other();
+            warpgroup_wait<1>();
+            release(1);
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(o);
+            release(0);
+        }
+    }
+
+    // The sums of both warpgroups meet. A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20
+    // only guards against 0 / 0.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        exp_sum[half] += shfl_xor(exp_sum[half], 1);
+        exp_sum[half] += shfl_xor(exp_sum[half], 2);
+        if (t == 0) own_sums[warpgroup * HEADS + row + 8 * half] = exp_sum[half];
+    }
+    named_barrier_sync<EXP_SUMS>(256);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int head = row + 8 * half;
+        const bool is_head = first_head + head < num_heads;
+        const float sum = (own_sums[head] + own_sums[HEADS + head]) * FULL_SCALE<product_t>;
+        const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
+        const int64_t at = int64_t(seq) * num_heads + first_head + head, part = at * max_splits + split;
+        if (is_head && warpgroup == 0 && t == 0) {
+            if (!direct) {
+                max_logits[part] = max_logit[half] * LN_2;
+                exp_sums[part] = sum;
+            } else if (HAS_LSE) {
+                lse[at] = sum == 0.0f ? minus_infinity() : max_logit[half] * LN_2 + logf(sum);
+            }
+        }
+        if (!direct) {
+            float* const to = tmp_out + part * LATENT_SIZE + warpgroup * (LATENT_SIZE / 2) + 2 * t;
+#pragma unroll
+            for (int i = 0; i < LATENT_SIZE / 16; ++i) {
+                const float2 pair{o[4 * i + 2 * half] * factor, o[4 * i + 2 * half + 1] * factor};
+                if (is_head) *reinterpret_cast<float2*>(to + i * 8) = pair;
+            }
+            continue;
+        }
+        // Four threads have four neighbouring pairs of each 8 elements. They exchange pairs: each stores 16 bytes.
+        out_t* const to = out + seq * out_stride + int64_t(first_head + head) * LATENT_SIZE;
+#pragma unroll
+        for (int i = 0; i < LATENT_SIZE / 16; i += 4) {
+            uint32_t words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int of = (i + j) * 4 + 2 * half;
+                words[j] = pack_pair<out_t>(o[of] * factor, o[of + 1] * factor);
+            }
+            transpose_4x4(words);
+            if (is_head) {
+                *reinterpret_cast<uint4*>(to + warpgroup * (LATENT_SIZE / 2) + (i + t) * 8) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+    leave_cluster<CLUSTER>();
+}

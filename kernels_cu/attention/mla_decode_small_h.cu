@@ -1,0 +1,304 @@
+// mla_decode_small_h: what mla_decode.cu computes, for up to HEADS heads, whose time is that of the bytes of the cache.
+//
+//     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
+//     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
+//
+// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
+// and its latent vector is the value of every head: an entry is read once, and each code becomes an operand once.
+//
+// Blocks: blockIdx.x counts sequences, blockIdx.y counts splits (split-KV, attention.cuh). A block goes through its split
+// in tiles of TOKENS entries.
+//
+// Warps: PARTS warps have GROUP entries of each tile, each of them a part of the elements. One asks for the entries of STAGES
+// tiles ahead by bulk copies, which take rows as they lie; no group of warps waits for another:
+// 1. S = Q K^T, products of 16 heads and 8 entries (mla_operands.cuh). The warps of a group add up their parts of S.
+// 2. Online softmax of the group's entries: each of its warps has all of them.
+// 3. O += P V, products of 16 heads and 8 elements of the warp's part. Their operands are those of S, transposed between lanes.
+// In the end the results of the groups are added up.
+//
+// A token whose page number is out of range contributes nothing. What lies in a slot behind the end of the sequence
+// changes nothing.
+//
+// Constants
+//     query_t        element type of queries: half_t or bf16_t
+//     cache_t        element type of the cache: query_t, or, with IS_DS_MLA, fp8_e4m3_t
+//     out_t          element type of out
+//     table_t, length_t    element types of page_table and seq_lens
+//     PAGE_SIZE      slots of a page of the cache
+//     GROUPS         groups of warps of a block: 2 or 4
+//     COPY_TOKENS    entries of a copy: they lie one after another in a page
+//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
+
+#include "attention.cuh"
+#include "barrier.cuh"
+#include "mla_operands.cuh"
+#include "tma.cuh"
+
+constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
+constexpr int NUM_WARPS = GROUPS * PARTS, PANELS = LATENT_PANELS / PARTS;  // panels of latent vectors in a part
+constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
+constexpr int LOGIT_BYTES = 2 * GROUPS * PARTS * 2 * RUN;
+constexpr int ROPE_PLACE = IS_DS_MLA ? ROPE_AT : LATENT_SIZE * sizeof(cache_t), ROPE_BYTES = ENTRY_BYTES - ROPE_PLACE;
+constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // floats
+constexpr int SPLIT_UNIT = 64;                  // tokens
+static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
+static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
+static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 8 / NUM_WARPS)
+mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
+                   float* lse,                          // [num_seqs, num_heads]
+                   float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                   float* max_logits,                   // [num_seqs, num_heads, max_splits]
+                   float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                   const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
+                   const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
+                   const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
+                   const length_t* seq_lens,            // [num_seqs]
+                   const table_t* page_table,           // [num_seqs, max_pages]
+                   int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+                   int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                   int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
+                   int64_t table_step, int64_t length_step, float scale) {
+    await_previous_kernel();
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ uint64_t full[STAGES][GROUPS];
+    __shared__ uint32_t exists[STAGES][GROUPS];  // a bit for each entry
+    __shared__ uint4 zeros[ENTRY_BYTES / 16];    // in place of an entry that does not exist
+    __shared__ float group_max[GROUPS][HEADS];
+    __shared__ float group_sums[GROUPS][HEADS];
+    uint8_t* const queries = memory;
+    uint8_t* const logits = queries + QUERY_BYTES;  // [turn][group][part]
+    uint8_t* const tiles = logits + LOGIT_BYTES;
+    const int seq = blockIdx.x, split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Of a block of 8 warps, two that share a scheduler have other groups and other parts.
+    const int g = lane / 4, t = lane % 4, group = warp / PARTS, part = (warp + warp / 4) % PARTS;
+    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), SPLIT_UNIT);
+    const bool direct = splits.count <= 1;
+    if (!splits.exists(split) && !(direct && split == 0)) return;
+    const int begin = splits.begin(split), end = splits.end(split);
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES * GROUPS; ++i) mbarrier_init(&full[0][0] + i, 1);
+        fence_mbarrier_init();
+    }
+    if (threadIdx.x < ENTRY_BYTES / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    // Of the warp that asks for a group's entries, lane i has entry i.
+    const auto page_at = [&](int start) {
+        const int token = start + group * GROUP + lane;
+        const bool is_token = lane < GROUP && token < end;
+        return is_token ? page_table[seq * table_stride + token / PAGE_SIZE * table_step] : table_t(-1);
+    };
+    table_t page = part == 0 ? page_at(begin) : table_t(-1);  // of the next tile that is asked for
+    const auto copy = [&](int stage, int start) {
+        if (part > 0 || start >= end) return;
+        const uint32_t found = ballot(page >= 0 && page < num_pages);
+        uint64_t* const barrier = &full[stage][group];
+        if (lane == 0) {
+            exists[stage][group] = found;
+            mbarrier_arrive_expect_tx(barrier, count_bits(found) * ENTRY_BYTES);
+        }
+        sync_warp();
+        const uint32_t run = found >> lane & ((1u << COPY_TOKENS) - 1);  // of one page; the last ones may lack
+        if (lane % COPY_TOKENS == 0 && run) {
+            const int slot = (start + group * GROUP + lane) % PAGE_SIZE;
+            bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
+                      kv_c_and_k_pe_cache + page * page_stride + slot * slot_stride, count_bits(run) * ENTRY_BYTES,
+                      barrier);
+        }
+        page = page_at(start + TOKENS);
+    };
+    __syncthreads();
+    for (int i = 0; i < STAGES; ++i) copy(i, begin + i * TOKENS);
+
+    if (threadIdx.x < HEADS * 8) {
+        store_queries(queries, [&](int head, int element) {
+            if (head >= num_heads) return Vec<query_t, 8>::full(0.0f);
+            return Vec<query_t, 8>::load(element < LATENT_SIZE
+                                             ? q_nope + seq * nope_stride + head * nope_head_stride + element
+                                             : q_pe + seq * pe_stride + head * pe_head_stride + element - LATENT_SIZE);
+        });
+    }
+    __syncthreads();
+    const float unit = scale * LOG2_E;
+    float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
+    float o[PANELS][8][4] = {};  // of heads g and g + 8, elements 16t + 2i and the next of a panel
+
+    int stage = 0, turn = 0, phase = 0;
+    for (int start = begin; start < end; start += TOKENS) {
+        mbarrier_wait(&full[stage][group], phase);
+        const uint32_t found = exists[stage][group];
+
+        // S = Q K^T of the warp's part.
+        float s[2][4] = {};
+        const auto multiply = [&](int product, const uint32_t* keys, const uint32_t* next_keys) {
+            uint32_t a[4];
+            load_words(queries + product * RUN + lane * 16, a);
+            const uint32_t b[2] = {keys[0], keys[1]}, next_b[2] = {next_keys[0], next_keys[1]};
+            mma_m16n8k16<query_t>(s[0], a, b);
+            mma_m16n8k16<query_t>(s[1], a, next_b);
+        };
+        uint32_t elements[PANELS][2][8];  // of entries g and g + 8
+        const uint8_t* entries[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const int row = n * 8 + g, place = stage * TILE_BYTES + group * GROUP_BYTES + row * ENTRY_BYTES;
+            entries[n] = found >> row & 1 ? tiles + place : reinterpret_cast<const uint8_t*>(zeros);
+        }
+        float2 scales[2] = {};
+        if constexpr (IS_DS_MLA) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                scales[n] = reinterpret_cast<const float2*>(entries[n] + SCALES_AT)[part];
+            }
+        }
+        uint32_t rotated[2][4];  // of 16 elements of a lane, each part takes 8
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            load_elements<false>(entries[n] + ROPE_PLACE + (t * 2 + part) * (ROPE_BYTES / 8), 1.0f, rotated[n]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) multiply(LATENT_PANELS * 4 + part * 2 + i, rotated[0] + 2 * i, rotated[1] + 2 * i);
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel) {
+            const int element = (part * PANELS + panel) * PANEL_SIZE + t * 16;
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                load_elements<IS_DS_MLA>(entries[n] + element * sizeof(cache_t),
+                                         panel * PANEL_SIZE < SCALED_SIZE ? scales[n].x : scales[n].y,
+                                         elements[panel][n]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                multiply((part * PANELS + panel) * 4 + i, elements[panel][0] + 2 * i, elements[panel][1] + 2 * i);
+            }
+        }
+
+        // The parts of the logits meet, in the same order for each warp of the group.
+        uint8_t* const of_group = logits + (turn * GROUPS + group) * (PARTS * 2 * RUN) + lane * 16;
+        turn ^= 1;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            *reinterpret_cast<float4*>(of_group + (part * 2 + n) * RUN) = {s[n][0], s[n][1], s[n][2], s[n][3]};
+        }
+        named_barrier_sync(1 + group, PARTS * 32);
+        copy(stage, start + STAGES * TOKENS);  // in place of the tile, which the group has read
+        if (++stage == STAGES) {
+            stage = 0;
+            phase ^= 1;
+        }
+        float x[2][4] = {}, top[2] = {minus_infinity(), minus_infinity()};
+#pragma unroll
+        for (int i = 0; i < 2 * PARTS; ++i) {
+            const float4 of_part = *reinterpret_cast<const float4*>(of_group + i * RUN);
+            x[i % 2][0] += of_part.x;
+            x[i % 2][1] += of_part.y;
+            x[i % 2][2] += of_part.z;
+            x[i % 2][3] += of_part.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int n = i / 4, upper = i % 4 / 2;
+            x[n][i % 4] = found >> (8 * n + 2 * t + i % 2) & 1 ? x[n][i % 4] * unit : minus_infinity();
+            top[upper] = fmaxf(top[upper], x[n][i % 4]);
+        }
+        float shrink[2];
+        uint32_t a[4];
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+            top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 1));
+            top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 2));
+            const float larger = fmaxf(max_logit[upper], top[upper]);
+            shrink[upper] = relative_exp2(max_logit[upper], larger);
+            max_logit[upper] = larger;
+            exp_sum[upper] *= shrink[upper];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float low = probability_of<query_t>(x[n][2 * upper], larger);
+                const float high = probability_of<query_t>(x[n][2 * upper + 1], larger);
+                exp_sum[upper] += low + high;
+                a[2 * n + upper] = pack_pair<query_t>(low, high);
+            }
+        }
+
+        // O += P V of the warp's part.
+        if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= shrink[i / 2 % 2];
+        }
+#pragma unroll
+        for (int i = 0; i < PANELS * 8; ++i) {
+            const uint32_t b[2] = {transpose_8x8(elements[i / 8][0][i % 8]), transpose_8x8(elements[i / 8][1][i % 8])};
+            mma_m16n8k16<query_t>(o[i / 8][i % 8], a, b);
+        }
+    }
+
+    // The results of the groups meet, relative to the largest logit of all.
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+        exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
+        exp_sum[upper] += shfl_xor(exp_sum[upper], 2);
+        if (part == 0 && t == 0) {
+            group_max[group][g + 8 * upper] = max_logit[upper];
+            group_sums[group][g + 8 * upper] = exp_sum[upper];
+        }
+    }
+    __syncthreads();
+    float* const results = reinterpret_cast<float*>(memory);  // [group][head]
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+        const int head = g + 8 * upper;
+        float larger = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
+        const float factor = relative_exp2(max_logit[upper], larger);
+        float* const to = results + (group * HEADS + head) * RESULT_PITCH + part * PANELS * PANEL_SIZE + 4 * t;
+#pragma unroll
+        for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements; those of four lanes lie together
+            const float (&two)[4] = o[i / 4][i % 4 * 2], (&next)[4] = o[i / 4][i % 4 * 2 + 1];
+            *reinterpret_cast<float4*>(to + i * 16) = {two[2 * upper] * factor, two[2 * upper + 1] * factor,
+                                                       next[2 * upper] * factor, next[2 * upper + 1] * factor};
+        }
+    }
+    __syncthreads();
+    // A warp has a head at a time. A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20 only guards
+    // against 0 / 0.
+    for (int head = warp; head < min(HEADS, int(num_heads)); head += NUM_WARPS) {
+        float larger = minus_infinity(), sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) larger = fmaxf(larger, group_max[i][head]);
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) sum += group_sums[i][head] * relative_exp2(group_max[i][head], larger);
+        sum *= FULL_SCALE<query_t>;
+        const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<query_t>;
+        const int64_t row = int64_t(seq) * num_heads + head, at = row * max_splits + split;
+        if (lane == 0) {
+            if (!direct) {
+                max_logits[at] = larger * LN_2;
+                exp_sums[at] = sum;
+            } else if (HAS_LSE) {
+                lse[row] = sum == 0.0f ? minus_infinity() : larger * LN_2 + logf(sum);
+            }
+        }
+#pragma unroll
+        for (int place = lane * 4; place < LATENT_SIZE; place += 128) {
+            const int element = place / PANEL_SIZE * PANEL_SIZE + place / 4 % 4 * 16 + place / 16 % 4 * 4;
+            float four[4] = {};
+#pragma unroll
+            for (int i = 0; i < GROUPS; ++i) {
+                const float4 x = *reinterpret_cast<const float4*>(results + (i * HEADS + head) * RESULT_PITCH + place);
+                four[0] += x.x;
+                four[1] += x.y;
+                four[2] += x.z;
+                four[3] += x.w;
+            }
+#pragma unroll
+            for (float& x : four) x *= factor;
+            if (direct) {
+                Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE + element);
+            } else {
+                Vec<float, 4>::from_floats(four).store(tmp_out + at * LATENT_SIZE + element);
+            }
+        }
+    }
+}

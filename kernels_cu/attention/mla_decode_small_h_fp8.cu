@@ -1,0 +1,301 @@
+// mla_decode_small_h_fp8: what mla_decode.cu computes, for up to HEADS heads and an fp8 cache whose codes stay codes in shared memory.
+//
+//     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
+//     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
+//
+// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
+// and its latent vector is the value of every head: an entry is read once. Few heads leave the time to its bytes, so
+// several blocks share a multiprocessor, and codes become operands of products without a way back through shared memory.
+//
+// Blocks: blockIdx.x counts sequences, blockIdx.y counts splits (split-KV, attention.cuh). A block goes through its split
+// in tiles of TOKENS entries, and copies the next tile while it computes this one.
+//
+// Warps, for each tile, with products of 16 heads and 8 columns:
+// 1. S = Q K^T: a warp has 16 entries, those it has copied. Four neighbouring lanes have 16 codes each of a panel of 64
+//    elements of an entry; the elements of a query are taken in the same order.
+// 2. Online softmax: the largest logits of all warps, then probabilities, meet in shared memory.
+// 3. O += P V: a warp has WARP_DIMS elements of the latent vectors of all entries. ldmatrix transposes pairs of codes,
+//    which lie in two neighbouring entries then and are sorted by a permutation of bytes.
+//
+// A token whose page number is out of range contributes nothing. A slot behind the end of the sequence is not read.
+//
+// Constants
+//     query_t        element type of queries: half_t or bf16_t
+//     cache_t        element type of the cache: fp8_e4m3_t
+//     out_t          element type of out
+//     table_t, length_t    element types of page_table and seq_lens
+//     PAGE_SIZE      slots of a page of the cache
+//     IS_DS_MLA      false (mla_entry.cuh)
+
+#include "async.cuh"
+#include "attention.cuh"
+#include "mla_entry.cuh"
+#include "mma.cuh"
+
+constexpr int HEADS = 16, TOKENS = 64, NUM_WARPS = 4, WARP_TOKENS = TOKENS / NUM_WARPS, STAGES = 2;
+constexpr int PANEL_SIZE = 64, PANELS = ENTRY_SIZE / PANEL_SIZE;
+constexpr int WARP_DIMS = LATENT_SIZE / NUM_WARPS;
+static_assert(!IS_DS_MLA);
+using product_t = half_t;  // has every code
+// An entry lies in chunks of 16 bytes, whose number's two lower bits differ by pairs of rows; 16 banks of 32 from a row to
+// the next one: what eight lanes read of 2 rows, or of 8, are all banks.
+constexpr int CHUNKS = ENTRY_BYTES / 16, PITCH = ceil_div(CHUNKS - 4, 8) * 128 + 64, TILE_BYTES = TOKENS * PITCH;
+constexpr int QUERY_PITCH = ENTRY_SIZE * 2, QUERY_BYTES = HEADS * QUERY_PITCH;
+constexpr int PROBABILITY_PITCH = TOKENS * 2 + 16;
+static_assert(PITCH >= ENTRY_BYTES && PITCH % 128 == 64);
+
+DEVICE int place_in_tile(int row, int chunk) { return row * PITCH + (chunk ^ row / 2 % 4) * 16; }
+DEVICE int place_of_query(int head, int chunk) { return head * QUERY_PITCH + (chunk ^ head % 2) * 16; }
+
+DEVICE uint4 load_16(const uint8_t* shared) { return *reinterpret_cast<const uint4*>(shared); }
+DEVICE void split_words(uint4 x, uint32_t (&words)[4]) {
+    words[0] = x.x;
+    words[1] = x.y;
+    words[2] = x.z;
+    words[3] = x.w;
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_WARPS * 32, 2)
+mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_heads, LATENT_SIZE]
+                       float* lse,                          // [num_seqs, num_heads]
+                       float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+                       float* max_logits,                   // [num_seqs, num_heads, max_splits]
+                       float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+                       const query_t* q_nope,               // [num_seqs, num_heads, LATENT_SIZE]
+                       const query_t* q_pe,                 // [num_seqs, num_heads, ROPE_SIZE]
+                       const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]
+                       const length_t* seq_lens,            // [num_seqs]
+                       const table_t* page_table,           // [num_seqs, max_pages]
+                       int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
+                       int64_t out_stride, int64_t nope_stride, int64_t nope_head_stride, int64_t pe_stride,
+                       int64_t pe_head_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride,
+                       int64_t table_step, int64_t length_step, float scale) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ float units[HEADS];                // by which products with the queries of a head are multiplied
+    __shared__ float warp_max[NUM_WARPS][HEADS];  // the largest logits of a tile
+    __shared__ float warp_sums[NUM_WARPS][HEADS];
+    uint8_t* const queries = reinterpret_cast<uint8_t*>(memory);
+    uint8_t* const probabilities = queries + QUERY_BYTES;
+    uint8_t* const tiles = probabilities + HEADS * PROBABILITY_PITCH;
+    const int seq = blockIdx.x, split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), TOKENS);
+    const bool direct = splits.count <= 1;
+    if (!splits.exists(split) && !(direct && split == 0)) return;
+    const int begin = splits.begin(split), end = splits.end(split);
+
+    // Four lanes copy entries g and g + 8 of the warp's 16, each every fourth chunk.
+    const auto page_at = [&](int start, int i) {
+        const int token = start + warp * WARP_TOKENS + i * 8 + g;
+        return token < end ? int64_t(page_table[seq * table_stride + token / PAGE_SIZE * table_step]) : int64_t(-1);
+    };
+    uint32_t found[2];  // bit 4j: entry j of 8 exists
+    const auto copy = [&](int stage, int start, const int64_t (&pages)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = warp * WARP_TOKENS + i * 8 + g;
+            const bool exists = pages[i] >= 0 && pages[i] < num_pages;
+            const int64_t place = exists ? pages[i] * page_stride + (start + row) % PAGE_SIZE * slot_stride : 0;
+            const cache_t* const from = kv_c_and_k_pe_cache + place + t * 16;
+            uint8_t* const to = tiles + stage * TILE_BYTES + place_in_tile(row, t);
+            found[i] = ballot(exists);
+#pragma unroll
+            for (int chunk = 0; chunk < CHUNKS; chunk += 4) {
+                if (chunk + t < CHUNKS) cp_async_of_line(to + chunk * 16, from + chunk * 16, exists);
+            }
+        }
+        cp_async_commit();
+    };
+    int64_t pages[2] = {page_at(begin, 0), page_at(begin, 1)};
+    if (begin < end) copy(0, begin, pages);
+    pages[0] = page_at(begin + TOKENS, 0);
+    pages[1] = page_at(begin + TOKENS, 1);
+
+    // Queries: eight threads to a head, each relative to a power of two.
+    {
+        using vec_t = Vec<query_t, 8>;
+        const int head = threadIdx.x / 8, part = threadIdx.x % 8;
+        vec_t x[ENTRY_SIZE / 64];
+        float absmax = 0.0f, element[8];
+#pragma unroll
+        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+            const int column = (i * 8 + part) * 8;
+            x[i] = vec_t::full(0.0f);
+            if (head < num_heads) {
+                x[i] = vec_t::load(column < LATENT_SIZE
+                                       ? q_nope + seq * nope_stride + head * nope_head_stride + column
+                                       : q_pe + seq * pe_stride + head * pe_head_stride + column - LATENT_SIZE);
+            }
+            x[i].to_floats(element);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) absmax = fmaxf(absmax, fabsf(element[j]));
+        }
+#pragma unroll
+        for (int mask = 1; mask < 8; mask *= 2) absmax = fmaxf(absmax, shfl_xor(absmax, mask));
+        const float factor = inverse_power_of_two(absmax);
+#pragma unroll
+        for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+            x[i].to_floats(element);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) element[j] *= factor;
+            Vec<product_t, 8>::from_floats(element).store_shared(
+                reinterpret_cast<product_t*>(queries + place_of_query(head, i * 8 + part)));
+        }
+        if (part == 0) units[head] = scale * LOG2_E / factor;
+        __syncthreads();
+    }
+    const float unit[2] = {units[g], units[g + 8]};
+    float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
+    float o[WARP_DIMS / 16][2][4] = {};  // of 16 elements the even ones, the odd ones
+
+    int stage = 0;
+    for (int start = begin; start < end; start += TOKENS, stage ^= 1) {
+        const uint8_t* const tile = tiles + stage * TILE_BYTES;
+        cp_async_wait<0>();
+        sync_warp();
+
+        // S = Q K^T of the warp's entries, 8 and 8; products take turns at two sums.
+        float s[2][2][4] = {};
+        const int key_row = warp * WARP_TOKENS + g;
+        const auto multiply = [&](int chunk, auto pair_of) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint32_t low[4], high[4];
+                split_words(load_16(queries + place_of_query(g, chunk + 2 * t + half)), low);
+                split_words(load_16(queries + place_of_query(g + 8, chunk + 2 * t + half)), high);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const uint32_t a[4] = {low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]};
+#pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+                        uint32_t b[2];
+                        pair_of(n, 2 * half + i, b);
+                        mma_m16n8k16<product_t>(s[i][n], a, b);
+                    }
+                }
+            }
+        };
+#pragma unroll
+        for (int panel = 0; panel < PANELS; ++panel) {
+            uint32_t codes[2][4];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                split_words(load_16(tile + place_in_tile(key_row + n * 8, panel * 4 + t)), codes[n]);
+            }
+            multiply(panel * 8, [&](int n, int word, uint32_t (&b)[2]) { fp8_to_half<cache_t>(codes[n][word], b); });
+        }
+        float top[2] = {minus_infinity(), minus_infinity()}, logit[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int n = i / 4, half = i % 4 / 2, token = 2 * t + i % 2;
+            const bool exists = found[n] >> 4 * token & 1;
+            logit[n][i % 4] = exists ? (s[0][n][i % 4] + s[1][n][i % 4]) * unit[half] : minus_infinity();
+            top[half] = fmaxf(top[half], logit[n][i % 4]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            top[half] = fmaxf(top[half], shfl_xor(top[half], 1));
+            top[half] = fmaxf(top[half], shfl_xor(top[half], 2));
+            if (t == 0) warp_max[warp][g + 8 * half] = top[half];
+        }
+        __syncthreads();
+        // All warps have used the other tile, and the probabilities.
+        if (start + TOKENS < end) {
+            copy(stage ^ 1, start + TOKENS, pages);
+            pages[0] = page_at(start + 2 * TOKENS, 0);
+            pages[1] = page_at(start + 2 * TOKENS, 1);
+        }
+        float shrink[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float larger = max_logit[half];
+#pragma unroll
+            for (int w = 0; w < NUM_WARPS; ++w) larger = fmaxf(larger, warp_max[w][g + 8 * half]);
+            shrink[half] = relative_exp2(max_logit[half], larger);
+            max_logit[half] = larger;
+            exp_sum[half] *= shrink[half];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float low = probability_of<product_t>(logit[n][2 * half], larger);
+                const float high = probability_of<product_t>(logit[n][2 * half + 1], larger);
+                exp_sum[half] += low + high;
+                *reinterpret_cast<uint32_t*>(probabilities + (g + 8 * half) * PROBABILITY_PITCH +
+                                             (warp * WARP_TOKENS + n * 8 + 2 * t) * 2) =
+                    pack_pair<product_t>(low, high);
+            }
+        }
+        __syncthreads();
+
+        // O += P V, the warp's elements.
+        if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= shrink[i / 2 % 2];
+        }
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+            uint32_t a[4];
+            ldmatrix<4>(a, probabilities + lane % 16 * PROBABILITY_PITCH + k * 32 + lane / 16 * 16);
+#pragma unroll
+            for (int n = 0; n < WARP_DIMS / 16; n += 2) {
+                uint32_t codes[4];  // of 8 entries of 16 elements, the next 8 entries, the next 16 elements likewise
+                ldmatrix<4, true>(codes,
+                                  tile + place_in_tile(k * 16 + lane % 16, warp * (WARP_DIMS / 16) + n + lane / 16));
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    uint32_t pairs[2][2];
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        // Bytes: an even and an odd element of an entry, and of the next entry.
+                        const uint32_t sorted = byte_perm(codes[2 * i + j], 0, 0x3120);
+                        fp8_to_half<cache_t>(sorted, pairs[j]);
+                    }
+#pragma unroll
+                    for (int odd = 0; odd < 2; ++odd) {
+                        const uint32_t b[2] = {pairs[0][odd], pairs[1][odd]};
+                        mma_m16n8k16<product_t>(o[n + i][odd], a, b);
+                    }
+                }
+            }
+        }
+    }
+
+    // A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20 only guards against 0 / 0.
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        exp_sum[half] += shfl_xor(exp_sum[half], 1);
+        exp_sum[half] += shfl_xor(exp_sum[half], 2);
+        if (t == 0) warp_sums[warp][g + 8 * half] = exp_sum[half];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int head = g + 8 * half;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < NUM_WARPS; ++w) sum += warp_sums[w][head];
+        sum *= FULL_SCALE<product_t>;
+        if (head >= num_heads) continue;
+        const float factor = 1.0f / (sum + (direct ? 1e-6f : 1e-20f)) * FULL_SCALE<product_t>;
+        const int64_t row = int64_t(seq) * num_heads + head, part = row * max_splits + split;
+        if (warp == 0 && t == 0) {
+            if (!direct) {
+                max_logits[part] = max_logit[half] * LN_2;
+                exp_sums[part] = sum;
+            } else if (HAS_LSE) {
+                lse[row] = sum == 0.0f ? minus_infinity() : max_logit[half] * LN_2 + logf(sum);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < WARP_DIMS / 16; ++n) {
+            const float four[4] = {o[n][0][2 * half] * factor, o[n][1][2 * half] * factor,
+                                   o[n][0][2 * half + 1] * factor, o[n][1][2 * half + 1] * factor};
+            const int element = warp * WARP_DIMS + n * 16 + 4 * t;
+            if (direct) {
+                Vec<out_t, 4>::from_floats(four).store(out + seq * out_stride + int64_t(head) * LATENT_SIZE + element);
+            } else {
+                Vec<float, 4>::from_floats(four).store(tmp_out + part * LATENT_SIZE + element);
+            }
+        }
+    }
+}

@@ -1,0 +1,60 @@
+// mla_operands.cuh: operands of the products of mla_decode_small_h, which are mma_m16n8k16.
+//
+// Four neighbouring lanes have 16 elements each of a panel of an entry, t of them those from 16t on. A product takes four of
+// each lane; the elements of a query lie in the same order.
+#pragma once
+#include "mla_entry.cuh"
+#include "mma.cuh"
+
+constexpr int PANEL_SIZE = 64, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE;  // panels: of elements of an entry or a query
+constexpr int HEADS = 16, QUERY_BYTES = HEADS * ENTRY_SIZE * 2;
+constexpr int RUN = 32 * 16;  // bytes, 16 of each lane
+
+DEVICE void load_words(const uint8_t* shared, uint32_t* words) {
+    const uint4 x = *reinterpret_cast<const uint4*>(shared);
+    words[0] = x.x;
+    words[1] = x.y;
+    words[2] = x.z;
+    words[3] = x.w;
+}
+
+// N pairs of elements, 4 or 8, of the type of the queries: as they lie, or of codes, of which each product with `scale` is
+// rounded.
+template <bool ARE_CODES, int N>
+DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[N]) {
+    uint32_t words[ARE_CODES ? N / 2 : N];
+#pragma unroll
+    for (int i = 0; i < N / (ARE_CODES ? 8 : 4); ++i) load_words(shared + i * 16, words + i * 4);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        if constexpr (ARE_CODES) {
+            uint32_t halves[2];
+            float low, high;
+            fp8_to_half<fp8_e4m3_t>(words[i / 2], halves);
+            unpack_pair<half_t>(halves[i % 2], low, high);
+            pairs[i] = pack_pair<query_t>(low * scale, high * scale);
+        } else {
+            pairs[i] = words[i];
+        }
+    }
+}
+
+// The queries of HEADS heads as operands: a run of shared memory for each product. Heads that do not exist are zeros.
+// `load` loads 8 elements of a head from one on. 8 threads to a head.
+template <typename F>
+DEVICE void store_queries(uint8_t* operands, F load) {
+    const int head = threadIdx.x / 8, part = threadIdx.x % 8;
+    Vec<query_t, 8> x[ENTRY_SIZE / 64];
+#pragma unroll
+    for (int i = 0; i < ENTRY_SIZE / 64; ++i) x[i] = load(head, (i * 8 + part) * 8);
+#pragma unroll
+    for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            // Elements 16t and on of panel i; of a product a lane has two pairs of heads g and g + 8.
+            const int t = part / 2, product = i * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
+            *reinterpret_cast<uint32_t*>(operands + product * RUN + lane * 16 + (j / 2 % 2 * 2 + head / 8) * 4) =
+                x[i].template word<2>(j);
+        }
+    }
+}

@@ -1,0 +1,83 @@
+// prefill_epilogue.cuh: how prefill_sm90, whose constants it reads, stores what consumers have of an item of work.
+//
+//     out = o / (sum + EPSILON), with a sink counted in the sum; or a split's o, largest logit and sum, for
+//     prefill_combine.cu
+//
+// Lane 4g + t of a warp has of rows g and g + 8, in each 8 elements, pair t. Four lanes exchange pairs, so that each
+// stores 16 bytes.
+#pragma once
+#include "attention.cuh"
+#include "mma.cuh"
+#include "prefill_scheduler.cuh"
+
+// Under a soft cap small products have small logits, up to MAX_MAGNITUDE in units of log 2 on either side of 0. Tiles of
+// such products are relative to MAX_MAGNITUDE, whatever their largest logit is, so that probabilities and their sum may
+// be smaller by its square, for which float16 has no room; EPSILON, which is relative to the largest probability, and is
+// the formula's in the join of splits, is smaller, too.
+constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<product_t> > 0 && !HAS_SPLITS;
+constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
+
+// Columns of products with values, by sixteens: the last 8 may be those of zeros.
+constexpr int VALUE_COLUMNS = ceil_div(VALUE_SIZE, 16) * 16;
+
+// Two ones of type T in a word.
+template <typename T> constexpr uint32_t PAIR_OF_ONES = is_same<T, half_t> ? 0x3c003c00u : 0x3f803f80u;
+
+// The arguments of the kernel, by their names, where results go.
+struct Results {
+    scalar_t* out;
+    float *lse, *tmp_out, *max_logits, *exp_sums;
+    const float *sinks, *v_scale;
+    int64_t num_tokens, max_splits, out_stride, num_heads;
+
+    // Stores the sums `o` of the warpgroup's rows. `max_logit` is in units of log 2; lanes of a row have parts of exp_sum.
+    DEVICE void store(const Work& work, const float (&o)[VALUE_COLUMNS / 2], const float (&max_logit)[2],
+                      const float (&exp_sum)[2]) const {
+        // The thread's place is made anew here: products leave no registers that could keep it.
+        const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
+        const float unit =
+            FULL_SCALE<product_t> * (!is_same<cache_t, scalar_t> ? v_scale[HEAD_SCALES ? work.kv_head : 0] : 1.0f);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float row_max = max_logit[half], row_sum = exp_sum[half];
+            row_sum += shfl_xor(row_sum, 1);
+            row_sum += shfl_xor(row_sum, 2);
+            row_sum *= FULL_SCALE<product_t>;
+            const int row = own_row + half * 8;
+            const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
+            const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
+            if (HAS_SPLITS && work.splits > 1) {
+                // The formula's epsilon comes with the join; 1e-20 only guards against 0 / 0.
+                const float mean = unit / (row_sum + 1e-20f);
+                const int64_t part = (token * num_heads + head) * max_splits + work.split;
+                if (exists && t == 0) {
+                    max_logits[part] = row_max * LN_2;
+                    exp_sums[part] = row_sum;
+                }
+#pragma unroll
+                for (int i = 0; i < VALUE_SIZE / 8; ++i) {
+                    const float2 pair{o[4 * i + 2 * half] * mean, o[4 * i + 2 * half + 1] * mean};
+                    if (exists) *reinterpret_cast<float2*>(tmp_out + part * VALUE_SIZE + i * 8 + 2 * t) = pair;
+                }
+                continue;
+            }
+            const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+            if (HAS_LSE && exists && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
+            const float share = shrink / (row_sum + EPSILON) * unit;
+            scalar_t* const to = out + token * out_stride + head * VALUE_SIZE;
+#pragma unroll
+            for (int i = 0; i < VALUE_SIZE / 8; i += 4) {
+                Vec<uint32_t, 4> pairs;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int at = (i + j) * 4 + 2 * half;
+                    pairs.data[j] = at < VALUE_SIZE / 2 ? pack_pair<scalar_t>(o[at] * share, o[at + 1] * share) : 0;
+                }
+                transpose_4x4(pairs.data);
+                if (exists && i + t < VALUE_SIZE / 8) {
+                    pairs.store(reinterpret_cast<uint32_t*>(to + (i + t) * 8));
+                }
+            }
+        }
+    }
+};

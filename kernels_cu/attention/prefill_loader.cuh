@@ -1,0 +1,313 @@
+// prefill_loader.cuh: the queries, keys and values of prefill_sm90, whose constants it reads: where they lie in
+// shared memory, and the warps that bring them there.
+//
+// One warp, the finder, finds work, and another, the producer, loads by TMA. A tile of keys or values is loaded in boxes
+// of BOX_TOKENS tokens, which never lie in two blocks of the cache; a lane has a box. A block number that is out of range
+// becomes num_blocks, of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the item attends
+// to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
+//
+// RAGGED: the box is the tile, from any row of the tensor on, and rows of the next sequence are loaded with it.
+//
+// Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
+// tiles of T of them (prefill_fp8_to_half.cuh). Products of e4m3 take codes of keys as they are, and values from transposed
+// tiles, which these warps make (prefill_transpose.cuh).
+#pragma once
+#include "pipeline.cuh"
+#include "mma.cuh"
+#include "prefill_scheduler.cuh"
+
+// Whether codes are multiplied as they are; whether they are widened before.
+constexpr bool IS_E4M3 = sizeof(product_t) == 1, IS_FP8 = !IS_E4M3 && !is_same<cache_t, scalar_t>;
+constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
+constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;  // panels of a query or key
+constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
+constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
+// Keys and values lie in atoms: 8 tokens of a panel. The next atom is that of the next panel, or of the next 8 tokens.
+constexpr int ATOM = 8 * ROW_BYTES, PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
+// A tile of keys or values, of which a head has HEAD elements.
+template <int HEAD>
+struct CacheTile {
+    static constexpr int SIZE = HEAD, PANELS = ceil_div(SIZE, PANEL_SIZE), BYTES = PANELS * TOKENS * ROW_BYTES;
+    static constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
+    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // of codes, or of the tile itself
+};
+using KeyTile = CacheTile<HEAD_SIZE>;
+using ValueTile = CacheTile<VALUE_SIZE>;
+constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : IS_E4M3 ? ValueTile::BYTES : 0, WIDENERS = 3;
+static_assert(VALUE_SIZE <= HEAD_SIZE);  // codes of values have the room of those of keys
+
+// Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
+// keys. Two stages of queries do without; values of more than 192 elements leave no registers for it.
+constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && VALUE_SIZE <= 192;
+
+// Whether a warp of its own finds items of work, the next one while the producer loads this one. A split is taken only
+// when the one before is loaded: taken earlier it would wait for this block, while another has nothing to do. Codes leave
+// no warp.
+constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
+
+// Whether tokens may be missing among those of a sequence.
+constexpr bool HAS_HOLES = !RAGGED;
+static_assert(!RAGGED || (BOXES == 1 && BLOCK_SIZE == 1 && !WHOLE_HEADS));
+
+// An item of work that is found.
+struct Found {
+    Work work;
+    int origin, length;
+    int blocks[WARP_SIZE];  // of the cache, of the boxes of the last tile
+};
+
+// What a tile of codes is.
+struct Codes {
+    enum Kind { KEYS, VALUES, END } kind;  // END: no tile, and there is no more work
+    uint32_t missing;                      // of keys: becomes `holes`
+    int begin, end;                        // of values: tokens of the tile that are not overwritten with zeros
+};
+
+// Shared memory, as its stages are at hand to one thread.
+struct Tiles {
+    uint8_t *queries, *keys, *values, *codes;
+    Ring<QUERY_STAGES> query;
+    Ring<STAGES> key, value;
+    Ring<CODE_STAGES> code;
+    uint64_t* landed;  // values that are to be overwritten
+    Work* works;       // [QUERY_STAGES]
+    uint32_t* holes;   // [STAGES], of keys, a bit for each box
+    Codes* kinds;      // [CODE_STAGES]
+    Ring<1> next;
+    Found* found;
+
+    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds, Found* found)
+        : queries(shared),
+          keys(queries + QUERY_STAGES * QUERY_BYTES),
+          values(keys + STAGES * KeyTile::BYTES),
+          codes(values + STAGES * ValueTile::BYTES),
+          query(codes + CODE_STAGES * CODE_BYTES),
+          key(query.barriers + 2 * QUERY_STAGES),
+          value(key.barriers + 2 * STAGES),
+          code(value.barriers + 2 * STAGES),
+          landed(code.barriers + 2 * CODE_STAGES),
+          works(works),
+          holes(holes),
+          kinds(kinds),
+          next(landed + 1),
+          found(found) {}
+
+    // By all threads of the block, of which __syncthreads() follows.
+    template <int NUM_THREADS>
+    DEVICE void init() const {
+        if (threadIdx.x == 0) {
+            mbarrier_init(landed, 1);
+            query.init(4 * CONSUMERS);
+            key.init(4 * CONSUMERS, IS_FP8 ? WIDENERS : 1);
+            value.init(4 * CONSUMERS, IS_FP8 || IS_E4M3 ? WIDENERS : 1);
+            code.init(WIDENERS);
+            next.init(1);
+        }
+        if constexpr (USED_ROWS < ITEM_ROWS) {  // rows that no box reaches
+            constexpr int CHUNKS = (ITEM_ROWS - USED_ROWS) * 8;
+            for (int i = threadIdx.x; i < QUERY_STAGES * PANELS * CHUNKS; i += NUM_THREADS) {
+                uint8_t* const rows = queries + i / CHUNKS * QUERY_PANEL + USED_ROWS * ROW_BYTES;
+                *reinterpret_cast<uint4*>(rows + i % CHUNKS * 16) = make_uint4(0, 0, 0, 0);
+            }
+            fence_proxy_async();
+        }
+    }
+};
+
+// The lane, and the box of a tile that is the lane's: made anew, as registers are few.
+DEVICE int own_lane() { return made_anew(threadIdx.x) % WARP_SIZE; }
+DEVICE int own_box() { return own_lane() % BOXES; }
+
+// Finds the items of work of a block.
+struct Finder {
+    const Sequences& sequences;
+    const Window& window;
+    const table_t* block_tables;
+    int64_t table_stride, table_step, num_blocks;
+    uint32_t* items_taken;
+    int num_items;
+    int number = blockIdx.x;
+
+    // Finds the work of `number`, or of the next number that has work; false if there is none, and `work` then is the end:
+    // zeros are loaded, and no values.
+    DEVICE bool find(Work& work, int& origin, int& length) {
+        for (; number < num_items; take()) {
+            if (sequences.find(num_items - 1 - number, window, work, origin, length)) return true;
+        }
+        work = Work{int(sequences.num_tokens), 0, -1, 0, 0, 0, 0, 1};
+        origin = length = 0;
+        return false;
+    }
+    DEVICE void take() { number = next_item(items_taken, num_items); }
+    // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
+    DEVICE int block_of(const Work& work, int origin, int tile) const {
+        const int token = tile * TOKENS + own_box() * BOX_TOKENS;
+        if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
+        const int64_t block =
+            RAGGED ? int64_t(origin) + token : block_tables[origin * table_stride + token / BLOCK_SIZE * table_step];
+        return block < 0 || block >= num_blocks ? -1 : int(block);
+    }
+    // Of a warp of its own: one item after another to the producer, each found while the one before is loaded.
+    DEVICE void run(Tiles& tiles) {
+        const int lane = threadIdx.x % WARP_SIZE;
+        for (;;) {
+            Work work;
+            int origin, length;
+            const bool more = find(work, origin, length);
+            tiles.found->blocks[own_lane()] = block_of(work, origin, work.last_tile);
+            if (lane == 0) {
+                tiles.found->work = work;
+                tiles.found->origin = origin;
+                tiles.found->length = length;
+            }
+            sync_warp();
+            if (lane == 0) mbarrier_arrive(tiles.next.full());
+            if (!more) return;
+            tiles.next.advance();
+            tiles.next.acquire();
+            sync_warp();
+            take();
+        }
+    }
+};
+
+// A cache of keys or values in the memory of the device.
+struct MappedCache {
+    const TensorMap* map;
+    int64_t head_panels;  // WHOLE_HEADS: from one head of a token to the next
+};
+
+// The producer.
+struct Producer {
+    Tiles& tiles;
+    Finder& finder;
+    const Window& window;
+    const TensorMap* query_map;
+    MappedCache key_cache, value_cache;
+    int lane, box;  // `box`: of a tile, the lane's
+    uint32_t landings = 0;
+
+    DEVICE void run() {
+        for (bool more = true; more;) {
+            Work work;
+            int origin, length, block;
+            if constexpr (HAS_FINDER) {
+                tiles.next.wait();
+                work = tiles.found->work;
+                origin = tiles.found->origin;
+                length = tiles.found->length;
+                block = tiles.found->blocks[own_lane()];
+                more = work.tokens > 0;
+                sync_warp();
+                tiles.next.release(0);
+                tiles.next.advance();
+            } else {
+                more = finder.find(work, origin, length);
+                if (!HAS_SPLITS && more) finder.take();
+                block = finder.block_of(work, origin, work.last_tile);
+            }
+            if (!EARLY_QUERIES) load_queries(work);
+            // The keys of a tile, and then the values of the tile before.
+            int values_block = 0;
+            for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
+                const int next_block = finder.block_of(work, origin, tile - 1);
+                if (tile >= work.first_tile) load_keys(work, tile, block);
+                if (tile < work.last_tile && more) load_values(work, tile + 1, values_block, length);
+                if (EARLY_QUERIES && tile == work.last_tile) load_queries(work);
+                values_block = block;
+                block = next_block;
+            }
+            if (HAS_SPLITS && more) finder.take();
+        }
+        if constexpr (IS_FP8 || IS_E4M3) {
+            tiles.code.acquire();
+            if (lane == 0) {
+                tiles.kinds[tiles.code.stage].kind = Codes::END;
+                mbarrier_arrive(tiles.code.full());
+            }
+        }
+    }
+
+private:
+    DEVICE void load_queries(const Work& work) {
+        auto& ring = tiles.query;
+        ring.acquire();
+        sync_warp();  // the queries may be used and given back, for another phase, before a lane has seen this one
+        if (lane == 0) {
+            tiles.works[ring.stage] = work;
+            mbarrier_arrive_expect_tx(ring.full(), QUERY_BOX_BYTES);
+            for (int panel = 0; panel < PANELS; ++panel) {
+                tma_load(tiles.queries + ring.stage * QUERY_BYTES + panel * QUERY_PANEL, query_map, ring.full(),
+                         panel * PANEL_SIZE, work.kv_head * GROUP, work.token);
+            }
+        }
+        ring.advance();
+    }
+    DEVICE void load_keys(const Work& work, int tile, int block) {
+        const uint32_t missing = ballot(HAS_HOLES && block < 0 && lane < BOXES);
+        if constexpr (IS_FP8)
+            return load_codes<KeyTile>(key_cache, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
+        auto& ring = tiles.key;
+        ring.acquire();
+        if (lane == 0) tiles.holes[ring.stage] = missing;
+        load<KeyTile>(tiles.keys + ring.stage * KeyTile::BYTES, key_cache, ring.full(), work, tile, block);
+        ring.advance();
+    }
+    DEVICE void load_values(const Work& work, int tile, int block, int length) {
+        const int start = tile * TOKENS, begin = window.first_seen(work.limit) - start, end = length - start;
+        const Codes kind{Codes::VALUES, 0, begin, end};
+        if constexpr (IS_FP8 || IS_E4M3) return load_codes<ValueTile>(value_cache, kind, work, tile, block);
+        auto& ring = tiles.value;
+        ring.acquire();
+        uint8_t* const to = tiles.values + ring.stage * ValueTile::BYTES;
+        const bool whole = begin <= 0 && end >= TOKENS;
+        load<ValueTile>(to, value_cache, whole ? ring.full() : tiles.landed, work, tile, block);
+        if (!whole) {
+            mbarrier_wait(tiles.landed, landings++ & 1);
+            for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // chunks of 16 bytes
+                const int atom = i / 64, eight = WHOLE_HEADS ? atom / ValueTile::PANELS : atom % (TOKENS / 8);
+                const int token = eight * 8 + i / 8 % 8;
+                if (token >= begin && token < end) continue;
+                *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(0, 0, 0, 0);
+            }
+            fence_proxy_async();
+            sync_warp();
+            if (lane == 0) mbarrier_arrive(ring.full());
+        }
+        ring.advance();
+    }
+    template <typename Tile>
+    DEVICE void load_codes(const MappedCache& cache, const Codes& kind, const Work& work, int tile, int block) {
+        auto& ring = tiles.code;
+        ring.acquire();
+        if (lane == 0) tiles.kinds[ring.stage] = kind;
+        load<Tile>(tiles.codes + ring.stage * CODE_BYTES, cache, ring.full(), work, tile, block);
+        ring.advance();
+    }
+    template <typename Tile>
+    DEVICE void
+    load(uint8_t* to, const MappedCache& cache, uint64_t* full, const Work& work, int tile, int block) const {
+        if (lane == 0) mbarrier_arrive_expect_tx(full, Tile::LOADED_BYTES);
+        sync_warp();
+        const int slot = (tile * TOKENS + box * BOX_TOKENS) % BLOCK_SIZE;
+        const int from = block < 0 ? int(finder.num_blocks) : block;
+        if constexpr (IS_FP8) {
+            uint8_t* const to_box = to + box * (BOX_TOKENS * Tile::SIZE);
+            if (lane < BOXES) tma_load(to_box, cache.map, full, 0, work.kv_head, slot, from);
+        } else {
+            uint8_t* const to_box = to + box * (BOX_TOKENS / 8) * Tile::TOKEN_STRIDE;
+            if constexpr (WHOLE_HEADS) {
+                const int panel = work.kv_head * int(cache.head_panels);
+                if (lane < BOXES) tma_load(to_box, cache.map, full, 0, 0, panel, slot / 8, from);
+            } else {
+                constexpr int LOADERS = WARP_SIZE / BOXES * BOXES;
+                for (int i = lane; i < Tile::PANELS * BOXES && lane < LOADERS; i += LOADERS) {
+                    const int panel = i / BOXES;
+                    uint8_t* const to_panel = to_box + panel * PANEL_STRIDE;
+                    if constexpr (RAGGED) tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, from);
+                    else tma_load(to_panel, cache.map, full, panel * PANEL_SIZE, work.kv_head, slot, from);
+                }
+            }
+        }
+    }
+};

@@ -1,0 +1,318 @@
+// prefill_mma: the query tokens of each sequence, any number of them, against its keys and values in a paged
+// cache or in ragged tensors (ragged.cuh).
+//
+//     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
+//     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
+//
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023,
+// arXiv:2307.08691).
+//
+// Rows: a sequence has one row for each query token and each of the GROUP query heads of a key-value head, heads first.
+//
+// Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows. Sequences
+// of fewer than min_tokens query tokens are left alone. blockIdx.y is the key-value head.
+//
+// Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
+// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one, or, where
+// copies are held (async.cuh), to registers, and stores keys when the logits are computed and values behind the products
+// of the tile before. Products are those of product.cuh; probabilities are rounded to T. Codes of an fp8 cache become T,
+// which holds every code.
+//
+// A token whose block number is out of range contributes nothing. A slot behind the end of the sequence is not read.
+//
+// Constants
+//     scalar_t       T: element type of the queries and of out: half_t or bf16_t
+//     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
+//     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
+//     HEAD_SIZE      a multiple of 8; PACKED: of 16
+//     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
+//     RAGGED         keys and values are ragged tensors, taken for blocks of one slot; else a paged cache
+//     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8; RAGGED: 1
+//     HEAD_SCALES    as in attention_decode.cu
+//     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
+//     GROUP          query heads of one key-value head
+//     TOKENS         keys of a tile; a multiple of 16
+//     NUM_WARPS      warps of the block
+//     ROW_TILES      tiles of 16 rows of a warp
+//     OUT_ACCESS     elements of out in one memory access: 1 or 2
+//     CAUSAL         a query token sees the keys up to its own position, else all keys
+
+#include "ragged.cuh"
+#include "prefill_mma_loader.cuh"
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+prefill_mma(scalar_t* out,                               // [num_tokens, num_heads, VALUE_SIZE]
+            float* lse,                                  // [num_heads, num_tokens]
+            const scalar_t* query,                       // [num_tokens, num_heads, HEAD_SIZE]
+            const cache_t* key_cache,                    // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
+            const cache_t* value_cache,                  // likewise, of VALUE_SIZE
+            const table_t* block_tables,                 // [num_seqs, max_tokens / BLOCK_SIZE]
+            const length_t* seq_lens,                    // [num_seqs]; RAGGED: cu_seqlens_k [num_seqs + 1]
+            const starts_t* cu_seqlens_q,                // [num_seqs + 1]
+            const float* alibi_slopes,                   // [num_heads]
+            const float* sinks,                          // [num_heads]
+            const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
+            int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t max_tokens,
+            int64_t sliding_window, int64_t out_stride, int64_t query_stride, int64_t table_stride, int64_t table_step,
+            int64_t length_step, int64_t starts_step, int64_t key_block_stride, int64_t key_token_stride,
+            int64_t key_head_stride, int64_t value_block_stride, int64_t value_token_stride, int64_t value_head_stride,
+            float scale, float logits_soft_cap) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
+    __shared__ int64_t places[2][2 * TOKENS];
+    __shared__ bool holes[2][NUM_WARPS];
+    const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
+    const int g = lane_row(lane), t = lane_column(lane);
+
+    // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken
+    // from the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
+    const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
+    const auto first_tile = [&](int64_t seq) {
+        return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq;
+    };
+    int64_t low = 0, high = num_seqs;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (first_tile(middle) <= tile_number) low = middle + 1;
+        else high = middle;
+    }
+    const int64_t seq = low - 1;
+    if (seq < 0) return;
+    const int64_t first_token = cu_seqlens_q[seq * starts_step], end_token = cu_seqlens_q[(seq + 1) * starts_step];
+    if (first_token < 0 || end_token > num_tokens || first_token >= end_token) return;
+    if (end_token - first_token < min_tokens) return;
+    const int64_t tile_row = (tile_number - first_tile(seq)) * TILE_ROWS, num_rows = (end_token - first_token) * GROUP;
+    if (tile_row >= num_rows) return;
+
+    const RaggedKeys<length_t> ragged{seq_lens, length_step, max_tokens};
+    const int length =
+        RAGGED ? ragged.length_of(seq) : int(min(max(int64_t(seq_lens[seq * length_step]), int64_t(0)), max_tokens));
+    const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
+    const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
+    const int kv_head = blockIdx.y;
+    // The last key that a row sees. A row that does not exist is taken for the last row.
+    const auto limit_of = [&](int64_t row) { return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context); };
+    const int last = limit_of(tile_row + TILE_ROWS - 1);
+    const int64_t window = sliding_window > 0 ? sliding_window : int64_t(1) << 31;
+    const int first = int(max(limit_of(tile_row) - window + 1, int64_t(0)));
+
+    const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
+
+    // The queries go to shared memory.
+    for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
+        const int64_t row = tile_row + i / CHUNKS;
+        const bool inside = row < num_rows && (ALL_KEY_CHUNKS || i % CHUNKS < HEAD_SIZE / 8);
+        const int64_t token = inside ? first_token + row / GROUP : 0;
+        const int64_t head = inside ? kv_head * GROUP + row % GROUP : 0;
+        Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
+        if (inside) chunk = Vec<scalar_t, 8>::load(query + token * query_stride + head * HEAD_SIZE + i % CHUNKS * 8);
+        *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
+    }
+
+    // A thread finds the place of one key or value of a tile with place_at, and notes it when the memory is free.
+    const auto place_at = [&](int start) {
+        const bool is_key = threadIdx.x < TOKENS;
+        const int token = start + threadIdx.x % TOKENS;
+        if (threadIdx.x >= 2 * TOKENS || token > last || token < first) return NOWHERE;
+        const int64_t block =
+            RAGGED ? first_row + token : block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
+        if (block < 0 || block >= num_blocks) return NOWHERE;
+        if (is_key) return block * key_block_stride + token % BLOCK_SIZE * (PACKED ? X : key_token_stride);
+        return block * value_block_stride + token % BLOCK_SIZE * (PACKED ? 1 : value_token_stride);
+    };
+    held_t held_keys, held_values;
+    const Tiles tiles{shared, places, holes, key_cache + kv_head * key_head_stride,
+                      value_cache + kv_head * value_head_stride};
+
+    constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
+    constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
+    float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
+    float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+        max_logit[i / LANE_ROWS][i % LANE_ROWS] = minus_infinity();
+        exp_sum[i / LANE_ROWS][i % LANE_ROWS] = 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * OUT_SUMS; ++i) {
+        o[i / OUT_SUMS][i / PRODUCT_SUMS % OUT_TILES][i % PRODUCT_SUMS] = 0.0f;
+    }
+    const float unit =
+        logit_unit<HAS_SOFTCAP>(scale * (IS_FP8 ? k_scale[HEAD_SCALES ? kv_head : 0] : 1.0f), logits_soft_cap);
+
+    int start = first / TOKENS * TOKENS, stage = 0;
+    if (start <= last) {
+        tiles.note_place(0, place_at(start));
+        tiles.note_place(1, place_at(start + TOKENS));
+        __syncthreads();
+        tiles.load_keys(0, held_keys);
+        tiles.store_keys(held_keys);
+        tiles.load_values(0, held_values);
+    }
+    for (; start <= last; start += TOKENS, stage ^= 1) {
+        const bool more = start + TOKENS <= last;
+        cp_async_wait<1>();
+        __syncthreads();
+        tiles.store_values(held_values);
+        if (more) tiles.load_keys(stage ^ 1, held_keys);
+        else cp_async_commit();
+
+        // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
+        const rows_tile keys = tiles.keys_at(stage);
+        constexpr int LOGITS = TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // of a thread, of 16 rows
+        float s[ROW_TILES][TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
+            s[i / LOGITS][i / PRODUCT_SUMS % (TOKENS / PRODUCT_COLUMNS)][i % PRODUCT_SUMS] = 0.0f;
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            uint32_t a[ROW_TILES][SHORT_WORDS];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) load_rows(a[r], queries, warp * WARP_ROWS + r * 16, step, lane);
+#pragma unroll
+            for (int n = 0; n < TOKENS / 16; ++n) {
+                uint32_t b[SHORT_WORDS];
+                load_columns(b, keys, n * 16, step, lane);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    product<scalar_t>(s[r][COLUMN_TILES * n], a[r], b, 0);
+                    if constexpr (COLUMN_TILES == 2) product<scalar_t>(s[r][2 * n + 1], a[r], b, 1);
+                }
+            }
+        }
+
+        // Whether every row sees every token.
+        const bool in_view = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
+        const bool whole = in_view & tiles.is_whole(stage);
+        // In the plain case products take the place of logits, up to the factor `unit`, which the exponential applies.
+        const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
+        const float factor = plain ? unit : 1.0f;
+        if (!plain) {
+            int limits[ROW_TILES][LANE_ROWS];
+            float slopes[ROW_TILES][LANE_ROWS];
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+                const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
+                limits[i / LANE_ROWS][i % LANE_ROWS] = limit_of(row);
+                slopes[i / LANE_ROWS][i % LANE_ROWS] =
+                    HAS_ALIBI ? alibi_slopes[kv_head * GROUP + row % GROUP] * LOG2_E : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
+                const int r = i / LOGITS, n = i / PRODUCT_SUMS % (TOKENS / PRODUCT_COLUMNS),
+                          half = i / ROW_SUMS % LANE_ROWS;
+                const int column = n * PRODUCT_COLUMNS + t + i % ROW_SUMS, token = start + column,
+                          limit = limits[r][half];
+                float& logit = s[r][n][i % PRODUCT_SUMS];
+                logit = logit_of<HAS_SOFTCAP>(logit, unit, logits_soft_cap);
+                if (HAS_ALIBI) logit = fmaf(slopes[r][half], float(token - limit), logit);
+                const bool seen = (token <= limit) & (token > limit - window) & (places[stage][column] >= 0);
+                if (!seen) logit = minus_infinity();
+            }
+        }
+        uint32_t probabilities[ROW_TILES][TOKENS / 16][SHORT_WORDS];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            float base[LANE_ROWS], shrink[LANE_ROWS];
+            bool shrinks = false;
+            float largest_base = 0.0f;
+#pragma unroll
+            for (int half = 0; half < LANE_ROWS; ++half) {
+                float larger = s[r][0][ROW_SUMS * half];
+#pragma unroll
+                for (int i = 1; i < LOGITS / LANE_ROWS; ++i) {
+                    larger = fmaxf(larger, s[r][i / ROW_SUMS][ROW_SUMS * half + i % ROW_SUMS]);
+                }
+#pragma unroll
+                for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) {
+                    larger = fmaxf(larger, shfl_xor(larger, mask));
+                }
+                larger = fmaxf(max_logit[r][half], larger * factor);
+                base[half] = probability_base<scalar_t>(larger);
+                shrink[half] = relative_exp2(max_logit[r][half], larger);
+                exp_sum[r][half] *= shrink[half];
+                max_logit[r][half] = larger;
+                shrinks |= shrink[half] != 1.0f;
+                largest_base = half == 0 ? fabsf(base[half]) : fmaxf(largest_base, fabsf(base[half]));
+            }
+            if (any_lane(shrinks)) {
+#pragma unroll
+                for (int i = 0; i < OUT_SUMS; ++i) {
+                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i / ROW_SUMS % LANE_ROWS];
+                }
+            }
+            // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
+            // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
+            float exact_factor = factor;
+            if (any_lane(largest_base > 0x1p24f)) {
+#pragma unroll
+                for (int i = 0; i < LOGITS; ++i) s[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= factor;
+                exact_factor = 1.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < LOGITS / 2; ++i) {
+                const int n = i / (PRODUCT_SUMS / 2), pair = i % (PRODUCT_SUMS / 2), half = pair / (ROW_SUMS / 2);
+                const float low = estimate_exp2(fmaf(s[r][n][2 * pair], exact_factor, -base[half]));
+                const float high = estimate_exp2(fmaf(s[r][n][2 * pair + 1], exact_factor, -base[half]));
+                exp_sum[r][half] += low + high;
+                probabilities[r][n / COLUMN_TILES][n % COLUMN_TILES * (PRODUCT_SUMS / 2) + pair] =
+                    pack_pair<scalar_t>(low, high);
+            }
+#pragma unroll
+            for (int k = 0; k < TOKENS / 16; ++k) finish_operand(probabilities[r][k]);
+        }
+
+        cp_async_wait<1>();
+        __syncthreads();
+        if (more) tiles.store_keys(held_keys);
+        if (more) tiles.load_values(stage ^ 1, held_values);
+        else cp_async_commit();
+        const int64_t place = place_at(start + 2 * TOKENS);
+
+        // O += P V.
+        scalar_t* const values = tiles.values_at(stage);
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; ++k) {
+#pragma unroll
+            for (int step = 0; step < VALUE_STEPS; ++step) {
+                uint32_t b[SHORT_WORDS];
+                load_values_of<VALUES_BY_DIM>(b, values, k, step, lane);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    product<scalar_t>(o[r][COLUMN_TILES * step], probabilities[r][k], b, 0);
+                    if constexpr (COLUMN_TILES == 2) product<scalar_t>(o[r][2 * step + 1], probabilities[r][k], b, 1);
+                }
+            }
+        }
+        tiles.note_place(stage, place);
+    }
+    cp_async_wait<0>();
+
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * LANE_ROWS; ++i) {
+        const int r = i / LANE_ROWS, half = i % LANE_ROWS;
+        float row_max = max_logit[r][half], row_sum = exp_sum[r][half];
+#pragma unroll
+        for (int mask = FIRST_ROW_MASK; mask < END_ROW_MASK; mask *= 2) row_sum += shfl_xor(row_sum, mask);
+        row_sum *= FULL_SCALE<scalar_t>;
+        const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
+        if (row >= num_rows) continue;
+        const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
+        const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+        const float factor =
+            shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
+        scalar_t* const to = out + token * out_stride + head * VALUE_SIZE + t;
+#pragma unroll
+        for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {
+            const int m = l / ROW_SUMS, at = half * ROW_SUMS + l % ROW_SUMS;
+            if (!ALL_VALUE_CHUNKS && m * PRODUCT_COLUMNS + t + l % ROW_SUMS >= VALUE_SIZE) continue;
+            Vec<scalar_t, 2> pair;
+            store_pair<scalar_t>(pair.data, o[r][m][at] * factor, o[r][m][at + 1] * factor);
+            pair.template store<OUT_ACCESS>(to + m * PRODUCT_COLUMNS + l % ROW_SUMS);
+        }
+        if (HAS_LSE && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
+    }
+}

@@ -1,0 +1,286 @@
+// prefill_sm90: what prefill_mma.cu computes, on Hopper's tensor cores: prompts.
+//
+//     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
+//     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
+//
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-3 (arXiv:2407.08608).
+//
+// Work: items of query tokens and a key-value head (prefill_scheduler.cuh). There are as many blocks as multiprocessors,
+// and each has items one after another, from a counter. Items are taken from the last to the first: under CAUSAL the
+// later ones of a sequence take longer, and should not be the tail.
+//
+// Warpgroups: one warp of the last produces: it loads queries, keys and values; another finds work (prefill_loader.cuh). The
+// others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
+// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and looks for the
+// largest logits of the new tile, or computes some of its probabilities P, while the product with V goes on. Consumers
+// take turns at starting products, so that the softmax of one runs beside the products of the others.
+//
+// Codes: products of an fp8 cache take float16. The producer's other warps widen codes (prefill_fp8_to_half.cuh), and each
+// consumer makes float16 of its own rows of queries, relative to powers of two, before it multiplies them: as operands in
+// registers, where there are so many, so that shared memory has less to do.
+//
+// Constants
+//     scalar_t       T: element type of queries and out: half_t or bf16_t
+//     cache_t        element type of the caches: T or fp8_e4m3_t
+//     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
+//     HEAD_SIZE      elements of a query or key of a head: a multiple of 8, of codes of 16, at most 256
+//     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
+//     RAGGED         keys and values are ragged tensors (ragged.cuh), taken for blocks of one slot; else a paged cache
+//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
+//     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
+//     GROUP          query heads of one key-value head, at most ITEM_ROWS
+//     TOKENS         keys of a tile; a multiple of 16
+//     STAGES         tiles of keys, and of values, in shared memory
+//     QUERY_STAGES   work items whose queries are in shared memory
+//     CODE_STAGES    tiles of codes in shared memory
+//     CONSUMERS      warpgroups with rows: 2 or 3
+//     CAUSAL         a query token sees the keys up to its own position, else all keys
+//     HEAD_SCALES    each key-value head of codes has its own scales; logits are then products, up to a factor
+//     HAS_SPLITS     an item may have several splits, which prefill_combine.cu joins
+
+#include "attention.cuh"
+
+// Element type of what products take: float16 holds every code, and takes one instruction for two of them, bfloat16 four.
+using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
+
+#include "prefill_fp8_to_half.cuh"
+#include "prefill_epilogue.cuh"
+#include "prefill_softmax.cuh"
+#include "prefill_loader.cuh"
+#include "query_rows.cuh"
+#include "wgmma.cuh"
+
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = ceil_div(HEAD_SIZE, 16);
+// A thread's registers: what the producer gives up, the consumers take.
+constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
+// A thread computes the exponentials of this many elements before it waits for P V of the previous tile:
+// docs/performance/prefill.md, "The wait for P V".
+constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
+// The named barriers of the first consumer; the others follow: of its turns, and of its queries.
+constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
+// docs/performance/prefill.md, "Queries as operands in registers".
+constexpr bool QUERIES_IN_REGISTERS = IS_FP8 && HEAD_SIZE <= 128 && CONSUMERS == 2 && !HAS_SOFTCAP && !HAS_ALIBI;
+static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && TOKENS % 16 == 0 && TOKENS % BOX_TOKENS == 0);
+static_assert(!IS_FP8 || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
+static_assert(BOX_TOKENS % 8 == 0 && (RAGGED || BLOCK_SIZE % BOX_TOKENS == 0) && BOXES <= WARP_SIZE);
+static_assert(!IS_FP8 || (is_same<cache_t, fp8_e4m3_t> && !WHOLE_HEADS));
+static_assert(!HEAD_SCALES || !(HAS_SOFTCAP || HAS_ALIBI));
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]; boxes of
+                                                           // ITEM_TOKENS x GROUP x a panel
+             const __grid_constant__ TensorMap key_map,    // [num_blocks, BLOCK_SIZE, num_kv_heads,
+                                                           // HEAD_SIZE]; 1 x BOX_TOKENS x 1 x a panel.
+                                                           // WHOLE_HEADS: [num_blocks, BLOCK_SIZE / 8,
+                                                           // panels of a token, 8, a panel]; 1 x
+                                                           // BOX_TOKENS / 8 x PANELS x 8 x a panel.
+                                                           // RAGGED: [num_blocks, num_kv_heads,
+                                                           // HEAD_SIZE]; BOX_TOKENS x 1 x a panel
+             const __grid_constant__ TensorMap value_map,  // likewise, of VALUE_SIZE
+             scalar_t* out,                                // [num_tokens, num_heads, VALUE_SIZE]
+             float* lse,                                   // [num_heads, num_tokens]
+             const table_t* block_tables,                  // [num_seqs, max_tokens / BLOCK_SIZE]
+             const length_t* seq_lens,                     // [num_seqs]; RAGGED: cu_seqlens_k
+             const starts_t* cu_seqlens_q,                 // [num_seqs + 1]
+             const float* alibi_slopes,                    // [num_heads]
+             const float* sinks,                           // [num_heads]
+             const float* k_scale, const float* v_scale,   // [1] or [num_kv_heads]
+             float* tmp_out,                               // [num_tokens, num_heads, max_splits, VALUE_SIZE]
+             float* max_logits,                            // [num_tokens, num_heads, max_splits]
+             float* exp_sums,                              // [num_tokens, num_heads, max_splits]
+             uint32_t* items_taken,                        // [1], zero before and after
+             int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
+             int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
+             int64_t max_tokens, int64_t sliding_window, int64_t max_splits, int64_t out_stride, int64_t table_stride,
+             int64_t table_step, int64_t length_step, int64_t starts_step, float scale, float logits_soft_cap) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    __shared__ Work works[QUERY_STAGES];
+    __shared__ Codes kinds[CODE_STAGES];
+    __shared__ uint32_t holes[STAGES];
+    __shared__ Found found;
+    Tiles tiles(shared, works, holes, kinds, &found);
+    tiles.init<NUM_THREADS>();
+    // Ones of 8 rows of 8 elements: both halves of an operand of 8 columns that runs along 16 keys.
+    __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
+    if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
+        ones[threadIdx.x] = PAIR_OF_ONES<product_t>;
+        fence_proxy_async();
+    }
+    __syncthreads();
+    const Window window{int(sliding_window)};
+    const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+
+    if (warpgroup == CONSUMERS) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (warp <= HAS_FINDER) {
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs,  num_tokens,
+                                      min_tokens,   max_tokens, num_kv_heads, section_heads, max_splits};
+            Finder finder{sequences,  window,     block_tables, table_stride,
+                          table_step, num_blocks, items_taken,  int(num_items)};
+            if (warp == 1) return finder.run(tiles);
+            Producer producer{
+                tiles, finder,      window, &query_map, {&key_map, key_head_panels}, {&value_map, value_head_panels},
+                lane,  lane % BOXES};
+            producer.run();
+        } else if constexpr (IS_FP8) {
+            widen_tiles(tiles);
+        }
+        return;
+    }
+
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    Softmax softmax(window, scale * (IS_FP8 ? *k_scale : 1.0f), logits_soft_cap, warpgroup);
+    float (&s)[TOKENS / 2] = softmax.s;
+    const auto release = [&](const auto& ring) {
+        sync_warp();
+        ring.release(ring.stage);
+    };
+    // Turns: products are started by one consumer after another.
+    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
+    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    if (warpgroup == CONSUMERS - 1) end_turn();
+
+    const Results results{out,        lse,        tmp_out,    max_logits,          exp_sums, sinks, v_scale,
+                          num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
+    float o[VALUE_COLUMNS / 2];
+    uint32_t q[QUERIES_IN_REGISTERS ? STEPS : 1][4];
+    float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
+    const auto start_logits = [&] {  // S = Q K^T
+        const uint64_t a =
+            make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + softmax.first_row * ROW_BYTES);
+        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * KeyTile::BYTES, KeyTile::TOKEN_STRIDE);
+        tiles.key.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const uint64_t of_keys = advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * 32);
+            if constexpr (QUERIES_IN_REGISTERS) wgmma<product_t, TOKENS>(s, q[i], of_keys, i > 0);
+            else wgmma<product_t, TOKENS>(s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * 32), of_keys, i > 0);
+        }
+        warpgroup_commit_batch();
+    };
+    const auto start_output = [&](bool accumulate) {  // O += P V, and sums of rows of P
+        const uint64_t b =
+            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES, ValueTile::TOKEN_STRIDE, PANEL_STRIDE);
+        tiles.value.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 16; ++i) {
+            const uint64_t of_values = advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE);
+            wgmma<product_t, VALUE_COLUMNS, true>(o, softmax.p[i], of_values, accumulate || i > 0);
+            if constexpr (SUMS_BY_PRODUCTS) {
+                wgmma<product_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
+                                    accumulate || i > 0);
+            }
+        }
+        warpgroup_commit_batch();
+    };
+    const auto end_output = [&] {
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(o);
+        if constexpr (SUMS_BY_PRODUCTS) warpgroup_fence_operand(row_sums);
+        release(tiles.value);
+        tiles.value.advance();
+    };
+
+    const auto await_queries = [&] {
+        tiles.query.wait();
+        uint8_t* const queries = tiles.queries + tiles.query.stage * QUERY_BYTES;
+        if constexpr (QUERIES_IN_REGISTERS) {
+            const uint8_t* const rows = queries + (softmax.first_row + warp * 16) * ROW_BYTES;
+            load_query_rows<scalar_t, QUERY_PANEL>(q, softmax.row_powers, rows);
+        } else if constexpr (CONVERTS_QUERIES) {
+            const int row = softmax.first_row + warp * 16 + lane / 4;
+            uint8_t* const first = queries + row * ROW_BYTES;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint8_t* const own = first + half * 8 * ROW_BYTES;
+                softmax.row_powers[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
+            }
+            fence_proxy_async();
+            named_barrier_sync(QUERIES + warpgroup, 128);
+        }
+    };
+    await_queries();
+    start_logits();
+    while (works[tiles.query.stage].tokens > 0) {
+        const Work work = works[tiles.query.stage];
+        if (QUERIES_IN_REGISTERS) release(tiles.query);
+        if (IS_FP8 && HEAD_SCALES) softmax.unit = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
+        softmax.begin(work, alibi_slopes);
+        const auto release_keys = [&](int tile) {
+            release(tiles.key);
+            tiles.key.advance();
+            if (!QUERIES_IN_REGISTERS && EARLY_QUERIES && tile == work.first_tile)
+                tiles.query.release(tiles.query.stage);
+        };
+
+        uint32_t missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(s);
+        release_keys(work.last_tile);
+        softmax.begin_tile(work.last_tile, missing);
+        softmax.find_base<true>(work.last_tile, missing);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 4; ++i) softmax.p[i / 4][i % 4] = 0;
+        softmax.each_seen_chunk([&](int c) {
+            softmax.exponentials(c, c + FIRST_CHUNK / 2);
+            softmax.round_probabilities(c, c + FIRST_CHUNK / 2);
+        });
+
+        bool accumulate = false;
+        for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+            await_turn();
+            start_logits();
+            missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
+            start_output(accumulate);
+            accumulate = true;
+            end_turn();
+            softmax.begin_tile(tile, missing);
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(s);
+            release_keys(tile);
+            const auto finish = [&](auto become_probabilities) {
+                if constexpr (BEFORE_WAIT > 0) {
+                    become_probabilities(0, BEFORE_WAIT);
+                    warpgroup_fence_operand(s);
+                    hold_next_wait(fminf(softmax.exp_sum[0], softmax.exp_sum[1]));
+                }
+                end_output();
+                if (softmax.rises) {
+#pragma unroll
+                    for (int i = 0; i < VALUE_COLUMNS / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.shrink[i / 2];
+                }
+                // Probabilities are rounded beside the exponentials that follow the wait.
+                become_probabilities(BEFORE_WAIT, TOKENS / 2);
+                softmax.round_probabilities(0, TOKENS / 2);
+            };
+            if (HAS_USUAL && softmax.is_usual()) {
+                softmax.rises = false;
+                finish([&](int begin, int end) { softmax.usual_exponentials(begin, end); });
+            } else {
+                softmax.find_base<false>(tile, missing);
+                finish([&](int begin, int end) { softmax.exponentials(begin, end); });
+            }
+        }
+        if (!QUERIES_IN_REGISTERS && !EARLY_QUERIES) release(tiles.query);
+        start_output(accumulate);
+        end_output();
+        if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each
+            softmax.exp_sum[0] = 0.25f * row_sums[0];
+            softmax.exp_sum[1] = 0.25f * row_sums[2];
+        }
+
+        results.store(work, o, softmax.max_logit, softmax.exp_sum);
+        // Results are stored first: the next item's queries come later than this one's last product ends.
+        tiles.query.advance();
+        await_queries();
+        start_logits();
+    }
+    warpgroup_wait<0>();
+}

@@ -1,0 +1,233 @@
+// prefill_sm90_fp8: prefill_sm90.cu for queries, keys and values of e4m3, which are multiplied as they are.
+//
+//     l_ij = scale * q_scale * k_scale * q_i . k_j            limit_i - window < j <= limit_i
+//     p_ij = e4m3(2^8 exp(l_ij - m_i))                        m_i: about max_j l_ij
+//     out_i = v_scale * sum_j p_ij v_j / (sum_j p_ij + 2^8 * 1e-6)
+//
+// After FlashAttention-3 (arXiv:2407.08608). Items of work, warpgroups and turns are those of prefill_sm90.cu.
+// Beside the producer, the other warps of its warpgroup transpose tiles of values (prefill_transpose.cuh).
+//
+// Sums of products of 8-bit elements have 14 bits (wgmma.cuh), of which many tiles' sums would leave nothing of the next
+// tile. So values of a tile are summed by products in registers of their own, PIECE elements of the head at a time, and
+// added to the sums of the item in float32. The first piece is multiplied beside the logits of the next tile, the others
+// beside exponentials.
+//
+// Constants
+//     scalar_t       T: element type of out: half_t or bf16_t
+//     cache_t        fp8_e4m3_t: element type of queries and caches
+//     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
+//     HEAD_SIZE      64, 128 or 256
+//     TOKENS         keys of a tile: 64 or 128
+//     VALUE_SIZE     HEAD_SIZE
+//     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
+//     HEAD_SCALES    each key-value head has its own scales of keys and values
+
+#include "attention.cuh"
+
+using product_t = cache_t;  // element type of what products take
+constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
+
+#include "prefill_epilogue.cuh"
+#include "prefill_softmax.cuh"
+#include "prefill_loader.cuh"
+#include "prefill_transpose.cuh"
+#include "wgmma.cuh"
+
+constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int DEPTH = 32;                        // elements along K of a product
+constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // elements of the head, as registers allow
+constexpr int PIECES = HEAD_SIZE / PIECE;
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
+constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
+constexpr uint32_t FOUR_ONES = 0x38383838u;
+static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && HEAD_SIZE % PIECE == 0 &&
+              VALUE_ROWS % PIECE == 0);
+static_assert(BOX_TOKENS % 8 == 0 && BLOCK_SIZE % BOX_TOKENS == 0 && TOKENS % BOX_TOKENS == 0 && BOXES <= WARP_SIZE);
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_heads, HEAD_SIZE]
+                 const __grid_constant__ TensorMap key_map,    // boxes as in prefill_sm90.cu
+                 const __grid_constant__ TensorMap value_map,
+                 scalar_t* out,                               // [num_tokens, num_heads, HEAD_SIZE]
+                 float* lse,                                  // [num_heads, num_tokens]
+                 const table_t* block_tables,                 // [num_seqs, max_tokens / BLOCK_SIZE]
+                 const length_t* seq_lens,                    // [num_seqs]
+                 const starts_t* cu_seqlens_q,                // [num_seqs + 1]
+                 const float* sinks,                          // [num_heads]
+                 const float* q_scale,                        // [1] or [num_kv_heads], q_scale_step apart; or null: 1
+                 const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
+                 uint32_t* items_taken,                       // [1], zero before and after
+                 int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
+                 int64_t key_head_panels, int64_t value_head_panels, int64_t section_heads, int64_t num_items,
+                 int64_t max_tokens, int64_t sliding_window, int64_t q_scale_step, int64_t out_stride,
+                 int64_t table_stride, int64_t table_step, int64_t length_step, int64_t starts_step, float scale) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    __shared__ Work works[QUERY_STAGES];
+    __shared__ Codes kinds[CODE_STAGES];
+    __shared__ uint32_t holes[STAGES];
+    __shared__ Found found;
+    Tiles tiles(shared, works, holes, kinds, &found);
+    tiles.init<NUM_THREADS>();
+    // Ones of 8 rows of 16 elements: both halves of an operand of 8 columns that runs along 32 keys.
+    __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
+    if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
+        ones[threadIdx.x] = FOUR_ONES;
+        fence_proxy_async();
+    }
+    __syncthreads();
+    const Window window{int(sliding_window)};
+    const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+
+    if (warpgroup == CONSUMERS) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (warp == 0) {
+            const Sequences sequences{cu_seqlens_q, seq_lens,   starts_step,  length_step,   num_seqs, num_tokens,
+                                      min_tokens,   max_tokens, num_kv_heads, section_heads, 1};
+            Finder finder{sequences,  window,     block_tables, table_stride,
+                          table_step, num_blocks, items_taken,  int(num_items)};
+            Producer producer{
+                tiles, finder,      window, &query_map, {&key_map, key_head_panels}, {&value_map, value_head_panels},
+                lane,  lane % BOXES};
+            producer.run();
+        } else {
+            transpose_tiles(tiles);
+        }
+        return;
+    }
+
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    Softmax softmax(window, scale, 0.0f, warpgroup);
+    const auto release = [&](const auto& ring) {
+        sync_warp();
+        ring.release(ring.stage);
+    };
+    // Turns: products are started by one consumer after another.
+    const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
+    const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
+    if (warpgroup == CONSUMERS - 1) end_turn();
+
+    const Results results{
+        out, lse, nullptr, nullptr, nullptr, sinks, v_scale, num_tokens, 1, out_stride, num_kv_heads * GROUP};
+    float o[HEAD_SIZE / 2], piece[PIECE / 2];
+    float tile_sums[4], row_sums[2];  // of probabilities, by products, of the lane's two rows: elements 0 and 2
+    const auto start_logits = [&] {   // S = Q K^T
+        const int first_row = warpgroup * 64;
+        const uint64_t a = make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + first_row * ROW_BYTES);
+        const uint64_t b = make_smem_desc(tiles.keys + tiles.key.stage * KeyTile::BYTES, KeyTile::TOKEN_STRIDE);
+        tiles.key.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < HEAD_SIZE / DEPTH; ++i) {
+            wgmma<product_t, TOKENS>(softmax.s, advance_smem_desc(a, i / 4 * QUERY_PANEL + i % 4 * DEPTH),
+                                     advance_smem_desc(b, i / 4 * PANEL_STRIDE + i % 4 * DEPTH), i > 0);
+        }
+        warpgroup_commit_batch();
+    };
+    // P V of PIECE elements, and, with the first of them, sums of rows of P.
+    const auto start_piece = [&](int n) {
+        const uint64_t b =
+            make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES + place_of_values(n * PIECE));
+        if (n == 0) tiles.value.wait();
+        warpgroup_arrive();
+#pragma unroll
+        for (int i = 0; i < TOKENS / DEPTH; ++i) {
+            wgmma<product_t, PIECE>(piece, softmax.p[i], advance_smem_desc(b, i * DEPTH), i > 0);
+            if (SUMS_BY_PRODUCTS && n == 0) {
+                wgmma<product_t, 8>(tile_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), i > 0);
+            }
+        }
+        warpgroup_commit_batch();
+    };
+    // Adds P V of a tile, whose first piece is in flight, to the sums so far. beside(n) runs while piece n + 1 is multiplied.
+    const auto add_pieces = [&](auto beside) {
+#pragma unroll
+        for (int n = 0; n < PIECES; ++n) {
+            warpgroup_wait<0>();
+            warpgroup_fence_operand(piece);
+#pragma unroll
+            for (int i = 0; i < PIECE / 2; ++i) o[n * (PIECE / 2) + i] += piece[i];
+            if (SUMS_BY_PRODUCTS && n == 0) {
+                warpgroup_fence_operand(tile_sums);
+                row_sums[0] += tile_sums[0];
+                row_sums[1] += tile_sums[2];
+            }
+            if (n + 1 < PIECES) {
+                warpgroup_fence_operand(piece);
+                start_piece(n + 1);
+            } else {
+                release(tiles.value);
+                tiles.value.advance();
+            }
+            beside(n);
+        }
+    };
+
+    tiles.query.wait();
+    start_logits();
+    while (works[tiles.query.stage].tokens > 0) {
+        const Work work = works[tiles.query.stage];
+        const float query_scale = q_scale ? q_scale[work.kv_head * q_scale_step] : 1.0f;
+        softmax.unit = logit_unit<false>(scale * (query_scale * k_scale[HEAD_SCALES ? work.kv_head : 0]), 0.0f);
+        softmax.begin(work, nullptr);
+        const auto release_keys = [&](int tile) {
+            release(tiles.key);
+            tiles.key.advance();
+            if (EARLY_QUERIES && tile == work.first_tile) tiles.query.release(tiles.query.stage);
+        };
+#pragma unroll
+        for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] = 0.0f;
+        row_sums[0] = row_sums[1] = 0.0f;
+
+        uint32_t missing = holes[tiles.key.stage];
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(softmax.s);
+        release_keys(work.last_tile);
+        softmax.begin_tile(work.last_tile, missing);
+        softmax.find_base<true>(work.last_tile, missing);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) softmax.p[i / 4][i % 4] = 0;
+        softmax.each_seen_chunk([&](int c) {
+            softmax.exponentials(c, c + FIRST_CHUNK / 2);
+            softmax.round_probabilities(c, c + FIRST_CHUNK / 2);
+        });
+
+        for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
+            await_turn();
+            start_logits();
+            missing = holes[tiles.key.stage];
+            start_piece(0);
+            end_turn();
+            softmax.begin_tile(tile, missing);
+            warpgroup_wait<1>();
+            warpgroup_fence_operand(softmax.s);
+            release_keys(tile);
+            softmax.find_base<false>(tile, missing);
+            add_pieces([&](int n) {
+                if (n == 0) softmax.exponentials(0, TOKENS / 2);
+            });
+            if (softmax.rises) {
+#pragma unroll
+                for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
+                row_sums[0] *= softmax.shrink[0];
+                row_sums[1] *= softmax.shrink[1];
+            }
+            softmax.round_probabilities(0, TOKENS / 2);
+        }
+        if (!EARLY_QUERIES) release(tiles.query);
+        start_piece(0);
+        add_pieces([](int) {});
+        if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each
+            softmax.exp_sum[0] = 0.25f * row_sums[0];
+            softmax.exp_sum[1] = 0.25f * row_sums[1];
+        }
+
+        results.store(work, o, softmax.max_logit, softmax.exp_sum);
+        // Results are stored first: the next item's queries come later than this one's last product ends.
+        tiles.query.advance();
+        tiles.query.wait();
+        start_logits();
+    }
+    warpgroup_wait<0>();
+}

@@ -1,0 +1,83 @@
+// prefill_transpose.cuh: tiles of e4m3 values for prefill_sm90_fp8, whose constants it reads, transposed as products of
+// 8-bit elements take them: keys of an element of the head lie one after another.
+//
+// A row of 128 bytes has TOKENS keys of one element, or of one of each PARTS-th of the head. In each 16 keys, the places of
+// four bytes are those of keys 2t, 2t + 1, 2t + 8 and 2t + 9: what thread 4g + t of a warp has of a row of logits, and so
+// of rounded probabilities.
+//
+// Warps take 32 tokens of 16 elements at a time. Four transposing loads of 8 tokens give lane 4g + t words of elements 2g
+// and 2g + 1 of tokens 2t and 2t + 1; two words of neighbouring eights make a word of either element. Of the rows that a
+// store has, the first four are even elements and the last four odd ones, or the other way round: eight rows, swizzled,
+// then lie in all banks.
+#pragma once
+#include "prefill_loader.cuh"
+
+constexpr int KEY_PARTS = ROW_BYTES / TOKENS, VALUE_ROWS = HEAD_SIZE / KEY_PARTS;
+static_assert(ROW_BYTES % TOKENS == 0 && VALUE_ROWS % 16 == 0);
+
+// Where values of 64 elements begin in a tile.
+DEVICE constexpr int place_of_values(int element) {
+    return element % VALUE_ROWS * ROW_BYTES + element / VALUE_ROWS * TOKENS;
+}
+
+// WHOLE: all tokens of the tile are attended to. Others are overwritten with zeros.
+template <bool WHOLE>
+DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind) {
+    constexpr int GROUPS = TOKENS / 32, CHUNKS = HEAD_SIZE / 16, PART_CHUNKS = CHUNKS / KEY_PARTS;  // of 16 elements
+    const int lane = threadIdx.x % WARP_SIZE, warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
+    const int matrix = lane / 8, row = lane % 8;  // whose addresses the lane gives
+    const int element = 2 * row + ((row >= 4) != (matrix % 2));
+    const uint32_t first = lane < WARP_SIZE / 2 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
+    const int read_at = matrix * ValueTile::TOKEN_STRIDE + swizzle_128b(row, 0),
+              write_at = swizzle_128b(element, matrix / 2 * 16);
+#pragma unroll WHOLE ? 4 : 1
+    for (int i = 0; i < ceil_div(CHUNKS, WIDENERS); ++i) {
+        const int chunk = i * WIDENERS + warp;
+        if (CHUNKS % WIDENERS != 0 && chunk >= CHUNKS) break;
+        const uint8_t* const read = from + chunk / 8 * PANEL_STRIDE + (read_at ^ chunk % 8 * 16);
+        uint8_t* const written = to + chunk % PART_CHUNKS * (16 * ROW_BYTES);
+        uint32_t words[GROUPS][4];
+#pragma unroll
+        for (int n = 0; n < GROUPS; ++n) ldmatrix<4, true>(words[n], read + n * 4 * ValueTile::TOKEN_STRIDE);
+#pragma unroll
+        for (int n = 0; n < GROUPS; ++n) {
+            if constexpr (!WHOLE) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int token = n * 32 + 8 * j + lane % 4 * 2;
+                    if (token < kind.begin || token >= kind.end) words[n][j] &= 0xffff0000u;
+                    if (token + 1 < kind.begin || token + 1 >= kind.end) words[n][j] &= 0x0000ffffu;
+                }
+            }
+            uint32_t keys[4];
+#pragma unroll
+            for (int j = 0; j < 4; j += 2) {
+                keys[j] = byte_perm(words[n][j], words[n][j + 1], first);
+                keys[j + 1] = byte_perm(words[n][j], words[n][j + 1], second);
+            }
+            stmatrix<4>(written + (write_at ^ (chunk / PART_CHUNKS * TOKENS + n * 32)), keys);
+        }
+    }
+}
+
+DEVICE void transpose_tile(Tiles& tiles, const Codes kind) {
+    tiles.value.acquire();
+    const uint8_t* const from = tiles.codes + tiles.code.stage * CODE_BYTES;
+    uint8_t* const to = tiles.values + tiles.value.stage * ValueTile::BYTES;
+    if (kind.begin <= 0 && kind.end >= TOKENS) transpose_codes<true>(to, from, kind);
+    else transpose_codes<false>(to, from, kind);
+    fence_proxy_async();
+    sync_warp();
+    if (threadIdx.x % WARP_SIZE == 0) mbarrier_arrive(tiles.value.full());
+    tiles.code.release(tiles.code.stage);
+    tiles.value.advance();
+}
+
+// Transposes all tiles of values that the producer loads.
+DEVICE void transpose_tiles(Tiles& tiles) {
+    for (;; tiles.code.advance()) {
+        tiles.code.wait();
+        if (tiles.kinds[tiles.code.stage].kind == Codes::END) return;
+        transpose_tile(tiles, tiles.kinds[tiles.code.stage]);
+    }
+}

@@ -1,0 +1,141 @@
+// splits.cuh: which tokens of a sequence each split has (split-KV), and how many splits.
+#pragma once
+#include "vec.cuh"
+
+constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS, or of another unit that a plan says
+
+// The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens
+// origin + s * size <= i < origin + (s + 1) * size among them, for 0 <= s < count.
+struct Splits {
+    int first, length, origin, size, count;
+
+    // max_tokens: tokens that the block table has room for; a longer sequence is cut to it.
+    // window: tokens at the end of the sequence that are attended; 0: all tokens.
+    // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each
+    // of
+    //   min_split tokens or more.
+    // unit: of which a split is a multiple, and so is min_split.
+    DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split,
+                  int unit = TILE_TOKENS) {
+        length = int(min(max(seq_len, int64_t(0)), max_tokens));
+        first = window > 0 && length > window ? int(length - window) : 0;
+        origin = partition ? 0 : first / unit * unit;
+        const int tokens = length - origin;
+        const int even = ceil_div(ceil_div(tokens, max_splits), unit) * unit;
+        size = partition ? partition : max(even, min_split);
+        count = tokens / size + (tokens % size > 0);
+    }
+    DEVICE int begin(int split) const { return origin + split * size; }
+    DEVICE int end(int split) const { return min(length - begin(split), size) + begin(split); }
+    DEVICE bool exists(int split) const { return split < count && end(split) > first; }
+};
+
+// How many splits each sequence gets, so that all blocks of a launch end at about the same time. `wave_splits` is the
+// number of splits that run on the device at once, one wave.
+//
+// Sequences of equal length: as many splits as fill one wave, or two waves if the sequences are long. Sequences of
+// mixed lengths: splits in proportion to the length, whole waves of them at most, because the blocks of a wave that is
+// hardly begun leave the memory idle. More than two waves of sequences need no such care. All lanes of a warp call every
+// function.
+constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
+// Of mixed lengths, tokens of a split where one wave takes all: below SHORT_SPLIT one wave pays, if it has two splits for
+// each sequence; from LONG_SPLIT on three do, and so they do for more sequences than a wave has splits.
+// docs/performance/decode.md, "Mixed lengths run in whole waves"
+constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
+constexpr int MIN_WHOLE_HEAD = 128;  // elements of a head from which whole waves pay
+
+template <typename L>
+struct Balance {
+    const L* seq_lens;
+    int64_t step, num_seqs, max_attended;
+    float max_splits;
+    float splits_per_token;  // of mixed lengths, before rounding up
+    int equal_splits;        // splits of every sequence if all have about one length, else 0
+
+    DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
+                   float wave_splits, int64_t max_splits, int head_size)
+        : seq_lens(seq_lens),
+          step(step),
+          num_seqs(num_seqs),
+          max_attended(window > 0 ? min(window, max_tokens) : max_tokens),
+          max_splits(float(max_splits)) {
+        const float seqs = float(num_seqs);
+        float total = 0.0f, longest = 0.0f;
+        for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
+            const float tokens = tokens_of(seq);
+            total += tokens;
+            longest = fmaxf(longest, tokens);
+        }
+#pragma unroll
+        for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) {
+            total += shfl_xor(total, mask);
+            longest = fmaxf(longest, shfl_xor(longest, mask));
+        }
+        const bool alike = longest * seqs <= 1.25f * total;
+        const float waves = total > LONG_TOKENS * seqs ? 2.0f : 1.0f;
+        equal_splits = alike ? int(fminf(fmaxf(floorf(waves * wave_splits / seqs), 1.0f), this->max_splits)) : 0;
+        splits_per_token = 2.0f * wave_splits / fmaxf(total, 1.0f);
+        if (!alike && head_size >= MIN_WHOLE_HEAD && seqs <= 2.0f * wave_splits) fill_waves(wave_splits, total);
+    }
+    DEVICE float tokens_of(int64_t seq) const {
+        return float(int(min(max(int64_t(seq_lens[seq * step]), int64_t(0)), max_attended)));
+    }
+    DEVICE int splits_of(int64_t seq) const {
+        return equal_splits ? equal_splits : mixed_splits(tokens_of(seq), splits_per_token);
+    }
+    DEVICE int mixed_splits(float tokens, float per_token) const {
+        return int(fminf(fmaxf(ceilf(tokens * per_token), 1.0f), max_splits));
+    }
+    // Sets splits_per_token for whole waves. Each sequence is rounded up by less than a split: of TRIES shares of them
+    // the first that leaves no more splits than the waves have.
+    DEVICE void fill_waves(float wave_splits, float total) {
+        constexpr int TRIES = 4;
+        const float seqs = float(num_seqs), wave_tokens = total / wave_splits;
+        const bool is_short = wave_tokens < SHORT_SPLIT && 2.0f * seqs <= wave_splits;
+        const bool is_long = wave_tokens >= LONG_SPLIT || seqs > wave_splits;
+        const float most = (is_short ? 1.0f : is_long ? 3.0f : 2.0f) * wave_splits;
+        const auto per_token = [&](int i) { return fmaxf(most - (i + 1) * (1.0f / TRIES) * seqs, 0.0f) / total; };
+        int counts[TRIES] = {};
+        for (int64_t seq = threadIdx.x % WARP_SIZE; seq < num_seqs; seq += WARP_SIZE) {
+            const float tokens = tokens_of(seq);
+#pragma unroll
+            for (int i = 0; i < TRIES - 1; ++i) counts[i] += mixed_splits(tokens, per_token(i));
+        }
+        splits_per_token = per_token(TRIES - 1);
+#pragma unroll
+        for (int i = TRIES - 2; i >= 0; --i) {
+#pragma unroll
+            for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) counts[i] += shfl_xor(counts[i], mask);
+            if (float(counts[i]) <= most) splits_per_token = per_token(i);
+        }
+    }
+    // The sequence of a split. `split` counts the splits of all sequences, and becomes the number of the split within
+    // its sequence. Returns -1 if there is no such split.
+    DEVICE int find(int& split) const {
+        if (equal_splits) {
+            const int seq = split / equal_splits;
+            split -= seq * equal_splits;
+            return seq < num_seqs ? seq : -1;
+        }
+        const int lane = threadIdx.x % WARP_SIZE;
+        for (int first = 0; first < num_seqs; first += WARP_SIZE) {
+            const int splits = first + lane < num_seqs ? splits_of(first + lane) : 0;  // of the lane's sequence
+            int prefix_sum = splits;
+#pragma unroll
+            for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
+                const int before = shfl<WARP_SIZE>(prefix_sum, max(lane - distance, 0));
+                if (lane >= distance) prefix_sum += before;
+            }
+            const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
+            if (split < total) {
+                int hit = split < prefix_sum ? lane : WARP_SIZE;  // becomes the first such lane
+#pragma unroll
+                for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
+                split -= shfl<WARP_SIZE>(prefix_sum - splits, hit);
+                return first + hit;
+            }
+            split -= total;
+        }
+        return -1;
+    }
+};

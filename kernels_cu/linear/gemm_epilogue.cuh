@@ -1,0 +1,67 @@
+// gemm_epilogue.cuh: what becomes of the sums of a matrix product: zero points, scales, bias, activation.
+//
+//     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (of these, what the op is given)
+//     SCALE_EXPONENT: the scale that comes first, of b if there is one, is its entry times two to this
+//     COLUMN_ORDER: b_scales[n] and bias[n] lie at column_permutation.cuh's place of n
+//     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (sums of integers: exact)
+//     bias = 0;   BIAS 1: bias[n];   BIAS 2: bias[m, n]
+//     out[m, n] = out_t(x[m, n]);   with ACTIVATION f: out_t(f(x[m, n]))
+//     GATED, with weight rows n of gates and N + n of ups, for N columns of out: out_t(f(x[m, n]) * x[m, N + n])
+//
+// A thread loads the terms of a row and of a column once, and combines them with each sum. One scale of the whole
+// matrix has a step of 0.
+
+#pragma once
+#include "column_permutation.cuh"
+#include "math.cuh"
+
+// Activations of float32, for a result that is rounded to T.
+template <typename T> DEVICE float gemm_silu(float x) { return logistic<T>(x, x); }
+template <typename T> DEVICE float gemm_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
+template <typename T> DEVICE float gemm_none(float x) { return x; }
+
+template <typename out_t, bool A_SCALES, bool B_SCALES, int AZP, int BIAS, int SCALE_EXPONENT>
+struct Epilogue {
+    const a_scale_t* a_scales;  // [M] or [1]
+    const b_scale_t* b_scales;  // [N] or [1]
+    const int32_t* azp_adj;     // [N]
+    const int32_t* azp;         // [M]
+    const out_t* bias;          // [N], or [M, N]
+    int64_t a_scale_step, b_scale_step, bias_stride;
+
+    static constexpr float FACTOR = power_of_two(SCALE_EXPONENT);
+
+    struct Row {
+        int64_t row;
+        float scale;
+        int32_t azp;
+    };
+    struct Column {
+        int64_t column;
+        float scale, bias;
+        int32_t azp;
+    };
+
+    // The terms of a row, and of a column, that exist.
+    DEVICE Row row(int64_t m) const {
+        const float scale = A_SCALES ? to_float(a_scales[m * a_scale_step]) : 1.0f;
+        return {m, A_SCALES && !B_SCALES ? scale * FACTOR : scale, AZP == 2 ? azp[m] : 1};
+    }
+    DEVICE Column column(int64_t n) const {
+        const int64_t place = COLUMN_ORDER(n);
+        return {n, B_SCALES ? to_float(b_scales[place * b_scale_step]) * FACTOR : 1.0f,
+                BIAS == 1 ? to_float(bias[place]) : 0.0f, AZP > 0 ? azp_adj[n] : 0};
+    }
+
+    // x[m, n]. Sum is float or int32_t.
+    template <typename Sum>
+    DEVICE float value(const Row& row, const Column& column, Sum sum) const {
+        // Integers wrap around, as two's complement does: so does a sum whose parts are out of range and whole is not.
+        if constexpr (AZP > 0) sum = int32_t(uint32_t(sum) - uint32_t(row.azp) * column.azp);
+        float x = float(sum);
+        if constexpr (B_SCALES) x = ieee_multiply(column.scale, x);
+        const float shift = BIAS == 2 ? to_float(bias[row.row * bias_stride + column.column]) : column.bias;
+        if constexpr (A_SCALES) return BIAS ? fmaf(row.scale, x, shift) : ieee_multiply(row.scale, x);
+        return BIAS ? x + shift : x;
+    }
+};

@@ -1,0 +1,223 @@
+// gemm_sm90_swap_ab: a matrix product on Hopper's tensor cores, for few rows of a, bound by the bandwidth of reading b.
+//
+//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
+//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//
+// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
+// elements of K).
+// SUM_BLOCK: the tensor cores add up SUM_BLOCK elements of K, the threads the rest (wgmma.cuh tells of sums of fp8).
+//
+// Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a
+// its TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read
+// as much of b, at most. Where it is no multiple of 64, rows of zeros are multiplied, too. A step is 128 bytes of each
+// row of a and b. One thread of a block loads, ahead by STAGES steps. Two warpgroups multiply: each has half of the
+// tile's rows of b or, if there are no more than 64, every other step.
+//
+// The blocks of a cluster share a tile, each with a part of K. What is to be added to a sum, by warpgroups that have
+// different steps and by blocks, is sent to one block, and added up there (cluster_reduce.cuh). A fragment has two rows and
+// two columns of out in each lane.
+//
+// Constants
+//     scalar_t      element type of a and b: 16 or 8 bits
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
+//     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
+//     TILE_M        rows of a tile: a multiple of 16
+//     TILE_N        columns of a tile: a multiple of 8, at most 256
+//     STAGES        steps of K in shared memory: an even number and more than two if TILE_N is at most 64
+//     SPLITS        blocks of a cluster; there is a step of K for each of their warpgroups that take turns
+// If sums are shared, there are as many clusters as tiles.
+
+#include "cluster.cuh"
+#include "cluster_reduce.cuh"
+#include "gemm_epilogue.cuh"
+#include "pipeline.cuh"
+#include "wgmma.cuh"
+
+using sum_t = wgmma_sum_t<scalar_t>;
+constexpr int CONSUMER_WARPS = 8, NUM_THREADS = 32 * (CONSUMER_WARPS + 1);
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
+// Warpgroups that take turns with steps, warps that share the rows of b, and products of a warpgroup in a step.
+constexpr int TURNS = TILE_N <= 64 ? 2 : 1, ROW_WARPS = CONSUMER_WARPS / TURNS;
+constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODUCTS * ROW_WARPS * 16;
+constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + PADDED_N * ROW_BYTES;
+constexpr int PADDING = (PADDED_N - TILE_N) * ROW_BYTES / 16;  // of a stage, in 16 bytes
+constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WARP_FRAGMENTS;
+constexpr int PARTS = SPLITS * TURNS;  // of a sum
+// Pieces of a step whose sums the threads add up, and products of a warpgroup in each for the same rows of b.
+constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
+static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
+static_assert(!GATED);
+static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
+static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with its next one");
+
+using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
+
+extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
+gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x TILE_K, swizzled
+                  const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled
+                  out_t* out,                               // [M, N]
+                  const a_scale_t* a_scales,                // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
+                  const b_scale_t* b_scales,  // [N] or [1]; SCALE_BLOCK: [K / SCALE_BLOCK, N / SCALE_BLOCK]
+                  const int32_t* azp_adj,     // [N]
+                  const int32_t* azp,         // [M]
+                  const out_t* bias,          // [N]
+                  int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
+                  int64_t a_scale_block_step, int64_t b_scale_block_step) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    uint8_t* const behind = shared + STAGES * STAGE_BYTES;
+    const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(behind),
+                              reinterpret_cast<uint64_t*>(behind + cluster_sums_t::BYTES)};
+    Ring<STAGES> ring(sums.all_received + 1);
+    const int split = SPLITS > 1 ? blockIdx.y : 0;
+    if (threadIdx.x == 0) {
+        sums.init();
+        ring.init(ROW_WARPS);
+    }
+    for (int i = threadIdx.x; i < STAGES * PADDING; i += NUM_THREADS) {
+        uint8_t* padding = shared + i / max(PADDING, 1) * STAGE_BYTES + A_BYTES + B_BYTES;
+        reinterpret_cast<uint4*>(padding)[i % max(PADDING, 1)] = {0, 0, 0, 0};
+    }
+    fence_proxy_async();
+    start_cluster<SPLITS>();
+
+    const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
+    const int tiles = rows * int((n + TILE_N - 1) / TILE_N);
+    const int first_step = int(int64_t(steps) * split / SPLITS);
+    const int last_step = int(int64_t(steps) * (split + 1) / SPLITS);
+    const int warp = shfl<WARP_SIZE>(int(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+    if (warp == CONSUMER_WARPS) {
+        if (!elect_one()) return;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            for (int step = first_step; step < last_step; ++step, ring.advance()) {
+                ring.acquire();
+                uint8_t* to = shared + ring.stage * STAGE_BYTES;
+                mbarrier_arrive_expect_tx(ring.full(), A_BYTES + B_BYTES);
+                tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, tile / rows * TILE_N);
+                tma_load(to, &a_map, ring.full(), step * TILE_K, tile % rows * TILE_M);
+            }
+        }
+        return;
+    }
+
+    const int turn = TURNS > 1 ? warp / 4 : 0, row_warp = warp % ROW_WARPS;
+    if (turn > 0) ring.advance();
+    const Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
+        // The row of b, in the tile, of the thread's first sum of a product; that of its others is 8 rows on.
+        const auto column_of = [&](int of_warp, int product) {
+            return (of_warp / 4 * PRODUCTS + product) * 64 + of_warp % 4 * 16 + lane / 4;
+        };
+        sum_t d[PRODUCTS][TILE_M / 2];
+        float total[PRODUCTS][SUM_BLOCK > 0 ? TILE_M / 2 : 1] = {};
+        // Scales of the next step: of the rows of a and of b of which the thread has sums.
+        float row_scales[SCALE_BLOCK > 0 ? TILE_M / 4 : 1], column_scales[PRODUCTS][2];
+        const auto load_scales = [&](int step) {
+#pragma unroll
+            for (int i = 0; i < PRODUCTS * 2; ++i) {
+                const int64_t column = min(int64_t(first_column + column_of(row_warp, i / 2) + i % 2 * 8), n - 1);
+                column_scales[i / 2][i % 2] =
+                    to_float(b_scales[step * b_scale_block_step + column / max(SCALE_BLOCK, 1) * b_scale_step]);
+            }
+#pragma unroll
+            for (int i = 0; i < TILE_M / 4; ++i) {
+                const int64_t row = min(int64_t(first_row + i / 2 * 8 + lane % 4 * 2 + i % 2), m - 1);
+                row_scales[i] = to_float(a_scales[row * a_scale_step + step * a_scale_block_step]);
+            }
+        };
+        if constexpr (SCALE_BLOCK > 0) load_scales(first_step + turn);
+        int previous = 0;
+        bool accumulate = false;
+        for (int step = first_step + turn; step < last_step; step += TURNS) {
+            const uint8_t* from = shared + ring.stage * STAGE_BYTES;
+            const uint64_t a = make_smem_desc(from);
+            float factors[PRODUCTS][2][SCALE_BLOCK > 0 ? TILE_M / 4 : 1];
+            if constexpr (SCALE_BLOCK > 0) {
+#pragma unroll
+                for (int i = 0; i < PRODUCTS * 2; ++i) {
+#pragma unroll
+                    for (int j = 0; j < TILE_M / 4; ++j) {
+                        factors[i / 2][i % 2][j] = row_scales[j] * column_scales[i / 2][i % 2];
+                    }
+                }
+                load_scales(min(step + TURNS, last_step - 1));
+            }
+            ring.wait();
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+                for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
+                warpgroup_arrive();
+#pragma unroll
+                for (int product = 0; product < PRODUCTS; ++product) {
+                    const uint64_t b =
+                        make_smem_desc(from + A_BYTES + (row_warp / 4 * PRODUCTS + product) * 64 * ROW_BYTES);
+#pragma unroll
+                    for (int i = 0; i < PIECE_PRODUCTS; ++i) {
+                        const int at = (piece * PIECE_PRODUCTS + i) * STEP_BYTES;
+                        wgmma<scalar_t, TILE_M>(d[product], advance_smem_desc(b, at), advance_smem_desc(a, at),
+                                                i > 0 || accumulate);
+                    }
+                }
+                warpgroup_commit_batch();
+                if constexpr (SUM_BLOCK > 0) {
+                    warpgroup_wait<0>();
+                    if (piece == PIECES - 1) ring.release(ring.stage);
+#pragma unroll
+                    for (int product = 0; product < PRODUCTS; ++product) {
+                        warpgroup_fence_operand(d[product]);
+#pragma unroll
+                        for (int i = 0; i < TILE_M / 2; ++i) {
+                            const float factor =
+                                SCALE_BLOCK > 0 ? factors[product][i / 2 % 2][i / 4 * 2 + i % 2] : 1.0f;
+                            total[product][i] = fmaf(factor, float(d[product][i]), total[product][i]);
+                        }
+                    }
+                } else {
+                    warpgroup_wait<1>();  // for the products of the step before
+                    if (accumulate) ring.release(previous);
+                    previous = ring.stage;
+                    accumulate = true;
+                }
+            }
+            ring.advance();
+            if constexpr (TURNS > 1) ring.advance();
+        }
+        if constexpr (SUM_BLOCK == 0) {
+            warpgroup_wait<0>();
+#pragma unroll
+            for (int product = 0; product < PRODUCTS; ++product) warpgroup_fence_operand(d[product]);
+            if (accumulate) ring.release(previous);
+        }
+
+        // Number j of the four sums of the warp's fragment number i; and what becomes of those of any fragment.
+        const auto own_sum = [&](int i, int j) {
+            const int product = i / (TILE_M / 8), at = i % (TILE_M / 8) * 4 + j;
+            if constexpr (SUM_BLOCK > 0) return total[product][at];
+            else return d[product][at];
+        };
+        const auto finish = [&](int fragment, const Fragment<sum_t>& own) {
+            const int i = fragment / ROW_WARPS, column = column_of(fragment % ROW_WARPS, i / (TILE_M / 8));
+            const int64_t row = first_row + i % (TILE_M / 8) * 8 + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int64_t m_at = row + j % 2, n_at = first_column + column + j / 2 * 8;
+                if (m_at >= m || n_at >= n || column + j / 2 * 8 >= TILE_N) continue;
+                const float x = epilogue.value(epilogue.row(m_at), epilogue.column(n_at), own.sums[j]);
+                out[m_at * out_stride + n_at] = from_float<out_t>(ACTIVATION<out_t>(x));
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < WARP_FRAGMENTS; ++i) {
+            const int fragment = i * ROW_WARPS + row_warp;
+            const Fragment<sum_t> own = {own_sum(i, 0), own_sum(i, 1), own_sum(i, 2), own_sum(i, 3)};
+            if constexpr (PARTS > 1) sums.send(split * TURNS + turn, fragment, own);
+            else finish(fragment, own);
+        }
+        if constexpr (PARTS > 1) sums.add_up(split, warp, CONSUMER_WARPS, finish);
+    }
+}

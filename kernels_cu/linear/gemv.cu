@@ -1,0 +1,121 @@
+// gemv: a linear layer for few tokens, bound by the bandwidth of reading weight.
+//
+//     out[t, n] = T(sum_k input[t, k] * weight[n, k] + bias[n]), summed in float32    T: dtype of all tensors
+//
+// SPLIT warps share a row of weight. The row is cut into chunks; of each chunk, each of the warps has a part: BATCH
+// vectors per lane, neighbouring lanes with neighbouring vectors. y of the grid counts groups of TOKENS tokens; blocks
+// along x stride over the rows together. A warp issues the loads of its next chunk before it multiplies the current
+// one; input stays in the L1 cache. While the kernel before still runs, each warp prefetches its first chunk to L2
+// without using it.
+//
+// Constants:
+//     HIDDEN_SIZE   terms of each sum
+//     TOKENS        tokens of a block
+//     SPLIT         warps that share a row of weight; divides the warps of a block
+//     BATCH         vectors of a chunk per lane
+//     HAS_BIAS      false when bias is null
+
+#include "reduce.cuh"
+#include "vec.cuh"
+
+using vec_t = Vec<scalar_t, VEC_SIZE>;
+constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE, BLOCK_ROWS = NUM_WARPS / SPLIT;
+constexpr int VECS = HIDDEN_SIZE / VEC_SIZE, CHUNK = SPLIT * BATCH * WARP_SIZE, CHUNKS = ceil_div(VECS, CHUNK);
+
+// The warp's row of weight in a step of the block. A step is one chunk of one row.
+DEVICE int64_t row_of(int step) {
+    return (int64_t(step / CHUNKS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
+}
+// The number in the row of the thread's vector `b` of a chunk.
+DEVICE int vector_of(int chunk, int b) {
+    return chunk * CHUNK + (int(threadIdx.x) / WARP_SIZE % SPLIT * BATCH + b) * WARP_SIZE +
+           int(threadIdx.x) % WARP_SIZE;
+}
+DEVICE bool exists(int chunk, int b) { return VECS % CHUNK == 0 || vector_of(chunk, b) < VECS; }
+
+DEVICE void prefetch_weight(const scalar_t* weight, int64_t output_size, int64_t stride) {
+    const int64_t row = row_of(0);
+    if (row >= output_size) return;
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+        if (exists(0, b)) prefetch_line(weight + row * stride + int64_t(vector_of(0, b)) * VEC_SIZE);
+    }
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+gemv(scalar_t* out,           // [num_tokens, output_size]
+     const scalar_t* input,   // [num_tokens, HIDDEN_SIZE]
+     const scalar_t* weight,  // [output_size, HIDDEN_SIZE]
+     const scalar_t* bias,    // [output_size]
+     int64_t num_tokens, int64_t output_size, int64_t out_stride, int64_t input_stride, int64_t weight_stride) {
+    prefetch_weight(weight, output_size, weight_stride);
+    await_previous_kernel();
+    __shared__ float partial[2][NUM_WARPS][TOKENS];
+    const int lane = threadIdx.x % WARP_SIZE, warp = threadIdx.x / WARP_SIZE;
+    const int64_t first_token = int64_t(blockIdx.y) * TOKENS;
+    const int64_t row_groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
+    const int steps = blockIdx.x < row_groups ? int((row_groups - 1 - blockIdx.x) / gridDim.x + 1) * CHUNKS : 0;
+
+    // Loads the vectors of a step. A row or vector that does not exist is replaced by one that does, so that loads need
+    // no branch; the result is not used.
+    const auto load = [&](int step, vec_t(&w)[BATCH]) {
+        const int64_t row = row_of(step);
+        const scalar_t* address = weight + (row < output_size ? row : output_size - 1) * weight_stride;
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const int vector = exists(step % CHUNKS, b) ? vector_of(step % CHUNKS, b) : 0;
+            w[b] = vec_t::load_once(address + int64_t(vector) * VEC_SIZE);
+        }
+    };
+    vec_t w[BATCH], next[BATCH];
+    float sums[TOKENS] = {};
+    if (steps > 0) load(0, next);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) w[b] = next[b];
+        if (step + 1 < steps) load(step + 1, next);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (!exists(step % CHUNKS, b)) continue;
+            float v[VEC_SIZE];
+            w[b].to_floats(v);
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) {
+                const int64_t token = TOKENS == 1 || first_token + t < num_tokens ? first_token + t : num_tokens - 1;
+                float x[VEC_SIZE];
+                vec_t::load(input + token * input_stride + int64_t(vector_of(step % CHUNKS, b)) * VEC_SIZE)
+                    .to_floats(x);
+#pragma unroll
+                for (int j = 0; j < VEC_SIZE; ++j) sums[t] = fmaf(v[j], x[j], sums[t]);
+            }
+        }
+        if (CHUNKS > 1 && step % CHUNKS < CHUNKS - 1) continue;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) sums[t] = lane_reduce<Sum, WARP_SIZE>(sums[t]);
+        if constexpr (SPLIT > 1) {
+            // Rows take turns: other warps may still read the sums of the row before.
+            float (&warp_sums)[NUM_WARPS][TOKENS] = partial[step / CHUNKS % 2];
+            if (lane == 0) {
+#pragma unroll
+                for (int t = 0; t < TOKENS; ++t) warp_sums[warp][t] = sums[t];
+            }
+            __syncthreads();
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t) {
+                sums[t] = 0.0f;
+#pragma unroll
+                for (int w = 0; w < SPLIT; ++w) sums[t] += warp_sums[warp / SPLIT * SPLIT + w][t];
+            }
+        }
+        const int64_t row = row_of(step);
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            if (lane == t && warp % SPLIT == 0 && row < output_size && first_token + t < num_tokens) {
+                if constexpr (HAS_BIAS) sums[t] += to_float(bias[row]);
+                out[(first_token + t) * out_stride + row] = from_float<scalar_t>(sums[t]);
+            }
+            sums[t] = 0.0f;
+        }
+    }
+}

@@ -1,0 +1,339 @@
+// grouped_gemm_sm90: products of rows with the weights of their experts, on Hopper's tensor cores.
+//
+//     sum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; integers in int32; e is the expert of row t
+//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//
+// SCALE_BLOCK: sum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] * (sum over the j-th
+// SCALE_BLOCK elements of K). The tensor cores add up what is in parentheses, the threads the rest.
+//
+// Tiles of TILE_M rows and TILE_N rows of b[e] are taken by as many blocks as the device holds at a time, one after
+// another. A step is 128 bytes of each row of a and of b. The threads of the last warpgroup load, ahead by STAGES steps:
+// one of them boxes of b, all of them the rows of a that exist, wherever they lie, by asynchronous copies of 16 bytes.
+// The others multiply 64 rows each by TILE_N rows of b; with a TILE_M of 64 there are two, which halve TILE_N instead of
+// the rows. A warpgroup without rows only gives stages back.
+//
+// A thread has the sums of a gate and of its up: b's rows of a warpgroup are OUT_N gates and then OUT_N ups, or both by
+// turns. A warp stores 16 rows of out by way of shared memory.
+//
+// Constants
+//     scalar_t      element type of a and b: 16 or 8 bits
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
+//     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
+//     TILE_M        rows of a tile: 64, 128 or 192
+//     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a
+//                   warpgroup. With SCALE_BLOCK no warpgroup's gates or ups lie under two scales, and columns under no
+//                   more than two
+//     STAGES        steps of K in shared memory
+//     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
+//     GROUP         tiles of one expert that are counted down together
+//     ALIGNED_OUT   rows of out begin at multiples of 16 bytes
+
+#include "async.cuh"
+#include "pipeline.cuh"
+#include "grouped.cuh"
+#include "wgmma.cuh"
+
+using sum_t = wgmma_sum_t<scalar_t>;
+constexpr int CONSUMERS = TILE_M > 128 ? TILE_M / 64 : 2, NUM_THREADS = 128 * (CONSUMERS + 1);
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
+constexpr int CHUNK = 16 / sizeof(scalar_t), ROW_CHUNKS = 8, PASS_ROWS = 128 / ROW_CHUNKS;
+constexpr int OWN_ROWS = TILE_M / PASS_ROWS;  // of a thread that loads
+constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
+// Parts of b's rows that warpgroups have for themselves; of a part, boxes of gates and of ups; columns of out.
+constexpr int PARTS = TILE_M == 64 ? 2 : 1, PART_N = TILE_N / PARTS;
+constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = PART_N / HALVES, OUT_N = GATED ? PART_N / 2 : PART_N;
+constexpr int STORE_COLUMNS = ROW_BYTES / sizeof(out_t), STORE_BYTES = 16 * ROW_BYTES;  // of a warp's rows for out
+constexpr int OUT_CHUNK = 16 / sizeof(out_t);
+// Whether the columns of a warpgroup may lie under two scales, which meet between eights of columns.
+constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
+constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // scales of the columns of a warpgroup
+struct Factors { float rows[2], columns[FACTORS]; };
+// A thread's registers: what the producers give up, the consumers take.
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
+
+static_assert(TILE_M == 64 || TILE_M == 128 || TILE_M == 192);
+static_assert(PART_N % 16 == 0 && BOX_N % 8 == 0 && PART_N <= 256);
+static_assert(SCALE_BLOCK == 0 || (BOX_N <= SCALE_BLOCK && is_same<sum_t, float>));
+static_assert(!STRADDLES || GATED == 0);
+
+using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
+grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], boxes of BOX_N x TILE_K, swizzled
+                  out_t* out,                               // [num_rows, N]
+                  const scalar_t* a,                        // [num_rows / top_k, K]
+                  const int32_t* sorted_token_ids,          // [max_tiles * TILE_M] at least
+                  const int32_t* expert_ids,                // [max_tiles / block_tiles] at least
+                  const int32_t* num_tokens_post_pad,       // one element
+                  const float* topk_weights,                // [num_rows]
+                  const float* a_scales,  // [num_rows / top_k] or [1]; SCALE_BLOCK: [.., K / SCALE_BLOCK]
+                  const float* b_scales,  // [E, B_ROWS] or [E]; SCALE_BLOCK: [E, B_ROWS / .., K / ..]
+                  const out_t* bias,      // [E, B_ROWS]
+                  int64_t num_rows, int64_t n, int64_t k, int64_t top_k, int64_t num_experts, int64_t block_tiles,
+                  int64_t max_tiles, int64_t a_stride, int64_t out_stride, int64_t a_scale_step,
+                  int64_t a_scale_block_step, int64_t b_scale_expert_step, int64_t b_scale_step,
+                  int64_t b_scale_block_step) {
+    await_previous_kernel();
+    extern __shared__ __align__(1024) uint8_t shared[];
+    uint8_t* stores = shared + STAGES * STAGE_BYTES;
+    Ring<STAGES> ring(stores + 4 * CONSUMERS * STORE_BYTES);
+    if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
+    // Rows that do not exist are never loaded. Those that a tile lacks, and the tile before had, become zeros again:
+    // products of what that tile has left would cost energy, which sets the clock of a busy device.
+    for (int i = threadIdx.x; i < STAGES * A_BYTES / 16; i += NUM_THREADS) {
+        uint8_t* stage = shared + i / (A_BYTES / 16) * STAGE_BYTES;
+        reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
+    }
+    fence_proxy_async();
+    __syncthreads();
+
+    const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
+                                   block_tiles, max_tiles);
+    const int columns = int((n + PARTS * OUT_N - 1) / (PARTS * OUT_N)), steps = int((k + TILE_K - 1) / TILE_K);
+    const int tiles = rows.tiles * columns, b_rows = int(GATED ? 2 * n : n);
+    const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
+    const int lane = threadIdx.x % 32;
+    int tile_row, tile_column;
+
+    if (warpgroup == CONSUMERS) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        const int own_row = threadIdx.x % 128 / ROW_CHUNKS, chunk = threadIdx.x % ROW_CHUNKS;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
+            if (expert < 0) continue;
+            // What is copied next of each of the thread's rows, which of them exist, and how many up to the warp's last that
+            // does. A step waits for its last copy: address and condition of each depend on no other, and are few.
+            const scalar_t* from[OWN_ROWS];
+            uint32_t existing = 0;
+            int count = 0;
+#pragma unroll
+            for (int i = 0; i < OWN_ROWS; ++i) {
+                const int row = rows.row(tile_row * TILE_M + own_row + i * PASS_ROWS);
+                from[i] = a + int64_t(max(row, 0) / int(top_k)) * a_stride + chunk * CHUNK;
+                existing |= uint32_t(row >= 0) << i;
+                if (any_lane(row >= 0)) count = i + 1;
+            }
+            for (int step = 0; step < steps; ++step, ring.advance()) {
+                ring.acquire();
+                uint8_t* to = shared + ring.stage * STAGE_BYTES;
+                if (warp == 0 && elect_one()) {
+                    mbarrier_arrive_expect_tx(ring.full(), B_BYTES);
+#pragma unroll
+                    for (int i = 0; i < PARTS * HALVES; ++i) {
+                        const int column = (tile_column * PARTS + i / HALVES) * OUT_N;
+                        const int b_row = GATED == 2 ? 2 * column : column + i % HALVES * int(n);
+                        tma_load(to + A_BYTES + i * BOX_N * ROW_BYTES, &b_map, ring.full(), step * TILE_K,
+                                 expert * b_rows + b_row);
+                    }
+                }
+                uint8_t* own = to + swizzle_128b(own_row, chunk * 16);
+                const uint32_t valid = step * TILE_K + chunk * CHUNK < k ? existing : 0u;
+                const int copied = step < STAGES ? OWN_ROWS : count;
+#pragma unroll
+                for (int i = 0; i < OWN_ROWS; ++i, own += PASS_ROWS * ROW_BYTES) {
+                    if (i < copied) cp_async<16>(own, from[i], valid >> i & 1);
+                    from[i] += TILE_K;
+                }
+                cp_async_mbarrier_arrive_noinc(ring.full());
+            }
+        }
+        ring.drain();
+    } else {
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        const int part = PARTS > 1 ? warpgroup : 0, first_row = PARTS > 1 ? 0 : warpgroup * 64;
+        uint8_t* own_store = stores + (warpgroup * 4 + warp) * STORE_BYTES;
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
+            if (expert < 0) continue;
+            const int first_place = tile_row * TILE_M + first_row, first_column = (tile_column * PARTS + part) * OUT_N;
+            if (!any_lane(rows.row(first_place + lane) >= 0 || rows.row(first_place + 32 + lane) >= 0)) {
+                for (int step = 0; step < steps; ++step, ring.advance()) {
+                    ring.wait();
+                    sync_warp();  // a lane that gave back a stage for which others wait would leave these behind
+                    ring.release(ring.stage);
+                }
+                continue;
+            }
+            // The thread has sums of these two rows of out; of one that does not exist, results are not stored.
+            const int own_rows[2] = {rows.row(first_place + warp * 16 + lane / 4),
+                                     rows.row(first_place + warp * 16 + lane / 4 + 8)};
+            const float* expert_scales = b_scales + expert * b_scale_expert_step;
+            const epilogue_t epilogue{topk_weights, a_scales,     expert_scales, bias + int64_t(expert) * b_rows,
+                                      int(top_k),   a_scale_step, b_scale_step};
+
+            sum_t d[BUFFERS][PART_N / 2];
+            int previous = 0;  // the stage of the step before
+            // Starts the products of the stage.
+            const auto multiply = [&](sum_t(&sums)[PART_N / 2], bool accumulate) {
+                const uint8_t* from = shared + ring.stage * STAGE_BYTES;
+                const uint64_t rows_of_a = make_smem_desc(from + first_row * ROW_BYTES);
+                const uint64_t rows_of_b = make_smem_desc(from + A_BYTES + part * PART_N * ROW_BYTES);
+                ring.wait();
+                fence_proxy_async();  // what cp_async has written
+                warpgroup_fence_operand(sums);
+                warpgroup_arrive();
+#pragma unroll
+                for (int i = 0; i < ROW_BYTES / STEP_BYTES; ++i) {
+                    wgmma<scalar_t, PART_N>(sums, advance_smem_desc(rows_of_a, i * STEP_BYTES),
+                                            advance_smem_desc(rows_of_b, i * STEP_BYTES), accumulate || i > 0);
+                }
+                warpgroup_commit_batch();
+                warpgroup_fence_operand(sums);
+            };
+            const auto finish = [&](const auto& sums) {
+                if (!any_lane(own_rows[0] >= 0 || own_rows[1] >= 0)) return;
+                const typename epilogue_t::Row row_terms[2] = {epilogue.row(max(own_rows[0], 0)),
+                                                               epilogue.row(max(own_rows[1], 0))};
+#pragma unroll
+                for (int first = 0; first < OUT_N; first += STORE_COLUMNS) {
+                    constexpr int PAIR = GATED == 2 ? 1 : 2;  // columns of out of a thread in eight of the warpgroup
+                    const int width = min(STORE_COLUMNS, OUT_N - first);
+                    sync_warp();
+#pragma unroll
+                    for (int i = 0; i < STORE_COLUMNS / (4 * PAIR); ++i) {
+                        if (first + i * 4 * PAIR >= OUT_N) continue;
+                        const int at = first / (4 * PAIR) + i;  // eight columns of sums, of gates if GATED is 1
+                        const int column = at * 4 * PAIR + lane % 4 * PAIR;
+                        float x[2][PAIR];
+#pragma unroll
+                        for (int l = 0; l < PAIR; ++l) {
+                            const int64_t n_at = min(int64_t(first_column + column + l), n - 1);
+                            const auto gate = epilogue.column(GATED == 2 ? 2 * n_at : n_at);
+                            const auto up = epilogue.column(GATED == 2 ? 2 * n_at + 1 : GATED == 1 ? n + n_at : n_at);
+#pragma unroll
+                            for (int j = 0; j < 2; ++j) {
+                                const int own = at * 4 + j * 2 + l;
+                                const int other = GATED == 2 ? own + 1 : GATED == 1 ? own + OUT_N / 2 : own;
+                                x[j][l] = ACTIVATION<out_t>(epilogue.value(row_terms[j], gate, sums[own]),
+                                                            epilogue.value(row_terms[j], up, sums[other]));
+                            }
+                        }
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            uint8_t* to =
+                                own_store + swizzle_128b(lane / 4 + j * 8, (column - first) * int(sizeof(out_t)));
+                            *reinterpret_cast<Vec<out_t, PAIR>*>(to) = Vec<out_t, PAIR>::from_floats(x[j]);
+                        }
+                    }
+                    sync_warp();
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int row = shfl<WARP_SIZE>(own_rows[i / 2], (i % 2 * 4 + lane / 8) * 4);
+                        const int column = lane % 8 * OUT_CHUNK;
+                        const int64_t n_at = first_column + first + column;
+                        if (row < 0 || column >= width || n_at >= n) continue;
+                        const out_t* from =
+                            reinterpret_cast<const out_t*>(own_store + swizzle_128b(i * 4 + lane / 8, lane % 8 * 16));
+                        out_t* to = out + row * out_stride + n_at;
+                        if (ALIGNED_OUT && n_at + OUT_CHUNK <= n) {
+                            Vec<out_t, OUT_CHUNK>::load(from).store(to);
+                        } else {
+                            for (int j = 0; j < OUT_CHUNK && n_at + j < n; ++j) to[j] = from[j];
+                        }
+                    }
+                }
+            };
+
+            if constexpr (SCALE_BLOCK == 0) {
+                for (int step = 0; step < steps; ++step, ring.advance()) {
+                    multiply(d[0], step > 0);
+                    warpgroup_wait<1>();  // for the products of the step before
+                    if (step > 0) ring.release(previous);
+                    previous = ring.stage;
+                }
+                warpgroup_wait<0>();
+                warpgroup_fence_operand(d[0]);
+                ring.release(previous);
+                finish(d[0]);
+            } else {
+                float scaled[PART_N / 2];
+#pragma unroll
+                for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
+                // Where scales of the next step lie: of the thread's rows, and of the warpgroup's columns.
+                const float *row_scales[2], *column_scales[FACTORS];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) row_scales[i] = a_scales + max(own_rows[i], 0) / int(top_k) * a_scale_step;
+#pragma unroll
+                for (int i = 0; i < FACTORS; ++i) {
+                    const int64_t other = STRADDLES ? BOX_N - 1 : n;
+                    const int64_t column = GATED == 2 ? 2 * first_column : first_column + i * other;
+                    const int64_t block = min(column, int64_t(b_rows) - 1) / max(SCALE_BLOCK, 1);
+                    column_scales[i] = expert_scales + block * b_scale_step;
+                }
+                const auto next_factors = [&](bool is_other_step) {
+                    Factors factors;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        if (is_other_step) row_scales[i] += a_scale_block_step;
+                        factors.rows[i] = *row_scales[i];
+                    }
+#pragma unroll
+                    for (int i = 0; i < FACTORS; ++i) {
+                        if (is_other_step) column_scales[i] += b_scale_block_step;
+                        factors.columns[i] = *column_scales[i];
+                    }
+                    return factors;
+                };
+                const int own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // of the first of two scales
+                const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& factors) {
+                    warpgroup_fence_operand(sums);
+                    float scales[FACTORS][2];
+#pragma unroll
+                    for (int i = 0; i < FACTORS * 2; ++i) {
+                        scales[i / 2][i % 2] = factors.rows[i % 2] * factors.columns[i / 2];
+                    }
+#pragma unroll
+                    for (int i = 0; i < PART_N / 2; ++i) {
+                        float scale = scales[i / (BOX_N / 2)][i / 2 % 2];
+                        if constexpr (STRADDLES) scale = i / 4 * 8 < own_columns ? scale : scales[1][i / 2 % 2];
+                        scaled[i] = fmaf(scale, sums[i], scaled[i]);
+                    }
+                };
+                // Scales are asked for when the products of a step have started, which then hide the latency of the loads.
+                if constexpr (BUFFERS == 1) {
+                    Factors factors = next_factors(false);
+                    for (int step = 0; step < steps; ++step, ring.advance()) {
+                        multiply(d[0], false);
+                        const Factors next = next_factors(step + 1 < steps);
+                        warpgroup_wait<0>();
+                        ring.release(ring.stage);
+                        add(d[0], factors);
+                        factors = next;
+                    }
+                } else {
+                    Factors factors[2];
+                    const auto start = [&](int step, int now) {
+                        multiply(d[now], false);
+                        factors[now] = next_factors(step > 0);
+                    };
+                    start(0, 0);
+                    // Starts step `step` into set `now`, and adds up the step before meanwhile.
+                    const auto next = [&](int step, int now) {
+                        const int before = ring.stage;
+                        ring.advance();
+                        start(step, now);
+                        warpgroup_wait<1>();
+                        ring.release(before);
+                        add(d[1 - now], factors[1 - now]);
+                    };
+                    int step = 1;
+                    for (; step + 1 < steps; step += 2) {
+                        next(step, 1);
+                        next(step + 1, 0);
+                    }
+                    if (step < steps) {
+                        next(step, 1);
+                        warpgroup_wait<0>();
+                        add(d[1], factors[1]);
+                    } else {
+                        warpgroup_wait<0>();
+                        add(d[0], factors[0]);
+                    }
+                    ring.release(ring.stage);
+                    ring.advance();
+                }
+                finish(scaled);
+            }
+        }
+    }
+}

@@ -1,0 +1,286 @@
+// packed_tile.cuh: codes of a packed weight become rows of a tile in shared memory, as gemm_step.cuh multiplies them.
+//
+//     w[k, n] = T(scale * number(code[k, n]) + shift)    shift: -scale * zero, or a number (ADDED)    T: scalar_t
+//
+// A piece is four words of codes: of a lane of layouts in tiles one after another, else of neighbouring lines of a column
+// or of eight. A thread holds the same PIECES pieces of every step, with scales and zero points of their columns, from
+// when they are loaded until the step is next. A piece has PIECE_COLUMNS columns, and for each of them runs of RUN pairs
+// of neighbouring rows, a run in one store. The rows of a piece are of one group.
+//
+// Scales and their products with zero points have 24 bits together, so that a product and a sum are rounded once.
+//
+// Constants
+//     BITS, EXPONENT    of a code: dequant.cuh
+//     LAYOUT        of the codes: a PackedLayout, but layout_w4a8
+//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
+//     HAS_SCALES    whether groups have scales
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
+//     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros that are numbers
+//     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ZERO_FLOATS   zero points of groups are numbers of scalar_t, to which ZERO_POINT is added
+//     ADDED         `zeros` are numbers of scalar_t
+//     GROUP_SIZE    rows of a group, a multiple or a divisor of a step; 0: all rows are one group
+//     IN_PAIRS      whether differences of codes and zero points, and scales, are numbers of scalar_t, float16, whose
+//                   products are rounded once, two at a time
+//     WHOLE_STEPS   whether a step divides K
+#pragma once
+#include "dequant.cuh"
+#include "group_scale.cuh"
+#include "tile_shape.cuh"
+
+constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama, IS_AWQ = LAYOUT == layout_awq;
+constexpr bool BY_LINES = IS_GPTQ || IS_AWQ;                  // whether the words of a piece are of four lines
+constexpr bool OF_COLUMN = IS_GPTQ || LAYOUT == layout_rows;  // whether the codes of a piece are of one column
+constexpr int PIECE_WORDS = 4, PIECE_COLUMNS = OF_COLUMN ? 1 : IS_AWQ ? 8 : LAYOUT == layout_marlin ? 32 / BITS : 4;
+constexpr int PIECE_ROWS = PIECE_WORDS * 32 / BITS / PIECE_COLUMNS;
+constexpr int RUN = OF_COLUMN ? 4 : IS_AWQ || LAYOUT == layout_marlin_8 ? 2 : 1;
+constexpr int RUNS_OF_PIECE = PIECE_WORDS * 16 / BITS / RUN;
+constexpr int TILE_PIECES = TILE_N * STEP * BITS / 128, PIECES = ceil_div(TILE_PIECES, NUM_THREADS);
+// Rows that a piece's codes are among: those of a tile of its layout.
+constexpr int SPAN = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 ? 16
+                     : LAYOUT == layout_marlin_8                        ? 32
+                                                                        : PIECE_ROWS;
+// Integers of 8 bits that are two's complement count plus 128, the zero point that is then theirs.
+constexpr bool IS_SIGNED = LAYOUT == layout_rows && BITS == 8 && !HAS_SCALES;
+static_assert(sizeof(scalar_t) == 2 && STEP == 64 && (TILE_N == 64 || TILE_N == 128));
+static_assert(LAYOUT != layout_w4a8 && (BITS == 4 || (BITS == 8 && !IS_AWQ) || (BITS == 2 && IS_GPTQ)));
+static_assert(GROUP_SIZE % STEP == 0 || (STEP % (GROUP_SIZE ? GROUP_SIZE : 1) == 0 && GROUP_SIZE % SPAN == 0));
+static_assert(!ZERO_CODES || BY_LINES || LAYOUT == layout_rows || (LAYOUT == layout_marlin && BITS == 4));
+static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && (HAS_SCALES || !ADDED));
+static_assert(!IN_PAIRS || (EXPONENT == 0 && is_same<scalar_t, half_t>));
+static_assert(!RECODED || LAYOUT == layout_marlin_8);
+
+using pair_t = Vec<scalar_t, 2>;
+constexpr int PAIRS = 16 / BITS;  // of a word
+constexpr uint32_t CODE_BITS = (1 << BITS) - 1;
+
+// Column number `c` of a piece, from its first.
+DEVICE constexpr int piece_column(int c) {
+    return IS_AWQ ? c : LAYOUT == layout_marlin ? c / 2 * 16 + c % 2 * 8 : c * 8;
+}
+// Whether the entries of a piece's columns lie one after another, in some order.
+DEVICE constexpr bool entries_are_neighbours() {
+    for (int c = 0; c < PIECE_COLUMNS; ++c) {
+        if (SCALE_ORDER(piece_column(c)) / PIECE_COLUMNS != SCALE_ORDER(0) / PIECE_COLUMNS) return false;
+    }
+    return true;
+}
+
+// Where a piece lies in a tile: its first column, and its first row of the step.
+struct PiecePlace {
+    int column, row;
+
+    DEVICE explicit PiecePlace(int piece) {
+        if constexpr (LAYOUT == layout_marlin) {
+            constexpr int LANE_PIECES = BITS / 4, ACROSS = TILE_N * BITS / 8;  // of a lane, and of 16 rows
+            const int lane = piece / LANE_PIECES % 32;
+            column = piece % ACROSS / (32 * LANE_PIECES) * 64 + piece % LANE_PIECES * 32 + lane / 4;
+            row = piece / ACROSS * 16 + lane % 4 * 2;
+        } else if constexpr (LAYOUT == layout_marlin_8) {
+            column = piece % TILE_N / 32 * 32 + piece % 32 / 4;
+            row = piece / TILE_N * 32 + piece % 4 * 4;
+        } else if constexpr (LAYOUT == layout_n32k16) {
+            const int line = piece / 16;
+            column = line / 8 * 32 + line % 8;
+            row = piece % 16 / 4 * 16 + piece % 4 * 2;
+        } else if constexpr (IS_GPTQ) {
+            column = piece % TILE_N;
+            row = piece / TILE_N * PIECE_ROWS;
+        } else if constexpr (LAYOUT == layout_rows) {
+            column = piece / (STEP / PIECE_ROWS);
+            row = piece % (STEP / PIECE_ROWS) * PIECE_ROWS;
+        } else {
+            column = piece % (TILE_N / 8) * 8;
+            row = piece / (TILE_N / 8) * PIECE_ROWS;
+        }
+    }
+
+    // The piece's first word, of a step that begins at row first_k, a multiple of a step; `c` is its first column of the
+    // weight.
+    DEVICE const uint32_t* in(const uint32_t* codes, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
+        const int64_t r = first_k + row;
+        if constexpr (LAYOUT == layout_marlin) {
+            const int64_t tile = r / 16 * (n / 64) + c / 64;
+            return codes + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
+        } else if constexpr (LAYOUT == layout_marlin_8) {
+            return codes + (r / 32 * (n / 32) + c / 32) * 128 + (c % 8 * 4 + r % 16 / 4) * 4;
+        } else if constexpr (LAYOUT == layout_n32k16) {
+            return codes + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
+        } else if constexpr (IS_GPTQ) {
+            return codes + r * BITS / 32 * n + c;
+        } else if constexpr (LAYOUT == layout_rows) {
+            return codes + (c * k + r) * BITS / 32;
+        } else {
+            return codes + (r * n + c) / 8;
+        }
+    }
+    // Words from a line to the next.
+    static DEVICE int64_t line_words(int64_t n) { return IS_AWQ ? n / 8 : n; }
+};
+
+// A weight, of the block's expert where there are experts; zeros as ZERO_CODES, ZERO_FLOATS and ADDED say.
+struct PackedMatrix {
+    const uint32_t* codes;
+    const scale_t* scales;
+    const void* zeros;
+    int64_t n, k, groups;
+};
+
+// A piece that is on its way, and the terms of its columns.
+struct HeldPiece {
+    uint32_t words[PIECE_WORDS], points;
+    scale_t scales[PIECE_COLUMNS];
+    scalar_t zeros[PIECE_COLUMNS];
+
+    // The entries of the piece's columns, from a row of them on; `column` is its first.
+    template <typename T>
+    static DEVICE void load_entries(T (&to)[PIECE_COLUMNS], const T* row, uint32_t column) {
+        if constexpr (entries_are_neighbours()) {
+            const uint32_t first = uint32_t(SCALE_ORDER(column)) / PIECE_COLUMNS * PIECE_COLUMNS;
+            const auto run = Vec<T, PIECE_COLUMNS>::load(row + first);
+#pragma unroll
+            for (int c = 0; c < PIECE_COLUMNS; ++c) to[c] = run.data[SCALE_ORDER(piece_column(c)) % PIECE_COLUMNS];
+        } else {
+#pragma unroll
+            for (int c = 0; c < PIECE_COLUMNS; ++c) to[c] = row[SCALE_ORDER(column + piece_column(c))];
+        }
+    }
+
+    // Loads the piece of a step that begins at row first_k, whose first column of the weight is `column`; rows that do not
+    // exist, from places that do.
+    DEVICE void load(const PackedMatrix& w, const PiecePlace& place, int64_t first_k, uint32_t column) {
+        const uint32_t* const from = place.in(w.codes, first_k, column, w.n, w.k);
+        const int64_t row = first_k + place.row;
+        if constexpr (BY_LINES) {
+#pragma unroll
+            for (int i = 0; i < PIECE_WORDS; ++i) {
+                const bool exists = WHOLE_STEPS || row + i * (PIECE_ROWS / PIECE_WORDS) < w.k;
+                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.codes, true);
+            }
+        } else {
+            hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.codes, true);
+        }
+        // Where a step has one group, all lanes have it.
+        int64_t group = 0;
+        if constexpr (GROUP_SIZE >= STEP) group = first_k / GROUP_SIZE;
+        else if constexpr (GROUP_SIZE > 0) group = first_k / GROUP_SIZE + place.row / GROUP_SIZE;
+        if constexpr (GROUP_SIZE > 0 && GROUP_SIZE < STEP && !WHOLE_STEPS) group = min(group, w.groups - 1);
+        if constexpr (LAYOUT == layout_rows) {
+            if constexpr (HAS_SCALES) scales[0] = w.scales[column * w.groups + group];
+            const uint8_t* const bytes = static_cast<const uint8_t*>(w.zeros);
+            if constexpr (ZERO_CODES) points = bytes[column * BITS / 8 * w.groups + group];
+        } else {
+            if constexpr (HAS_SCALES) load_entries(scales, w.scales + group * w.n, column);
+            if constexpr (ADDED || ZERO_FLOATS) {
+                load_entries(zeros, static_cast<const scalar_t*>(w.zeros) + group * w.n, column);
+            }
+            if constexpr (ZERO_CODES) {
+                // Of Marlin, the columns of a piece have a word, n % 8 its number among those of 64 columns.
+                const uint32_t at = LAYOUT == layout_marlin ? (column & -64) + column % 8 * 8 : column;
+                points = (static_cast<const uint32_t*>(w.zeros) + group * (w.n * BITS / 32))[at * BITS / 32];
+            }
+        }
+    }
+
+    // The zero point of column `c`, but what is added of `zeros`; `column` is the piece's first.
+    DEVICE int zero_of(int c, uint32_t column) const {
+        constexpr int FIELDS = LAYOUT == layout_rows ? 8 / BITS : 32 / BITS;  // zero points of neighbouring columns
+        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & CODE_BITS);
+        if constexpr (ZERO_CODES) return ZERO_POINT + int(points >> (c / 2 + c % 2 * 4) * 4 & 15);
+        return ZERO_POINT;
+    }
+    // Scale and shift of column `c`, likewise.
+    DEVICE void terms(float& scale, float& shift, int c, uint32_t column) const {
+        constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
+        scale = 1.0f;
+        if constexpr (HAS_SCALES) scale = SCALE<scale_t>(scales + c, 0) * FACTOR;
+        const float zero = zero_of(c, column) + (ZERO_FLOATS ? to_float(zeros[c]) : 0.0f);
+        shift = ADDED ? fmaf(-zero, scale, to_float(zeros[c])) : -zero * scale;
+    }
+
+    // Which word, and which of its fields of BITS bits, has row 2 * j + odd of a run.
+    static DEVICE constexpr int word_of(int run, int j, int odd) {
+        if (IS_AWQ) return 2 * j + odd;
+        if (OF_COLUMN) return (run * RUN + j) / PAIRS;
+        return LAYOUT == layout_marlin ? run / PAIRS : run / 2;
+    }
+    static DEVICE constexpr int field_of(int run, int j, int odd) {
+        if (LAYOUT == layout_marlin) return run % PAIRS + odd * PAIRS;
+        if (LAYOUT == layout_marlin_8) return run % 2 + 2 * odd + PAIRS * j;
+        if (LAYOUT == layout_n32k16) return run % 2 * 2 + odd;
+        if (IS_AWQ) return run / 2 + run % 2 * PAIRS;
+        const int number = (run * RUN + j) % PAIRS;  // of a pair of a word
+        return LAYOUT == layout_exllama ? number + odd * PAIRS : 2 * number + odd;
+    }
+    // Two codes in the lower bits of a word's halves.
+    DEVICE uint32_t codes_of(int run, int j) const {
+        const uint32_t low = words[word_of(run, j, 0)], high = words[word_of(run, j, 1)];
+        const int shift = field_of(run, j, 0) * BITS, high_shift = field_of(run, j, 1) * BITS;
+        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & CODE_BITS * 0x10001;
+        return pack_halves<false>(low >> shift, high >> high_shift) & CODE_BITS * 0x10001;
+    }
+    // Row and column of a run, from the piece's first.
+    static DEVICE constexpr int run_row(int run) {
+        return OF_COLUMN ? run * 8 : IS_AWQ ? 0 : run % 2 * (LAYOUT == layout_marlin_8 ? 16 : 8);
+    }
+    static DEVICE constexpr int run_column(int run) { return OF_COLUMN ? 0 : IS_AWQ ? run : run / 2; }
+
+    // Stores the piece's numbers to the rows of a stage from TILE_M on. `column` is its first of the weight.
+    DEVICE void store(const tile_t& stage, const PiecePlace& place, uint32_t column) {
+#pragma unroll
+        for (int i = 0; i < PIECE_WORDS; ++i) {
+            if constexpr (RECODED) words[i] = recoded_plus_8(words[i]);
+            if constexpr (IS_SIGNED) words[i] ^= 0x80808080u;
+        }
+        // Fields of a word by bytes, of which an instruction makes a float.
+        constexpr int PLANES = 8 / BITS;
+        uint32_t planes[PIECE_WORDS][PLANES];
+#pragma unroll
+        for (int i = 0; i < PIECE_WORDS * PLANES && BITS < 8; ++i) {
+            planes[i / PLANES][i % PLANES] =
+                unknown_bits(words[i / PLANES] >> i % PLANES * BITS & CODE_BITS * 0x01010101u);
+        }
+        const auto number = [&](int run, int j, int odd) {
+            const int word = word_of(run, j, odd), field = field_of(run, j, odd);
+            const uint32_t plane = BITS == 8 ? words[word] : planes[word][field % PLANES];
+            return float(plane >> field / PLANES * 8 & 0xff);
+        };
+        float scale, shift;
+        pair_t scale_pair, zero_pair;
+#pragma unroll
+        for (int run = 0; run < RUNS_OF_PIECE; ++run) {
+            const int c = run_column(run), row = place.row + run_row(run);
+            if (run == 0 || c != run_column(run - 1)) {
+                terms(scale, shift, c, column);
+                if constexpr (IN_PAIRS) {
+                    scale_pair = pair_t::full(scale);
+                    const uint32_t zero = uint32_t(zero_of(c, column)) | RAISED_PAIR<scalar_t> >> 16;
+                    zero_pair = word_pair<scalar_t>(zero * 0x10001);
+                }
+            }
+            Vec<uint32_t, RUN> words_of_run;
+#pragma unroll
+            for (int j = 0; j < RUN; ++j) {
+                uint32_t& word = words_of_run.data[j];
+                if constexpr (IN_PAIRS) {
+                    pair_t pair = word_pair<scalar_t>(codes_of(run, j) | RAISED_PAIR<scalar_t>) - zero_pair;
+                    if constexpr (HAS_SCALES) pair = pair * scale_pair;
+                    word = pair.template word<2>(0);
+                } else if constexpr (EXPONENT > 0) {
+                    using half_codes_t = Codes<half_t, BITS, EXPONENT>;
+                    const auto halves =
+                        half_codes_t{}.pair(codes_of(run, j), 0, {}) * Vec<half_t, 2>::full(half_codes_t::FACTOR);
+                    float low, high;
+                    load_pair<half_t>(halves.data, low, high);
+                    word = pack_pair_of_plain_nan<scalar_t>(fmaf(low, scale, shift), fmaf(high, scale, shift));
+                } else {
+                    word = pack_pair_of_plain_nan<scalar_t>(fmaf(number(run, j, 0), scale, shift),
+                                                            fmaf(number(run, j, 1), scale, shift));
+                }
+            }
+            auto* const to = stage.at(TILE_M + place.column + piece_column(c), row / 8) + row % 8;
+            *reinterpret_cast<Vec<uint32_t, RUN>*>(to) = words_of_run;
+        }
+    }
+};

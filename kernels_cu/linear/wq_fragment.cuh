@@ -1,0 +1,342 @@
+// wq_fragment.cuh: what a lane of wq_gemm_sm80.cu multiplies in a step: codes of columns, rows of a that meet them, and the
+// scales and zero points of the columns.
+//
+// In a product of 16 rows of K, lane 4g + t has two columns h, and of each two pairs q of rows, as mma.cuh's fragment a.
+// A warp has TILES such tiles of 16 columns. Which columns and rows of the unit these are is what the lane's words hold;
+// where a pair is not of the rows that mma.cuh says, `Rows` takes a in the same order. Constants are the kernel's.
+#pragma once
+#include "async.cuh"
+#include "dequant.cuh"
+#include "gemm_epilogue.cuh"
+#include "group_scale.cuh"
+#include "mma.cuh"
+
+using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using pair_t = Vec<scalar_t, 2>;
+constexpr bool IS_THREE = BITS == 3;  // whether 32 codes of a column have three words together
+constexpr bool IS_SPARSE = LAYOUT == layout_marlin_24;
+// Units of a step, and words of a lane in a unit.
+constexpr int UNITS = IS_THREE ? 1 : IS_SPARSE && BITS == 4 ? 2 : 4, WORDS = IS_THREE ? 24 : 8;
+constexpr int TILES = TILE_N / 16;      // of 16 columns
+constexpr int AWQ_WORDS = TILE_N / 64;  // of a row of AWQ, one after another, that a lane loads at once
+// Rows of the weight for each that has codes, of which places say what rows these are (sparse_24_metadata.cuh).
+constexpr int SPREAD = IS_SPARSE ? 2 : 1;
+constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * SPREAD, STEP_K = UNITS * UNIT_K;  // rows
+constexpr int PRODUCTS = UNIT_K / 16;                                                      // of 16 rows, for a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                                                       // of 16 bytes, of a row of a
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // of a step
+constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
+constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
+constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // of a warp
+constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // of a step
+// Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these, then places.
+constexpr int CODES_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
+constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // of one copy of scales and zero points
+constexpr int PLACES_AT = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYTES = PLACES_AT + PLACE_BYTES;
+// Whether a sum of a row of a is needed.
+constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
+constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
+constexpr bool IS_MARLIN = LAYOUT == layout_marlin || IS_SPARSE;
+// Whether codes lie in tiles, so that columns of a fragment are neighbours.
+constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
+static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
+static_assert(!IS_THREE || (LAYOUT == layout_exllama && GROUPS == 1), "the pairs of other layouts straddle words");
+static_assert(LAYOUT != layout_n32k16 || (BITS == 8 && !HAS_SCALES && !ZERO_CODES));
+static_assert(LAYOUT != layout_marlin_8 || (BITS == 4 && !ZERO_CODES));
+static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE == 0);
+static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
+static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
+
+// A unit of a lane of the tile of columns that begins at `first_column`.
+struct Unit {
+    uint32_t words[WORDS];
+
+    // Column number (tile, h) of lane 4g + t, of the tile's.
+    static DEVICE int column(int g, int tile, int h) {
+        if constexpr (IS_SPARSE) return 8 * g + 4 * h + tile;
+        else if constexpr (IS_TILED) return 16 * tile + 8 * h + g;
+        else if constexpr (IS_GPTQ) return 32 * h + 4 * g + tile;
+        else return TILE_N / 8 * g + 2 * tile + h;
+    }
+
+    // Codes lie in lines, one after another along K: of LINES a unit, each of LINE_PIECES pieces of 16 bytes. Sizes of
+    // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
+    // another from the first row to the last, rows.
+    static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
+    static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K
+                                 : IS_GPTQ            ? WORDS / 2
+                                 : IS_MARLIN          ? PRODUCTS / SPREAD
+                                                      : 1;
+    static constexpr int COPIES = UNIT_BYTES / 512, LINE_PIECES = UNIT_BYTES / 16 / LINES;
+    static DEVICE int64_t line_words(int64_t pitch) { return unit_words(pitch) / LINES; }
+    static DEVICE int64_t unit_words(int64_t pitch) {
+        return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K / SPREAD * BITS / 32);
+    }
+    // The line of the lane's first copy, in a unit, and where in the line it is. A copy of all lanes brings pieces 0 ... 31
+    // of the unit, the next one 32 ... 63, whoever multiplies them: eight lanes, whose addresses are looked up together,
+    // ask for 128 bytes in a row, or for whole lines. Each lane's own pieces would be 32 bytes of four lines of GPTQ.
+    static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
+    static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
+        const int lane = threadIdx.x % 32, words = first_piece() % LINE_PIECES * 4;
+        if constexpr (LAYOUT == layout_awq) return first_column / 8 + words;
+        else if constexpr (IS_GPTQ) return first_column + words;
+        else if constexpr (LAYOUT == layout_n32k16) return (first_column / 4 + lane / 4) * pitch + lane % 4 * 4;
+        else return first_column * (IS_MARLIN ? BITS / 2 : BITS) + words;
+    }
+    static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
+    // Where the lane's copy number i is from the first one on.
+    static constexpr int COPY_LINES = LINES / COPIES;  // of a copy of all lanes; 0: the line has several
+    static DEVICE int64_t copy_at(int i, int64_t pitch) {
+        if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
+        else if constexpr (HELD) return i * (IS_GPTQ ? 32 : 4);  // the lane's own, in one line
+        else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
+    }
+    // Where, in a unit in shared memory, a piece is, so that pieces that lanes read together lie on different banks: two
+    // neighbours for each lane, or two of each sixteen.
+    static constexpr bool NEIGHBOURS = IS_MARLIN && BITS == 8;
+    static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
+    static DEVICE int piece_at(int piece) {
+        return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) % 4 << 1 : piece) * 16;
+    }
+
+    // Copies a unit to shared memory, copy number i to `places[i]`. `from` is where the lane's first copy is from. All but
+    // `lines` of the lines from there on do not exist; the last that does stands for them, whose rows meet zeros of a.
+    static DEVICE void copy(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch, int lines) {
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const bool exists = COPY_LINES == 0 || i == 0 || i * COPY_LINES < lines;
+            cp_async<16>(to + places[i], from + (exists ? copy_at(i, pitch) : (lines - 1) * line_words(pitch)));
+        }
+    }
+    // Copies all units of a step, and returns where the lane's first copy of the next one is from.
+    static DEVICE const uint32_t*
+    copy_step(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch) {
+        const int64_t step = COPY_LINES > 0 ? COPY_LINES * line_words(pitch) : unit_words(pitch);
+#pragma unroll
+        for (int i = 0; i < UNITS * COPIES; ++i) {
+            const int64_t at = COPY_LINES > 0 ? 0 : copy_at(i % COPIES, pitch);
+            cp_async<16>(to + i / COPIES * UNIT_BYTES + places[i % COPIES], from + at);
+            if (COPY_LINES > 0 || i % COPIES == COPIES - 1) from += step;
+        }
+        return from;
+    }
+    // A lane reads READ words of a line at a time; read number i is from here in the unit in shared memory, of this piece.
+    static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
+    static DEVICE int piece(int i) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (IS_GPTQ) return 16 * (LINES / 4) * t + 8 * i + g;
+        else if constexpr (LAYOUT == layout_awq) return 16 * t + LINE_PIECES * i + g / (4 / READ);
+        else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
+    }
+    static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
+    // Loads the lane's words from global memory. `from` is where the first of them is.
+    DEVICE void load(const uint32_t* from, int64_t pitch) {
+        static_assert(!HELD || IS_GPTQ || NEIGHBOURS || LAYOUT == layout_n32k16);
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const auto run = Vec<uint32_t, READ>::load_once(from + copy_at(i, pitch));
+#pragma unroll
+            for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
+        }
+    }
+    // Reads the lane's words of a unit that is there, from `places`.
+    DEVICE void read(const uint8_t* from, const int (&places)[READS]) {
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            const auto run = Vec<uint32_t, READ>::load(reinterpret_cast<const uint32_t*>(from + places[i]));
+#pragma unroll
+            for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
+        }
+    }
+
+    // Pair q of rows of column (tile, h), in product number `product`: as codes_t::raw, times `factor` of the tile. IS_SPARSE:
+    // the pair of rows that have codes, whatever q is.
+    static constexpr bool IN_PLACE = LAYOUT == layout_awq && codes_t::IS_HALF;
+    static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
+    DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
+        if constexpr (IS_SPARSE) {
+            if constexpr (BITS == 4) return decode.raw(words[product / 2 * 4 + tile], 2 * h + product % 2, term);
+            else return decode.raw(words[2 * tile + h], product % 2, term);
+        } else if constexpr (LAYOUT == layout_marlin) {
+            if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
+            else return decode.raw(words[2 * tile + h], q, term);
+        } else if constexpr (LAYOUT == layout_marlin_8) {
+            // Rows of a word, from the lowest code: 0 16 1 17 2 18 3 19.
+            uint32_t word = words[2 * tile + h];
+            if constexpr (RECODED) word = recoded_plus_8(word);
+            return decode.raw(word, product + 2 * q, term);
+        } else if constexpr (LAYOUT == layout_n32k16) {
+            return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours
+        } else if constexpr (IS_THREE) {
+            // A word has five pairs, and in the highest bits of its halves one bit each of the last pair.
+            const int i = 2 * product + q, at = 4 * h + tile;
+            if (i < 15) return decode.raw(words[i / 5 * 8 + at], i % 5, term);
+            const uint32_t last = (words[at] >> 15 & 0x10001) | (words[8 + at] >> 14 & 0x20002);
+            return decode.raw(last | (words[16 + at] >> 13 & 0x40004), 0, term);
+        } else if constexpr (IS_GPTQ) {
+            return decode.raw(words[4 * h + tile], 2 * product + q, term);
+        } else {
+            // Of a word, the byte of this column and a neighbour's: the nibbles of columns are 0 2 4 6 1 3 5 7.
+            const int row = (4 * product + 2 * q) * AWQ_WORDS + tile / 4;
+            const uint32_t byte = 2 * h + tile % 4 / 2, both = byte * 0x11 + (byte + 4) * 0x1100;
+            const uint32_t bytes = __byte_perm(words[row], words[row + AWQ_WORDS], both);
+            if constexpr (IN_PLACE) return decode.raw_in_place(bytes, tile % 2);
+            else return decode.raw(bytes, tile % 2, term);
+        }
+    }
+};
+
+// The rows of a of a step, in shared memory: chunks of 16 bytes, permuted so that the eight chunks that lanes read
+// together, one of eight rows or four of two rows, lie on different banks.
+struct Rows {
+    const uint8_t* data;
+
+    static DEVICE int place(int row, int chunk) {
+        return (row * A_CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3)))) * 16;
+    }
+
+    // Whether what meets the pairs of one product is loaded apart from the others.
+    static constexpr bool BY_PRODUCT =
+        LAYOUT == layout_marlin_8 || IS_SPARSE || (IS_TILED && (TILE_M > 8 || PRODUCTS == 1));
+
+    // What meets the unit's pairs: words by product and by 8 rows of a; BY_PRODUCT, those of `product`.
+    DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (LAYOUT == layout_marlin_8 || IS_SPARSE) {  // four neighbouring rows
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g),
+                          chunk = (unit * PRODUCTS + product) * 2 + t / 2;
+                const auto four =
+                    Vec<uint32_t, 2>::load(reinterpret_cast<const uint32_t*>(data + place(row, chunk) + t % 2 * 8));
+                b[product][tile][0] = IS_SPARSE ? four.data[0] : pack_halves<false>(four.data[0], four.data[1]);
+                b[product][tile][1] = IS_SPARSE ? four.data[1] : pack_halves<true>(four.data[0], four.data[1]);
+            }
+        } else if constexpr (BY_PRODUCT) {
+            constexpr int TILES = ROW_TILES == 1 ? 1 : 2;
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; tile += TILES) {
+                const int row = TILES == 1 ? lane % 8 % TILE_M : tile * 8 + lane / 16 * 8 + lane % 8;
+                uint32_t words[2 * TILES];
+                ldmatrix<2 * TILES>(words, data + place(row, (unit * PRODUCTS + product) * 2 + lane / 8 % 2));
+#pragma unroll
+                for (int j = 0; j < 2 * TILES; ++j) b[product][tile + j / 2][j % 2] = words[j];
+            }
+        } else if constexpr (LAYOUT == layout_marlin) {
+            uint32_t words[4];
+            ldmatrix<4>(words, data + place(lane % 8 % TILE_M, unit * 4 + lane / 8));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) b[j / 2 % PRODUCTS][0][j % 2] = words[j];
+        } else {
+            constexpr int PAIRS = UNIT_K / 8;  // words of a lane: rows of a word of codes
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                uint32_t words[PAIRS];
+                const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g);
+                if constexpr (PAIRS == 2) {
+                    const auto two = Vec<uint32_t, 2>::load(
+                        reinterpret_cast<const uint32_t*>(data + place(row, unit * 2 + t / 2) + t % 2 * 8));
+                    words[0] = two.data[0];
+                    words[1] = two.data[1];
+                } else {
+#pragma unroll
+                    for (int i = 0; i < PAIRS; i += 4) {
+                        const auto four = Vec<uint32_t, 4>::load(
+                            reinterpret_cast<const uint32_t*>(data + place(row, (unit * 4 + t) * (PAIRS / 4) + i / 4)));
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) words[i + j] = four.data[j];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < PAIRS; ++i) {
+                    uint32_t& word = b[i / 2][tile][i % 2];
+                    // Without an interleave, a pair of codes is rows i and i + PAIRS.
+                    if constexpr (LAYOUT != layout_gptq) word = words[i];
+                    else if (i % 2 == 0) word = pack_halves<false>(words[i / 2], words[i / 2 + PAIRS / 2]);
+                    else word = pack_halves<true>(words[i / 2], words[i / 2 + PAIRS / 2]);
+                }
+            }
+        }
+    }
+};
+
+// What sums over a group are multiplied by, and what the sums over the rows of a alone are, these as multiples of
+// codes_t::RAW_FACTOR: a lane's columns.
+struct Terms {
+    float scales[TILES][2], shifts[TILES][2];
+
+    // Entries of the lane's columns, from those of the tile, and what they are.
+    template <typename T, typename Decode>
+    static DEVICE void spread(float (&to)[TILES][2], const uint8_t* from, const Decode& decode) {
+        const T* entries = reinterpret_cast<const T*>(from);
+        const int g = threadIdx.x % 32 / 4;
+        // Whether the columns of a lane lie one after another, or by fours.
+        constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
+        constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
+        constexpr bool SPARSE = IS_SPARSE && SCALE_ORDER(1) == 2;
+        if constexpr (MARLIN || FP4 || SPARSE || (LAYOUT == layout_awq && SCALE_ORDER(8) == 8)) {
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i += 8) {
+                const auto eight = Vec<T, 8>::load(entries + 2 * TILES * g + i);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    to[(i + j) / 2][j % 2] = decode(eight.data[FP4 ? j / 4 * 4 + j % 2 * 2 + j / 2 % 2 : j]);
+                }
+            }
+        } else if constexpr (IS_GPTQ && SCALE_ORDER(8) == 8) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const auto four = Vec<T, 4>::load(entries + 32 * h + 4 * g);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[i][h] = decode(four.data[i]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; ++i) {
+                to[i / 2][i % 2] = decode(entries[SCALE_ORDER(Unit::column(g, i / 2, i % 2))]);
+            }
+        }
+    }
+
+    // Of group number `group` of the step.
+    DEVICE void load(const uint8_t* groups, int group) {
+        load(groups + group * SCALE_BYTES, groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES);
+    }
+    // Of a group whose scales, of the warp's columns, and zero points are there.
+    DEVICE void load(const uint8_t* entries, const uint8_t* points) {
+        if constexpr (HAS_SCALES) {
+            constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
+            spread<scale_t>(scales, entries, [](scale_t x) { return SCALE<scale_t>(&x, 0) * FACTOR; });
+        }
+        if constexpr (ADDED || ZERO_FLOATS) spread<scalar_t>(shifts, points, to_float<scalar_t>);
+        const int g = threadIdx.x % 32 / 4;
+        const uint32_t* words = reinterpret_cast<const uint32_t*>(points);
+#pragma unroll
+        for (int i = 0; i < 2 * TILES; ++i) {
+            const int tile = i / 2, h = i % 2;
+            // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
+            constexpr uint32_t RAISE = 0x4b000000;
+            uint32_t point = RAISE;
+            if constexpr (ZERO_CODES && IS_THREE) {
+                const int bit = 12 * g, word = 3 * h + bit / 32;  // of the lane's four columns, in three words
+                const uint64_t two = uint64_t(words[min(word + 1, 5)]) << 32 | words[word];
+                point |= uint32_t(two >> bit % 32) >> 3 * tile & 7;
+            } else if constexpr (ZERO_CODES && IS_GPTQ) {
+                constexpr int FIELDS = 32 / BITS;
+                const int first = 32 * h + 4 * g;
+                point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
+            } else if constexpr (ZERO_CODES) {
+                // Even columns of a word are in its lower half.
+                point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
+            }
+            const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;
+            float zero = __uint_as_float(point) - offset;
+            if constexpr (ZERO_FLOATS) zero += shifts[tile][h];
+            if constexpr (!HAS_SCALES) scales[tile][h] = 1.0f;
+            const float shift = ADDED ? shifts[tile][h] : 0.0f;
+            shifts[tile][h] = fmaf(-zero, scales[tile][h], shift);
+            scales[tile][h] *= 1.0f / Unit::factor(tile);
+        }
+    }
+};

@@ -1,0 +1,349 @@
+// wq_gemm_sm80: a product with a weight of packed codes, for few rows, on tensor cores by mma.sync: sm_80 and later.
+//
+//     w[k, n] = T(scale[g, n] * (code[k, n] - zero[g, n]))    g: the group of row k    T: scalar_t
+//     ADDED: w[k, n] = T(scale[g, n] * (code[k, n] - ZERO_POINT) + zeros[g, n])
+//     out[m, n] = what gemm_epilogue.cuh makes of sum_k a[m, k] * w[k, n], in float32
+//
+// Bound by the bandwidth of reading the codes. w is the first operand of products: columns of w are the 16 rows of a
+// fragment, and rows of a its 8 columns.
+// Warps: a warp has a tile of TILE_N columns and TILE_M rows, and a part of K; the WARPS warps of a block and the SPLITS
+// blocks of a cluster share a tile. Their sums are added up in a fixed order. blockIdx.x counts tiles, those of the same
+// columns one after another.
+//
+// GROUPED: rows of out belong to experts, each with a weight. Rows of a tile are places of lists that
+// moe_align_block_size has written (grouped.cuh): row t of out is the product of row t / top_k of a and the weight of its
+// block's expert, times topk_weights[t] if ROUTED. Rows whose expert does not exist are left as they are. The lists have
+// room for more tiles than are in use: blocks that have no tile come last, and end at once.
+//
+// Steps: a warp goes through K in steps of four units. A unit is eight words of each lane: 128 / BITS rows of 64 columns;
+// of 3 bits a step is one unit of 24 words, and where half of the rows have codes of 4 bits, two units: 128 rows.
+// Rows of a, scales and zero points of a step come to shared memory of the warp by asynchronous copies, STAGES - 1 steps
+// ahead. So do codes, which the lane that multiplies them reads from there; with HELD a lane loads its codes to registers
+// instead, a unit of the next step as soon as that unit of this step is multiplied. Warps do not wait for each other
+// between their first copy and the end. wq_fragment.cuh says what a lane has of a unit.
+//
+// Constants
+//     scalar_t      element type of a: half_t or bf16_t
+//     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
+//     BITS, EXPONENT    of a code: dequant.cuh
+//     LAYOUT        of the codes, packed_layouts.py: layout_marlin, layout_marlin_24, layout_gptq, layout_exllama, layout_awq,
+//                   layout_n32k16 or layout_marlin_8
+//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
+//     HAS_SCALES    whether groups have scales
+//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
+//     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros that are ADDED
+//     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
+//     ZERO_FLOATS   zero points of groups are numbers of scalar_t, to which ZERO_POINT is added
+//     ADDED         `zeros` are numbers of scalar_t
+//     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
+//     TILE_M        rows of a tile: 1, 2, 4, 8 or a multiple of 16
+//     TILE_N        columns of a tile: 64; of AWQ also 128, of which lanes load twice as much of a row
+//     WARPS         of a block
+//     SPLITS        blocks of a cluster
+//     STAGES        steps in shared memory: 2 or more
+//     HELD          whether lanes hold codes of the next step in registers: for the layouts of GPTQ, and for codes of 8 bits
+//                   in those of Marlin and AllSpark
+//     WHOLE_STEPS   whether a step divides K
+//     GROUPED, ROUTED    whether rows belong to experts, and have weights
+
+#include "cluster.cuh"
+#include "sparse_24_metadata.cuh"
+#include "zero_point_row_sums.cuh"
+
+constexpr int NUM_THREADS = WARPS * 32;
+constexpr int FRAGMENTS = TILES * ROW_TILES, SUM_BYTES = FRAGMENTS * 32 * 16;  // of a warp
+// Steps that share a group, with sums of their own until it ends.
+constexpr int GROUP_STEPS = GROUP_SIZE > STEP_K ? GROUP_SIZE / STEP_K : 1;
+constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
+static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq) || (BITS == 2 && IS_GPTQ) || IS_THREE);
+static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
+static_assert((HAS_SCALES || (!ADDED && GROUP_SCALE_EXPONENT == 0)) && (GROUPED || !ROUTED));
+static_assert((!RECODED || (LAYOUT == layout_marlin_8 && ZERO_POINT == 8)) && !(IS_SPARSE && (GROUPED || ZERO_CODES)));
+static_assert(ZERO_CODES + ZERO_FLOATS + ADDED <= 1 && !GATED && BIAS <= 1 && AZP == 0 && STAGES >= 2);
+
+// The warp's part of K: its first step, and the first that is not its own.
+struct Part { int first, last; };
+DEVICE Part part_of(int64_t k) {
+    const int64_t steps = (k + STEP_K - 1) / STEP_K, part = (SPLITS > 1 ? blockIdx.y : 0) * WARPS + threadIdx.x / 32;
+    return {int(steps * part / (SPLITS * WARPS)), int(steps * (part + 1) / (SPLITS * WARPS))};
+}
+// Where the lane's first copy is from, of unit number `unit` of K.
+DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t pitch) {
+    return codes + Unit::place(first_column, pitch) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(pitch);
+}
+
+// Of the warp's first step.
+DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t k) {
+    const Part part = part_of(k);
+    const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N, pitch = Unit::pitch(n, k);
+    if (GROUPED || !WHOLE_STEPS || part.first == part.last) return;  // who the experts are is not known yet
+    const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, pitch);
+#pragma unroll
+    for (int i = 0; i < UNITS * Unit::COPIES; ++i) {
+        prefetch_line(from + i / Unit::COPIES * Unit::unit_words(pitch) + Unit::copy_at(i % Unit::COPIES, pitch));
+    }
+}
+
+extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+wq_gemm_sm80(out_t* out,                          // [M, N]
+             const scalar_t* a,                   // [M, K]
+             const uint32_t* codes,               // [K, N] by LAYOUT
+             const scale_t* scales,               // [groups, N] by SCALE_ORDER
+             const uint16_t* places,              // [K / 32, 2 N], of layout_marlin_24: sparse_24_metadata.cuh
+             const void* zeros,                   // [groups, N BITS / 32] words; or [groups, N] scalar_t by SCALE_ORDER
+             const a_scale_t* a_scales,           // [M] or [1]
+             const b_scale_t* b_scales,           // [N] or [1]
+             const out_t* bias,                   // [N]
+             const int32_t* sorted_token_ids,     // [M], of GROUPED; any numbers
+             const int32_t* expert_ids,           // [M / block_size]
+             const int32_t* num_tokens_post_pad,  // [1]
+             const float* topk_weights,           // [num_rows]
+             int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride, int64_t out_stride,
+             int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
+             int64_t top_k) {
+    prefetch_codes(codes, m, n, k);
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
+    uint8_t* const own = shared + warp * WARP_BYTES;
+    const int64_t in_use = GROUPED ? min(m, int64_t(*num_tokens_post_pad)) : m;
+    const int64_t row_tiles = max((in_use + TILE_M - 1) / TILE_M, int64_t(1));
+    const int64_t first_row = blockIdx.x % row_tiles * TILE_M, first_column = blockIdx.x / row_tiles * TILE_N;
+    const int split = SPLITS > 1 ? blockIdx.y : 0;
+    const auto [first_step, last_step] = part_of(k);
+    __shared__ uint32_t selectors[IS_SPARSE ? 16 : 1];
+    if constexpr (IS_SPARSE) fill_selectors(selectors);
+    __shared__ int row_ids[GROUPED ? TILE_M : 1];  // of out; -1 for none
+    if constexpr (GROUPED) {
+        if (first_column >= n || in_use <= 0) return;
+        const int64_t expert = expert_ids[first_row / block_size];
+        if (expert < 0 || expert >= num_experts) return;
+        if (threadIdx.x < TILE_M) {
+            const int id = sorted_token_ids[first_row + threadIdx.x];
+            row_ids[threadIdx.x] = id >= 0 && id < num_rows ? id : -1;
+        }
+        __syncthreads();
+        if (!any_lane(row_ids[lane % TILE_M] >= 0)) return;
+        codes += expert * (k * n * BITS / 32);
+        if constexpr (HAS_SCALES) scales += expert * groups * n;
+        if constexpr (ZERO_BYTES > 0) {
+            zeros = static_cast<const uint8_t*>(zeros) + expert * groups * n * ZERO_BYTES / TILE_N;
+        }
+        // One scale of the whole weight, a scale of each column, a bias.
+        if constexpr (A_SCALES) a_scales += expert;
+        if constexpr (B_SCALES) b_scales += expert * n;
+        if constexpr (BIAS > 0) bias += expert * n;
+    }
+
+    constexpr int COPIED_ROWS = 32 / A_CHUNKS;  // of a, by the lanes at a time
+    const int chunk = lane % A_CHUNKS, copied_row = lane / A_CHUNKS, rows = int(min(m - first_row, int64_t(TILE_M)));
+    const scalar_t* own_a =
+        a + (GROUPED ? 0 : first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
+    const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
+    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
+    // Where the lane's pieces are in a stage. Where pieces are permuted, results of shuffles: the compiler would find the
+    // places anew at every step.
+    const auto place = [&](int at) { return Unit::SIXTEENS ? shfl<32>(CODES_AT + at, lane) : CODES_AT + at; };
+    int codes_to[Unit::COPIES], words_at[Unit::READS];
+#pragma unroll
+    for (int i = 0; i < Unit::COPIES; ++i) codes_to[i] = place(Unit::piece_at(32 * i + lane));
+#pragma unroll
+    for (int i = 0; i < Unit::READS; ++i) words_at[i] = place(Unit::read_at(i));
+    // The lane's piece of scales, or of zero points behind them, in the first group.
+    const bool has_zeros = ZERO_BYTES > 0 && lane >= SCALE_BYTES / TERM_BYTES;
+    const int group_bytes = has_zeros ? ZERO_BYTES : SCALE_BYTES;
+    const uint8_t* const of_groups = static_cast<const uint8_t*>(has_zeros ? zeros : scales) +
+                                     first_column / TILE_N * group_bytes +
+                                     (lane - (has_zeros ? SCALE_BYTES / TERM_BYTES : 0)) * TERM_BYTES;
+    const int64_t group_pitch = n / TILE_N * group_bytes;
+    uint8_t* filled = own;
+    const auto copy = [&](int step) {
+        uint8_t* const stage = filled;
+        filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
+        if constexpr (WHOLE_STEPS && !HELD) {
+            next = Unit::copy_step(stage, codes_to, next, pitch);
+        } else if constexpr (!HELD) {
+#pragma unroll
+            for (int i = 0; i < UNITS; ++i) {
+                const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+                const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
+                Unit::copy(stage + i * UNIT_BYTES, codes_to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
+            }
+        }
+        if constexpr (IS_SPARSE) Places::copy(stage + PLACES_AT, places, int64_t(step) * STEP_K, first_column, n, k);
+        const bool has_chunk = WHOLE_STEPS || int64_t(step) * STEP_K + chunk * 8 < k;
+        const scalar_t* from = own_a;
+#pragma unroll 2  // unrolled further, conditions of all rows are kept in registers over the steps
+        for (int row = copied_row; row < TILE_M; row += COPIED_ROWS, from += COPIED_ROWS * a_stride) {
+            if constexpr (GROUPED) {
+                const int id = row_ids[row];
+                const scalar_t* const of_row = own_a + max(id, 0) / int(top_k) * a_stride;
+                cp_async<16>(stage + Rows::place(row, chunk), of_row, id >= 0 && has_chunk);
+            } else {
+                cp_async<16>(stage + Rows::place(row, chunk), from, row < rows && has_chunk);
+            }
+        }
+        own_a += STEP_K;
+        const int64_t first_group = GROUP_SIZE ? int64_t(step) * STEP_K / max(1, GROUP_SIZE) : 0;
+        if constexpr (GROUPS == 1) {
+            const int64_t group = WHOLE_STEPS ? first_group : min(first_group, groups - 1);
+            if (lane < (SCALE_BYTES + ZERO_BYTES) / TERM_BYTES) {
+                cp_async<TERM_BYTES>(stage + A_BYTES + lane * TERM_BYTES, of_groups + group * group_pitch);
+            }
+        } else {
+            const auto copy_groups = [&](uint8_t* to, const void* from, int bytes) {
+                for (int i = lane; i < GROUPS * bytes / 16; i += 32) {
+                    const int64_t group = min(first_group + i / max(1, bytes / 16), groups - 1);
+                    const int64_t at = (group * n + first_column) * bytes / TILE_N + i % max(1, bytes / 16) * 16;
+                    cp_async<16>(to + i * 16, static_cast<const uint8_t*>(from) + at);
+                }
+            };
+            if constexpr (SCALE_BYTES > 0) copy_groups(stage + A_BYTES, scales, SCALE_BYTES);
+            if constexpr (ZERO_BYTES > 0) copy_groups(stage + A_BYTES + GROUPS * SCALE_BYTES, zeros, ZERO_BYTES);
+        }
+    };
+
+    const codes_t decode;
+    Unit held[HELD ? UNITS : 1];
+    const auto load = [&](int step, int i) {
+        if constexpr (!HELD) return;
+        const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
+        held[i].load(WHOLE_STEPS ? next : codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch),
+                     pitch);
+        next += Unit::unit_words(pitch);
+    };
+#pragma unroll
+    for (int i = 0; i < UNITS && HELD; ++i) {
+        if (first_step < last_step) load(first_step, i);
+    }
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (first_step + i < last_step) copy(first_step + i);
+        cp_async_commit();
+    }
+    float sums[TILES][ROW_TILES][4] = {};
+    float of_group[TILES][ROW_TILES][4] = {};
+    RowSums of_rows;
+    const uint8_t* stage = own;
+#pragma unroll 1
+    for (int step = first_step; step < last_step; ++step) {
+        cp_async_wait<STAGES - 2>();
+        sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
+        if (step + STAGES - 1 < last_step) copy(step + STAGES - 1);
+        cp_async_commit();
+        // Of the warp's steps of a group.
+        const bool last_of_group = GROUP_STEPS == 1 || step + 1 == last_step || (step + 1) % GROUP_STEPS == 0;
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) {
+            // Of this layout, words that were read ahead for all units would have no registers left.
+            if constexpr (LAYOUT == layout_marlin_8 || (LAYOUT == layout_marlin && BITS == 8)) keep_loads_of_warp();
+            Unit unit;
+            if constexpr (HELD) unit = held[i];
+            else unit.read(stage + i * UNIT_BYTES, words_at);
+            Places of_quads;
+            uint32_t a_pairs[PRODUCTS][ROW_TILES][2];
+#pragma unroll
+            for (int product = 0; product < PRODUCTS; ++product) {
+                const int row = i * UNIT_K + product * 16;
+                if (product == 0 || Rows::BY_PRODUCT) Rows{stage}.load(a_pairs, i, product);
+                const bool ends = (row + 16) % (STEP_K / GROUPS) == 0;
+                if (IS_SPARSE && product % 2 == 0) of_quads.read(stage + PLACES_AT, i, product);
+                if constexpr (HAS_SHIFTS) of_rows.add(a_pairs, product);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+#pragma unroll
+                    for (int term = 0; term < codes_t::TERMS; ++term) {
+                        uint32_t pairs[4];
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) pairs[j] = unit.pair(decode, product, tile, j % 2, j / 2, term);
+                        if constexpr (IS_SPARSE) of_quads.spread(pairs, decode, selectors, product, tile, term);
+#pragma unroll
+                        for (int j = 0; j < ROW_TILES; ++j) {
+                            mma_m16n8k16<scalar_t>(of_group[tile][j], pairs, a_pairs[product][j]);
+                        }
+                    }
+                }
+                if (!ends || !last_of_group) continue;
+                float row_sums[ROW_TILES][2];
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j)
+                    row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2) * (1.0f / codes_t::RAW_FACTOR);
+                Terms terms;
+                terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
+#pragma unroll
+                for (int j = 0; j < ROW_TILES * TILES * 4; ++j) {
+                    const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
+                    const float of_one = of_group[tile][at][j % 4];
+                    of_group[tile][at][j % 4] = 0.0f;
+                    if (TILE_M == 1 && !HELD && j % 2 == 1) continue;  // of a second row; held, all of it is faster
+                    float& sum = sums[tile][at][j % 4];
+                    if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], row_sums[at][j % 2], sum);
+                    sum = fmaf(terms.scales[tile][h], of_one, sum);
+                }
+                of_rows.clear();
+            }
+            if (HELD && step + 1 < last_step) load(step + 1, i);
+        }
+        stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
+    }
+
+    // The sums of a lane in a fragment: columns h of rows 2t and 2t + 1 of a. Each warp leaves its own, then a thread
+    // adds up those of one lane.
+    using four_t = Vec<float, 4>;
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS; ++i) {
+        four_t four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::RAW_FACTOR;
+        reinterpret_cast<four_t*>(own)[i * 32 + lane] = four;
+    }
+    __syncthreads();
+    const auto sum_of_block = [&](int i) {
+        four_t total = reinterpret_cast<const four_t*>(shared)[i];
+#pragma unroll
+        for (int one = 1; one < WARPS; ++one) {
+            const four_t part = reinterpret_cast<const four_t*>(shared + one * WARP_BYTES)[i];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total.data[j] += part.data[j];
+        }
+        return total;
+    };
+    const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
+        a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
+    const auto finish = [&](int i, const four_t& total) {
+        const int fragment = i / 32, tile = fragment / ROW_TILES;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int local = fragment % ROW_TILES * 8 + i % 4 * 2 + j % 2;
+            if (local >= TILE_M) continue;
+            const int64_t row = GROUPED ? int64_t(row_ids[GROUPED ? local : 0]) : first_row + local;
+            const int64_t column = first_column + Unit::column(i % 32 / 4, tile, j / 2);
+            if (GROUPED ? row < 0 : row >= m) continue;
+            float x = epilogue.value(epilogue.row(row), epilogue.column(column), total.data[j]);
+            if constexpr (ROUTED) x = ieee_multiply(topk_weights[row], x);
+            out[row * out_stride + column] = from_float<out_t>(ACTIVATION<out_t>(x));
+        }
+    };
+    const auto sum_of_cluster = [&](int i) {  // of those of blocks, in the place of those of the first warp
+        const float* const sums_of_block = reinterpret_cast<const float*>(shared) + i * 4;
+        four_t total = {};
+#pragma unroll
+        for (int j = 0; j < SPLITS * 4; ++j) total.data[j % 4] += load_of_block<SPLITS>(sums_of_block + j % 4, j / 4);
+        return total;
+    };
+    // Of fewer than eight rows, those lanes alone whose rows exist; held, all of them are faster.
+    constexpr int ROW_LANES = TILE_M < 8 && !HELD ? ceil_div(TILE_M, 2) : 4, LANES = FRAGMENTS * 8 * ROW_LANES;
+    const auto lane_of = [](int i) { return i / ROW_LANES * 4 + i % ROW_LANES; };
+    for (int i = threadIdx.x; i < LANES && SPLITS > 1; i += NUM_THREADS) {
+        reinterpret_cast<four_t*>(shared)[lane_of(i)] = sum_of_block(lane_of(i));
+    }
+    if constexpr (SPLITS > 1) sync_cluster<SPLITS>();
+    for (int i = split * NUM_THREADS + threadIdx.x; i < LANES; i += SPLITS * NUM_THREADS) {
+        finish(lane_of(i), SPLITS > 1 ? sum_of_cluster(lane_of(i)) : sum_of_block(lane_of(i)));
+    }
+    leave_cluster<SPLITS>();
+}

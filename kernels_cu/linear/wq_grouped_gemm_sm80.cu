@@ -1,0 +1,267 @@
+// wq_grouped_gemm_sm80: few rows times the weights of their experts, whose codes lie along K: by mma.sync, sm_80 and later.
+//
+//     w[e, r, k] = T(scale[e, r, g] * (code[e, r, k] - zero[e, r, g]))   rounded once; g = k / GROUP_SIZE    T: scalar_t
+//     sum[t, r] = sum_k a[t / top_k, k] * w[e, r, k], in float32; e is the expert of row t
+//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//
+// Each code is copied once from global memory, by the lane that multiplies it. Rows of w are the first operand
+// of products, so that a fragment has 16 of them and eight rows of a.
+//
+// Mapping: a block has TILE_M places of the lists and ROWS rows of w, blockIdx.x counts such tiles, those of the same rows
+// of w one after another. Its WARPS warps share K; their sums are added up in a fixed order. A warp goes through its part
+// in steps of 64 bytes of each row of w, of which lane 4g + t has the t-th 16 bytes of rows g and g + 8 of each fragment.
+// Products take elements of K in any order, so codes are paired as a word has them, and rows of a likewise. Codes and rows
+// of a come to shared memory of the warp by asynchronous copies, STAGES - 1 steps ahead; scales and zero points are loaded
+// a step ahead, or, where the four lanes of a row have one group in a step, by each of these lanes for one of four steps,
+// four steps ahead. Warps do not wait for each other before the end.
+//
+// With gates and ups, rows g of a fragment are gates and rows g + 8 their ups: a thread has the sums of both.
+//
+// Constants
+//     scalar_t      element type of a: half_t or bf16_t
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    of the epilogue, as in grouped_gemm_sm90.cu
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of coded_weight.cuh; GROUP_SIZE is a multiple of
+//                   the elements that a lane has in a step
+//     TILE_M        places of a tile: 8 or 16
+//     WARPS         of a block
+//     WHOLE_STEPS   whether a step divides K
+//     STAGES        steps that are in shared memory or on the way there
+//     MIN_BLOCKS    blocks per multiprocessor that the compiler makes room for
+
+#include "async.cuh"
+#include "coded_weight.cuh"
+#include "grouped.cuh"
+#include "mma.cuh"
+
+using four_t = Vec<uint32_t, 4>;
+using sums_t = Vec<float, 4>;
+constexpr int NUM_THREADS = WARPS * 32;
+constexpr int FRAGMENTS = 4, ROWS = FRAGMENTS * 16, OUT_N = GATED ? ROWS / 2 : ROWS;  // of w, and columns of out
+constexpr int STEP_BYTES = 64, STEP_K = STEP_BYTES * 8 / BITS, LANE_K = STEP_K / 4;   // of a row of w
+constexpr int WORDS = 4, PRODUCTS = STEP_K / 16, WORD_PRODUCTS = PRODUCTS / WORDS;    // of a lane's 16 bytes
+constexpr int ROW_TILES = TILE_M / 8;
+constexpr int CHUNK = 8, CHUNKS = STEP_K / CHUNK, LANE_CHUNKS = LANE_K / CHUNK;  // of 16 bytes, of a row of a
+constexpr int A_BYTES = TILE_M * CHUNKS * 16, STAGE_BYTES = A_BYTES + ROWS * STEP_BYTES;
+constexpr int COPIES = TILE_M * CHUNKS / 32;  // of a lane, of rows of a
+constexpr int SUM_BYTES = FRAGMENTS * ROW_TILES * 32 * sizeof(sums_t);
+constexpr int WARP_BYTES = STAGES * STAGE_BYTES > SUM_BYTES ? STAGES * STAGE_BYTES : SUM_BYTES;
+constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES;
+// Whether lanes load the terms of groups for each other, and of how many steps terms are loaded at once.
+constexpr bool IN_TURN = HAS_SCALES && GROUP_SIZE % STEP_K == 0;
+constexpr int TERM_STEPS = IN_TURN ? 4 : 1;
+static_assert(TILE_M == 8 || TILE_M == 16);
+static_assert(GROUP_SIZE % LANE_K == 0);
+static_assert(!A_SCALES && is_same<scalar_t, out_t>);
+
+using epilogue_t = ExpertEpilogue<out_t, A_SCALES, B_SCALES, BIAS, ROUTED>;
+
+// Where a chunk of a row of a lies in a stage: the eight chunks that lanes read together are on different banks.
+DEVICE int chunk_place(int row, int chunk) {
+    const int of_lane = chunk % LANE_CHUNKS, t = chunk / LANE_CHUNKS;
+    return (row * CHUNKS + ((of_lane * 4 + t) ^ (row & 1) << 2)) * 16;
+}
+
+extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
+wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
+                     const scalar_t* a,                   // [num_rows / top_k, K]
+                     const uint8_t* codes,                // [E, b_rows, K * BITS / 8]
+                     const scale_t* scales,               // [E, b_rows, groups]
+                     const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; two of 4 bits in a byte
+                     const int32_t* sorted_token_ids,     // [max_tiles * TILE_M] at least
+                     const int32_t* expert_ids,           // [max_tiles / block_tiles] at least
+                     const int32_t* num_tokens_post_pad,  // one element
+                     const float* topk_weights,           // [num_rows]
+                     const float* row_scales,             // [E, b_rows] or [E]
+                     const out_t* bias,                   // [E, b_rows]
+                     int64_t num_rows, int64_t n, int64_t k, int64_t top_k, int64_t num_experts, int64_t block_tiles,
+                     int64_t max_tiles, int64_t a_stride, int64_t out_stride, int64_t b_scale_expert_step,
+                     int64_t b_scale_step) {
+    await_previous_kernel();
+    extern __shared__ uint4 memory[];
+    __shared__ int row_ids[TILE_M];  // of out; -1 for none
+    __shared__ int a_rows[TILE_M];   // of a
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    uint8_t* const own = reinterpret_cast<uint8_t*>(memory) + warp * WARP_BYTES;
+    const ExpertTiles<TILE_M> lists(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
+                                    block_tiles, max_tiles);
+    // Blocks for tiles that there are not come last, and end at once.
+    const int tiles = max(lists.tiles, 1), tile = int(blockIdx.x % tiles);
+    const int64_t first_column = int64_t(blockIdx.x / tiles) * OUT_N, b_rows = GATED ? 2 * n : n;
+    if (lists.tiles == 0 || first_column >= n) return;
+    const int64_t expert = lists.number(tile);
+    if (expert < 0 || expert >= num_experts) return;
+    if (threadIdx.x < TILE_M) {
+        const int id = lists.row(tile * TILE_M + threadIdx.x);
+        row_ids[threadIdx.x] = id;
+        a_rows[threadIdx.x] = id < 0 ? -1 : id / int(top_k);
+    }
+    __syncthreads();
+    int largest = -1;
+#pragma unroll
+    for (int i = 0; i < TILE_M; ++i) largest = max(largest, row_ids[i]);
+    if (largest < 0) return;
+
+    // Row h * 8 + g of fragment f is the expert's row `first_b_row` + f * FRAGMENT_ROWS + h * half_rows.
+    constexpr int FRAGMENT_ROWS = GATED == 1 ? 8 : 16;
+    const int64_t first_b_row = GATED == 2 ? 2 * (first_column + g) : first_column + g;
+    const int64_t half_rows = GATED == 0 ? 8 : GATED == 1 ? n : 1;
+    const int64_t steps = (k + STEP_K - 1) / STEP_K, row_bytes = k * BITS / 8;
+    const uint32_t groups = HAS_SCALES ? uint32_t((k + GROUP_SIZE - 1) / GROUP_SIZE) : 1;
+    const int first_step = int(steps * warp / WARPS), last_step = int(steps * (warp + 1) / WARPS);
+    const int64_t own_row = expert * b_rows + first_b_row;
+    const uint8_t* next = codes + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // of the next step
+    const int64_t half_bytes = half_rows * row_bytes, fragment_bytes = FRAGMENT_ROWS * row_bytes;
+    const scale_t* const own_scales = scales + (HAS_SCALES ? own_row * groups : 0);
+    // Zero points of 4 bits: rows that are 2 apart are neighbours.
+    constexpr int ZERO_ROWS = BITS == 4 ? 2 : 1;
+    const uint8_t* const own_zeros = zeros + (HAS_ZEROS ? own_row / ZERO_ROWS * groups : 0);
+
+    const scalar_t* from[COPIES];  // of rows of a; null for none
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+        const int row = a_rows[(i * 32 + lane) / CHUNKS];
+        from[i] = row < 0 ? nullptr : a + row * a_stride + lane % CHUNKS * CHUNK;
+    }
+    const auto copy = [&](int step, uint8_t* stage) {
+        const bool exists = WHOLE_STEPS || int64_t(step) * STEP_K + t * LANE_K < k;
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS * 2; ++i) {
+            cp_async_of_line(stage + A_BYTES + (i * 32 + lane) * 16,
+                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : codes, exists);
+        }
+        next += STEP_BYTES;
+        const int64_t first = int64_t(step) * STEP_K;
+        const bool has_chunk = WHOLE_STEPS || first + lane % CHUNKS * CHUNK < k;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const bool copied = from[i] != nullptr && has_chunk;
+            cp_async<16>(stage + chunk_place((i * 32 + lane) / CHUNKS, lane % CHUNKS), copied ? from[i] + first : a,
+                         copied);
+        }
+    };
+    uint32_t terms[FRAGMENTS][2], now[FRAGMENTS][2];  // of the steps from `step` on, and of those before
+    const auto load_terms = [&](int step) {
+        const int64_t first = IN_TURN ? int64_t(min(step + t, last_step - 1)) * STEP_K
+                                      : int64_t(min(step, last_step - 1)) * STEP_K + t * LANE_K;
+        const uint32_t group = WHOLE_STEPS || first < k ? uint32_t(first) / GROUP_SIZE : groups - 1;
+#pragma unroll
+        for (int i = 0; i < FRAGMENTS * 2; ++i) {
+            const int h = i % 2, nibble = BITS == 8 ? 0 : GATED == 2 ? h : g % 2;
+            const uint32_t rows = i / 2 * FRAGMENT_ROWS + h * uint32_t(half_rows);
+            terms[i / 2][h] =
+                terms_of(own_scales, own_zeros, rows * groups + group, rows / ZERO_ROWS * groups + group, nibble);
+        }
+    };
+
+    const codes_t decode;
+    if (first_step < last_step) load_terms(first_step);
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) {
+        if (first_step + i < last_step) copy(first_step + i, own + i * STAGE_BYTES);
+        cp_async_commit();
+    }
+    float sums[FRAGMENTS][ROW_TILES][4] = {};
+    uint8_t* stage = own;
+#pragma unroll 1
+    for (int step = first_step; step < last_step; ++step) {
+        cp_async_wait<STAGES - 2>();
+        sync_warp();  // for the copies of other lanes, and until they have done with the stage that is filled now
+        const int filled = stage == own ? STAGES - 1 : -1;  // from `stage` on
+        if (step + STAGES - 1 < last_step) copy(step + STAGES - 1, stage + filled * STAGE_BYTES);
+        cp_async_commit();
+        const int turn = (step - first_step) % TERM_STEPS;
+        if (turn == 0) {
+#pragma unroll
+            for (int i = 0; i < FRAGMENTS * 2; ++i) now[i / 2][i % 2] = terms[i / 2][i % 2];
+            load_terms(step + TERM_STEPS);
+        }
+        uint32_t a_pairs[ROW_TILES][PRODUCTS][2];
+#pragma unroll
+        for (int i = 0; i < ROW_TILES * LANE_CHUNKS; ++i) {
+            const int row = i / LANE_CHUNKS * 8 + g, chunk = i % LANE_CHUNKS;
+            const four_t x =
+                four_t::load(reinterpret_cast<const uint32_t*>(stage + chunk_place(row, t * LANE_CHUNKS + chunk)));
+            // Codes of a pair are 16 / BITS apart.
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t low = BITS == 4 ? x.data[j / 2] : x.data[j / 2 * 2];
+                const uint32_t high = BITS == 4 ? x.data[j / 2 + 2] : x.data[j / 2 * 2 + 1];
+                a_pairs[i / LANE_CHUNKS][chunk * 2 + j / 2][j % 2] =
+                    j % 2 ? pack_halves<true>(low, high) : pack_halves<false>(low, high);
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < FRAGMENTS; ++f) {
+            codes_t::Zero zero[2];
+            pair_t scale[2];
+            four_t words[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const auto* const at = reinterpret_cast<const uint32_t*>(stage + A_BYTES);
+                words[h] = four_t::load(at + ((f * 2 + h) * 32 + lane) * 4);
+                const uint32_t own = IN_TURN ? shfl<32>(now[f][h], lane / 4 * 4 + turn) : now[f][h];
+                zero[h] = codes_t::zero(own >> 16);
+                scale[h].template word<2>(0) = pack_halves<false>(own, own);
+            }
+#pragma unroll
+            for (int product = 0; product < PRODUCTS; ++product) {
+                uint32_t pairs[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int h = j % 2, q = j / 2;
+                    uint32_t word = words[h].data[product / WORD_PRODUCTS];
+                    if constexpr (IS_SIGNED) word ^= 0x80808080;
+                    pairs[j] = weights_of(decode, word, product % WORD_PRODUCTS * 2 + q, zero[h], scale[h]);
+                }
+#pragma unroll
+                for (int i = 0; i < ROW_TILES; ++i) mma_m16n8k16<scalar_t>(sums[f][i], pairs, a_pairs[i][product]);
+            }
+        }
+        stage = stage == own + (STAGES - 1) * STAGE_BYTES ? own : stage + STAGE_BYTES;
+    }
+
+    // Each warp leaves its sums, then a thread adds up those of one lane and a fragment.
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS * ROW_TILES; ++i) {
+        sums_t four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::SUM_FACTOR;
+        four.store_shared(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
+    }
+    __syncthreads();
+    const epilogue_t epilogue{
+        topk_weights, nullptr, row_scales + expert * b_scale_expert_step, bias + expert * b_rows, int(top_k), 0,
+        b_scale_step};
+    for (int i = threadIdx.x; i < FRAGMENTS * ROW_TILES * 32; i += NUM_THREADS) {
+        float x[4] = {};
+#pragma unroll
+        for (int part = 0; part < WARPS; ++part) {
+            const auto* const all = reinterpret_cast<const uint8_t*>(memory) + part * WARP_BYTES;
+            const sums_t four = sums_t::load(reinterpret_cast<const float*>(all) + i * 4);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] += four.data[j];
+        }
+        const int f = i / 32 / ROW_TILES, first_row = i / 32 % ROW_TILES * 8 + i % 4 * 2, own_g = i % 32 / 4;
+        const int64_t column = first_column + f * (OUT_N / FRAGMENTS) + own_g;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int id = row_ids[first_row + j];
+            if (id < 0) continue;
+            const auto row = epilogue.row(id);
+            out_t* const to = out + id * out_stride + column;
+            if constexpr (GATED) {
+                const float gate = epilogue.value(row, epilogue.column(GATED == 1 ? column : 2 * column), x[j]);
+                const float up =
+                    epilogue.value(row, epilogue.column(GATED == 1 ? n + column : 2 * column + 1), x[2 + j]);
+                *to = from_float<out_t>(ACTIVATION<out_t>(gate, up));
+            } else {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float value = epilogue.value(row, epilogue.column(column + h * 8), x[2 * h + j]);
+                    to[h * 8] = from_float<out_t>(ACTIVATION<out_t>(value, value));
+                }
+            }
+        }
+    }
+}

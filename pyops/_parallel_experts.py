@@ -1,0 +1,64 @@
+"""Mixtures of experts that are divided among the GPUs of a node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._core.errors import OpError
+from ._experts import FusedMoEQuantConfig, experts_into
+from ._experts_products import scale_is_of_all
+from .ops.collective.expert_parallel import ExpertParallel
+from .ops.linear.gemm_problem import SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["parallel_fused_experts"]
+
+
+def parallel_fused_experts(
+    parallel: ExpertParallel,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    quant_config: FusedMoEQuantConfig | None = None,
+    most_tokens: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`fused_experts` of this rank's tokens with the experts of all ranks; every rank calls.
+
+    What a rank's experts make of a token is rounded to the dtype of hidden_states; the sum over ranks is float32, in
+    their order, and rounded once.
+
+    Args:
+        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a quant_dtype,
+            quant_config has it, too, and blocks of 128 x 128.
+        hidden_states: [num_tokens, hidden_size], contiguous; as many tokens as this rank has, or none.
+        w1, w2, activation, quant_config: as in `fused_experts`, of the experts of this rank. One scale of all
+            activations must be given (`a1_scale`): what would be found is that of rows without a token, too.
+        topk_weights: [num_tokens, top_k] float32, contiguous.
+        topk_ids: [num_tokens, top_k] int32 or int64, contiguous, of experts of all ranks; others add nothing.
+        most_tokens: as of `ExpertParallel.dispatch`.
+        out: [num_tokens, hidden_size], contiguous, written; None for a new tensor. It may be hidden_states.
+
+    Returns:
+        `out`.
+    """
+    if len(w1) != len(parallel.experts):
+        expected = f"expected the {len(parallel.experts)} experts of this rank"
+        raise OpError("parallel_fused_experts", "w1", f"{expected}, got {len(w1)}")
+    if quant_config is not None and scale_is_of_all(quant_config) and quant_config.a1_scale is None:
+        raise OpError(
+            "parallel_fused_experts", "quant_config", "expected an a1_scale with one scale of all activations"
+        )
+    if parallel.quant_dtype is not None and not (quant_config and quant_config.block_shape == [SCALE_BLOCK] * 2):
+        expected = f"expected blocks of {SCALE_BLOCK} x {SCALE_BLOCK} for rows of {parallel.quant_dtype}"
+        raise OpError("parallel_fused_experts", "quant_config", f"{expected}, got {quant_config}")
+    with parallel.naming("parallel_fused_experts"):
+        sent = parallel.dispatch(hidden_states, topk_ids, topk_weights, most_tokens)
+        call = sent.rows, sent.scales, w1, w2, sent.topk_weights, sent.topk_ids, activation
+        experts_into(sent.results, *call, quant_config=quant_config)
+        return parallel.combine(sent.results, out)

@@ -1,0 +1,78 @@
+"""The dtype of a paged cache, and the scales of its fp8 codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._core.lazy import torch
+from .._model_error import ModelError
+from ..ops._shared import fp8
+from .config import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")  # ends of their names; the last is of keys and values alike
+
+
+def cache_dtype(config: Config, dtype: torch.dtype, kv_cache_dtype: str) -> torch.dtype:
+    """The dtype of a cache of a model of `dtype`, by the `kv_cache_dtype` of an `Engine`.
+
+    Raises:
+        ModelError: attention of this model has no such cache.
+    """
+    own = str(dtype).removeprefix("torch.")
+    asked = config.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    if asked in ("auto", own):
+        return dtype
+    served = [name for name in fp8.FP8_CACHES if config.latent is None or "e5m2" not in name]
+    if asked not in served:
+        expected = ", ".join(map(repr, ("auto", *served)))
+        of_latent = " with latent attention" if config.latent is not None else ""
+        raise ModelError("kv_cache_dtype", f"expected {expected} or {own!r}{of_latent}, got {asked!r}")
+    found: torch.dtype = getattr(torch, fp8.FP8_CACHES[asked].name)
+    return found
+
+
+class KvScales:
+    """The scales of a layer's fp8 cache: ``key = code * scale``, and so for values. They are 1 until they are written.
+
+    Args:
+        kinds: the last parts of their names in a checkpoint, in the order of the layer's caches.
+        num_heads: heads of keys and values; 1 for latent entries.
+        device: of the scales.
+
+    Attributes:
+        keys, values: [num_heads] float32; all equal where a checkpoint has one scale for a tensor.
+        first: the first of `keys`, as a number.
+        num_heads: those of all processes that have a part of the layer.
+    """
+
+    def __init__(self, kinds: tuple[str, ...], num_heads: int, device: Any) -> None:
+        self.kinds, self.first, self.num_heads = kinds, 1.0, num_heads
+        self.keys, self.values, self._one = (
+            torch.ones(size, dtype=torch.float32, device=device) for size in (num_heads, num_heads, 1)
+        )
+
+    def write(self, kind: str, scale: Tensor) -> None:
+        """Set the scales of `kind`, the last part of a name in `KV_SCALES`, to [1] or [num_heads] numbers."""
+        scale = self.own(scale)
+        if kind != "v_scale":
+            self.keys.copy_(scale)
+            self.first = float(scale.flatten()[0])
+        if kind != "k_scale":
+            self.values.copy_(scale)
+
+    def own(self, scale: Tensor) -> Tensor:
+        """Of scales [1] or [num_heads] those of this process."""
+        return scale
+
+    def whole(self, own: Tensor) -> Tensor:
+        """[num_heads] numbers, of which `own` are those of this process."""
+        return own
+
+    def arguments(self, dtype: torch.dtype) -> tuple[str, Tensor, Tensor]:
+        """``kv_cache_dtype, k_scale, v_scale`` of the ops, for a cache of `dtype`."""
+        name = fp8.name_of_cache(dtype)
+        # An op that reads no scale would be compiled anew for scales of heads.
+        return (name, self._one, self._one) if name == "auto" else (name, self.keys, self.values)

@@ -1,0 +1,67 @@
+"""Scales of a model's fp8 caches: those of a checkpoint or a caller, checked and written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from .._core.lazy import torch
+from .._model_error import ModelError
+from .decoder import Decoder
+from .kv_cache import KvScales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def scales_by_module(model: Decoder) -> dict[str, KvScales]:
+    """{name of a layer's attention in a checkpoint: its scales}, in the order of layers."""
+    names = model.config.names
+    found = ((f"{names.layers}.{i}.{names.attention}", layer.mixer.scales) for i, layer in enumerate(model.layers))
+    return {module: scales for module, scales in found if scales is not None}
+
+
+def write_kv_scales(model: Decoder, scales: Mapping[str, Tensor | float]) -> None:
+    """Set the scales of a model's fp8 caches, before an `Engine` with such a cache is made.
+
+    Args:
+        scales: {name: positive numbers}, for each layer of attention under the names that checkpoints have, such as
+            ``model.layers.0.self_attn.k_scale`` and ``.v_scale``, or ``.kv_scale`` for both. One number, or a tensor of
+            one or of num_key_value_heads elements. Multi-head latent attention has one ``k_scale``, of its entries.
+
+    Raises:
+        ModelError: a name is of no scale or is missing, or a scale is no positive finite number. Nothing is written.
+    """
+    check_names("kv_scales", scales, model)
+    by_module = scales_by_module(model)
+    places = {name: (by_module[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in scales}
+    checked = {
+        name: checked_scale("kv_scales", name, scale, places[name][0].num_heads) for name, scale in scales.items()
+    }
+    for name, scale in checked.items():
+        places[name][0].write(places[name][1], scale)
+
+
+def check_names(where: object, names: Collection[str], model: Decoder) -> None:
+    """ModelError unless `names` are of scales of the model: those of all layers of attention, or none."""
+    by_module = scales_by_module(model)
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if module not in by_module or kind not in ("k_scale", "v_scale", "kv_scale"):
+            raise ModelError(where, f"{name}: is no scale of a cache of this architecture")
+    for module, scales in by_module.items() if names else ():
+        for kind in scales.kinds:
+            if f"{module}.{kind}" not in names and f"{module}.kv_scale" not in names:
+                raise ModelError(where, f"{module}.{kind}: is missing, and other scales of the cache are there")
+
+
+def checked_scale(where: object, name: str, scale: Tensor | float, num_heads: int) -> Tensor:
+    """`scale` as [1] or [num_heads] float32. ModelError unless it has so many positive finite numbers."""
+    found = torch.as_tensor(scale, dtype=torch.float32).flatten()
+    if found.numel() not in (1, num_heads):
+        counts = f"1 element or {num_heads}" if num_heads > 1 else "1 element"
+        raise ModelError(where, f"{name}: expected {counts}, got {found.numel()}")
+    wrong = found[~((found > 0) & found.isfinite())]
+    if len(wrong):
+        raise ModelError(where, f"{name}: expected a positive finite number, got {wrong[0].item()}")
+    return found

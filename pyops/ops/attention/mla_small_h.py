@@ -1,0 +1,107 @@
+"""MLA decode of few heads, entries of 16 bits or scaled codes, on Hopper: the geometry of mla_decode_small_h.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch
+from .join import JoinConfig, choose_join, lanes_of
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
+
+_decode = Kernel("attention/mla_decode_small_h.cu")
+
+_HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64  # of a block, of a group of warps
+_GROUPS = (4, 2)  # of a block, of which one or two share a multiprocessor
+_MAX_SPLITS = 128
+# The model of the device: what 64 tokens take a multiprocessor at least, and how many times as long with one block of
+# two groups; what a block takes beside its tokens, and a join beside partial results' bytes. Fitted to 64 x 4096.
+_UNIT_US, _ALONE, _START_US, _JOIN_US, _BYTES_PER_US = 1.5, 1.4, 4.0, 3.0, 4.3e6
+
+
+@dataclass(frozen=True, slots=True)
+class FewHeadsConfig:
+    """The geometry of mla_decode_small_h.cu.
+
+    Attributes:
+        groups: groups of two warps of a block.
+        max_splits: splits of a sequence, at most; a block takes one split.
+        min_split: tokens of a split, at least; a multiple of SPLIT_UNIT.
+        join: how the splits are joined.
+    """
+
+    groups: int
+    max_splits: int
+    min_split: int
+    join: JoinConfig
+
+    SPLIT_UNIT = 64
+
+    def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
+        """Other blocks and splits. How splits are joined stays: a table cannot hold it."""
+        del device
+        found = tuning.varied(self, groups=_GROUPS)
+        if problem.num_kv_splits <= 0:
+            found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
+        return found
+
+    def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
+        """A block for each split of each sequence."""
+        kernel = _decode(
+            **constants_of(problem),
+            IS_DS_MLA=problem.is_ds_mla,
+            GROUPS=self.groups,
+            COPY_TOKENS=_copy_tokens(problem),
+        )
+        return kernel.launch(
+            (problem.num_seqs, self.max_splits),
+            self.groups * _GROUP_THREADS,
+            shared_memory(problem, self.groups),
+            **arguments_of(problem),
+            **arguments,
+        )
+
+
+def shared_memory(problem: MlaProblem, groups: int) -> int:
+    """Bytes of dynamic shared memory of a block, as mla_decode_small_h.cu counts them."""
+    logits, stages = 4096 * groups, 4 if problem.is_ds_mla else 2
+    return _HEADS * ENTRY_SIZE * 2 + logits + stages * groups * _GROUP_TOKENS * _entry_bytes(problem)
+
+
+def _entry_bytes(problem: MlaProblem) -> int:
+    return problem.cache.shape[2] * problem.cache.dtype.itemsize
+
+
+def _copy_tokens(problem: MlaProblem) -> int:
+    """Entries that one copy takes: of 16, those that lie one after another in a page."""
+    cache = problem.cache
+    lie_dense = cache.strides[1] == cache.shape[2] or cache.shape[1] == 1
+    return gcd(cache.shape[1], 16) if lie_dense else 1
+
+
+def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
+    """Blocks and splits that end first by the model of the device."""
+    units = -(-problem.max_tokens // FewHeadsConfig.SPLIT_UNIT)
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+    bytes_us = FewHeadsConfig.SPLIT_UNIT * _entry_bytes(problem) * device.multiprocessors / _BYTES_PER_US
+    unit_us = max(_UNIT_US, bytes_us)
+
+    def time(groups: int, splits: int) -> float:
+        blocks, at_once = problem.num_seqs * splits, 4 // groups
+        rounds = -(-blocks // (at_once * device.multiprocessors))
+        is_alone = at_once > 1 and blocks <= device.multiprocessors
+        own_us = unit_us * (_ALONE if is_alone else at_once)
+        alone = rounds * (-(-units // splits) * own_us + _START_US)
+        return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
+
+    wanted = problem.num_kv_splits
+    all_splits = (wanted,) if wanted > 0 else range(1, _MAX_SPLITS + 1)
+    groups, max_splits = min(product(_GROUPS, all_splits), key=lambda pair: time(*pair))
+    max_splits = max(1, min(max_splits, units))
+    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
+    join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
+    return FewHeadsConfig(groups, max_splits, FewHeadsConfig.SPLIT_UNIT, join)

@@ -1,0 +1,78 @@
+"""MLA decode of few heads from an fp8 cache: the geometry of mla_decode_small_h_fp8.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch
+from .join import JoinConfig, choose_join, lanes_of
+from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, constants_of
+
+_decode = Kernel("attention/mla_decode_small_h_fp8.cu")
+
+_HEADS, _TOKENS = 16, 64  # of a block, of a tile
+_NUM_THREADS, _BLOCKS = 128, 2  # of a multiprocessor
+_MAX_SPLITS = 128
+SHARED_MEMORY = _HEADS * ENTRY_SIZE * 2 + _HEADS * (_TOKENS * 2 + 16) + 2 * _TOKENS * ENTRY_SIZE  # bytes of a block
+# The model of the device: what a block takes for a tile and beside its tiles, and what a join takes beside partial
+# results' bytes.
+_TILE_US, _START_US, _JOIN_US, _BYTES_PER_US = 2.2, 4.0, 3.0, 4.3e6
+
+
+@dataclass(frozen=True, slots=True)
+class CodesConfig:
+    """The geometry of mla_decode_small_h_fp8.cu.
+
+    Attributes:
+        max_splits: splits of a sequence, at most; a block takes one split.
+        min_split: tokens of a split, at least; a multiple of SPLIT_UNIT.
+        join: how the splits are joined.
+    """
+
+    max_splits: int
+    min_split: int
+    join: JoinConfig
+
+    SPLIT_UNIT = _TOKENS
+
+    def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
+        """Other splits. How splits are joined stays: a table cannot hold it."""
+        del device
+        if problem.num_kv_splits > 0:
+            return []
+        return tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
+
+    def launch(self, problem: MlaProblem, arguments: dict[str, Any]) -> Launch:
+        """A block for each split of each sequence."""
+        kernel = _decode(
+            **constants_of(problem),
+            IS_DS_MLA=False,
+        )
+        return kernel.launch(
+            (problem.num_seqs, self.max_splits),
+            _NUM_THREADS,
+            SHARED_MEMORY,
+            **arguments_of(problem),
+            **arguments,
+        )
+
+
+def choose(problem: MlaProblem, device: Device) -> CodesConfig:
+    """As many splits as end first by the model of the device."""
+    tiles = -(-problem.max_tokens // _TOKENS)
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+
+    def time(splits: int) -> float:
+        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.multiprocessors))
+        alone = rounds * (-(-tiles // splits) * _TILE_US + _START_US)
+        return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
+
+    wanted = problem.num_kv_splits
+    max_splits = wanted if wanted > 0 else min(range(1, _MAX_SPLITS + 1), key=time)
+    max_splits = max(1, min(max_splits, tiles))
+    lanes = lanes_of(LATENT_SIZE, problem.join_width, device)
+    join = choose_join(problem.num_seqs, problem.num_heads, max_splits, lanes, device)
+    return CodesConfig(max_splits, _TOKENS, join)

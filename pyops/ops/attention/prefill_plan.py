@@ -1,0 +1,203 @@
+"""Attention of many query tokens: the problem, the choice of a Config, and the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import float32
+from ..._core.kernel import Kernel, Launch
+from . import decode_choose, decode_launch, prefill_sm90, prefill_sm90_fp8
+from .arguments import Sparse
+from .decode_launch import NO_STARTS, decode_simt, kv_arguments, kv_constants, lengths_of
+from .layout import absent, heads_stride, max_tokens_of
+from .prefill_problem import PrefillProblem
+from .prefill_sm90 import PrefillSm90Config
+from .prefill_sm90_fp8 import E4m3Config
+
+_prefill_mma = Kernel("attention/prefill_mma.cu")
+
+_NUM_WARPS = 4
+_TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
+_STATIC_SHARED_MEMORY = 2176  # bytes of a block, at most: places of 64 keys and values of two tiles, and which lack one
+# docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
+_MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
+_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillMmaConfig:
+    """How one call runs.
+
+    Attributes:
+        num_warps: of a block.
+        row_tiles: tiles of 16 rows to a warp.
+        step_tokens: tokens whose keys and values a block holds in shared memory at once.
+        min_blocks: blocks that a multiprocessor must hold; bounds the registers.
+    """
+
+    num_warps: int
+    row_tiles: int
+    step_tokens: int
+    min_blocks: int
+
+    def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillMmaConfig]:
+        """Other warps, tiles, steps and registers."""
+        if not problem.uses_mma:
+            return tuning.varied(self, num_warps=tuning.beside(self.num_warps, 2, 8))
+        found = tuning.varied(
+            self,
+            num_warps=tuning.beside(self.num_warps, self.step_tokens // 16, 8),
+            row_tiles=(1, 2),
+            step_tokens=tuning.beside(self.step_tokens, 16, 16 * self.num_warps),
+            min_blocks=(1, 2, 3),
+        )
+        return [config for config in found if shared_memory(problem, config) <= device.shared_memory]
+
+
+def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | PrefillSm90Config | E4m3Config:
+    """The Config for this problem."""
+    if of_codes := prefill_sm90_fp8.choose(problem, device):
+        return of_codes
+    if problem.uses_wgmma:
+        return prefill_sm90.choose(problem, device)
+    head_size = problem.query.shape[2]
+    is_plain = problem.has_plain_logits and not problem.is_fp8
+    max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
+    many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
+    has_registers = device.supports("mma") or device.warp_size == 64  # for copies that are held, too
+    config = PrefillMmaConfig(
+        num_warps=_NUM_WARPS,
+        row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
+        step_tokens=_step_tokens(problem, device),
+        min_blocks=2,
+    )
+    fits = not problem.uses_mma or shared_memory(problem, config) + _STATIC_SHARED_MEMORY <= device.shared_memory
+    return config if fits else replace(config, num_warps=_NUM_WARPS // 2)
+
+
+def _step_tokens(problem: PrefillProblem, device: Device) -> int:
+    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand."""
+    head_size = problem.query.shape[2]
+    if device.supports("mma") or device.warp_size == 64:
+        return 64 if head_size <= 128 else 32
+    is_crowded = head_size > 64 or problem.is_fp8
+    return 16 if is_crowded and device.arch.startswith("gfx11") else 32
+
+
+def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
+    """Bytes of dynamic shared memory of a block, as prefill_mma.cu counts them.
+
+    Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128
+    bytes.
+    """
+    device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
+    head_bytes, step_bytes = _row_bytes(head_size), tokens * 2
+    on_matrix_cores = not device.supports("mma")
+    by_dim = problem.layout.packed or on_matrix_cores
+    dim_bytes = step_bytes + 16 if on_matrix_cores and tokens < 64 else max(128, step_bytes)
+    value_bytes = -(-problem.value_size // 16) * 16 * dim_bytes if by_dim else tokens * _row_bytes(problem.value_size)
+    block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
+    stages = 2 if device.supports("async_copies") else 1
+    return block_rows * head_bytes + stages * (tokens * head_bytes + value_bytes)
+
+
+def _row_bytes(elements: int) -> int:
+    """Bytes of a row of 16-bit elements in shared memory."""
+    return -(-elements // 64) * 128
+
+
+def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config) -> list[Launch]:
+    """The launches of decode attention for sequences of one query token, where they may be many, and those of the
+    kernel of all other sequences.
+
+    Queries of e4m3 are widened for kernels that do not multiply them.
+    """
+    single_rows = problem.single_rows
+    if single_rows is None:
+        launches = _launch_rows(problem, config, min_tokens=1)
+        is_widened = problem.codes is not None and not isinstance(config, E4m3Config)
+        return prefill_sm90_fp8.widened(problem, launches) if is_widened else launches
+    device = problem.query.device
+    decode_config = tuning.config("paged_attention_v1", single_rows, device, decode_choose.choose)
+    return [*decode_launch.launch(single_rows, decode_config), *_launch_rows(problem, config, min_tokens=2)]
+
+
+def _launch_rows(
+    problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config, min_tokens: int
+) -> list[Launch]:
+    """The kernel of sequences of min_tokens query tokens and more, and the join of the splits of a PrefillSm90Config;
+    elsewhere a block takes its rows over all tokens."""
+    options = problem.options
+    constants = {
+        **kv_constants(problem.query, problem.kv, problem.layout, options),
+        "starts_t": problem.cu_seqlens_q.dtype,
+        "VALUE_SIZE": problem.value_size,
+        "X": problem.layout.x,
+        "CAUSAL": problem.causal,
+        "RAGGED": problem.layout.ragged,
+    }
+    arguments = {
+        **absent(sinks=options.sinks, lse=options.lse),
+        **kv_arguments(problem.query, problem.kv, problem.layout, options),
+        "num_seqs": problem.num_seqs,
+        "max_tokens": max_tokens_of(problem.kv),
+        "out_stride": heads_stride(problem.out),
+        "length_step": lengths_of(problem.kv).strides[0],
+        "starts_step": problem.cu_seqlens_q.strides[0],
+    }
+    if isinstance(config, PrefillSm90Config | E4m3Config):
+        return config.launch(problem, constants, arguments | {"min_tokens": min_tokens})
+    constants["NUM_WARPS"] = config.num_warps
+    if problem.uses_mma:
+        return [_launch_mma(problem, config, constants, arguments | {"min_tokens": min_tokens})]
+    return [_launch_simt(problem, config, constants, arguments)]
+
+
+def _launch_mma(
+    problem: PrefillProblem, config: PrefillMmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
+) -> Launch:
+    num_tokens, out = problem.query.shape[0], problem.out
+    block_rows = config.num_warps * _TILE_ROWS * config.row_tiles
+    pairs = out.alignment >= 2 * out.dtype.itemsize and heads_stride(out) % 2 == 0
+    kernel = _prefill_mma(
+        **constants,
+        TOKENS=config.step_tokens,
+        ROW_TILES=config.row_tiles,
+        MIN_BLOCKS=config.min_blocks,
+        OUT_ACCESS=2 if pairs else 1,
+    )
+    # Each sequence may leave one block with fewer rows.
+    grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.layout.num_kv_heads)
+    return kernel.launch(
+        grid,
+        config.num_warps * out.device.warp_size,
+        shared_memory(problem, config),
+        num_tokens=num_tokens,
+        **arguments,
+    )
+
+
+def _launch_simt(
+    problem: PrefillProblem, config: PrefillMmaConfig, constants: dict[str, Any], arguments: dict[str, Any]
+) -> Launch:
+    num_tokens, num_heads, _ = problem.query.shape
+    kernel = decode_simt(
+        **NO_STARTS
+        | constants
+        | {
+            "NUM_KV_HEADS": problem.layout.num_kv_heads,
+            "PARTITION": 0,
+            "DIRECT": True,
+            "VARLEN": True,
+            "SPARSE": False,
+            "partial_t": float32,
+        }
+    )
+    sparse = Sparse().named() | {"first_step": 0}
+    del sparse["tp_rank"]
+    arguments |= dict.fromkeys((*sparse, "tmp_out", "max_logits", "exp_sums", "query_start_loc"), 0)
+    arguments |= {"num_rows": num_tokens, "max_splits": 1, "min_split": 64}
+    return kernel.launch((num_tokens * num_heads if problem.num_seqs else 0, 1), config.num_warps * 32, **arguments)

@@ -1,0 +1,232 @@
+"""Attention of many query tokens: the problem, and the checks of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.dtypes import float8_e4m3fn, float32
+from ..._core.tensor import TensorArg
+from . import decode_problem
+from .arguments import Options, PagedKV, RaggedKV, Sparse
+from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
+
+# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where a sequence has fewer
+# query tokens than these on average.
+_MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
+
+
+def _max_head_size(device: Device) -> int:
+    """Of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 alone are 256 registers of a lane."""
+    return 256 if device.supports("mma") or device.warp_size == 64 else 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillProblem:
+    """Query tokens of several sequences against a paged cache, or against ragged keys and values.
+
+    Attributes:
+        query: of the type of out. In the place of queries of e4m3: a contiguous tensor of what they are in that type.
+        codes, q_scale: queries of e4m3, and their scale; None for other queries. No scale is one of 1.
+    """
+
+    out: TensorArg
+    query: TensorArg
+    kv: PagedKV | RaggedKV
+    layout: CacheLayout
+    options: Options
+    cu_seqlens_q: TensorArg
+    causal: bool
+    codes: TensorArg | None = None
+    q_scale: TensorArg | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.cu_seqlens_q.shape[0]) - 1
+
+    @property
+    def keys_and_values(self) -> tuple[TensorArg, TensorArg]:
+        kv = self.kv
+        return (kv.key_cache, kv.value_cache) if isinstance(kv, PagedKV) else (kv.key, kv.value)
+
+    @property
+    def expected_tokens(self) -> int:
+        """Keys of a sequence, as a plan counts them: the most that there may be, or of ragged keys the mean."""
+        max_tokens = max_tokens_of(self.kv)
+        return -(-max_tokens // max(1, self.num_seqs)) if self.layout.ragged else max_tokens
+
+    def box_tokens(self, tile_tokens: int) -> int:
+        """Keys of a tile that lie in one box of a tensor map."""
+        return tile_tokens if self.layout.ragged else gcd(self.layout.block_size, tile_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the matrix products of one key-value head."""
+        num_tokens, num_heads, _ = self.query.shape
+        return num_tokens * num_heads // self.layout.num_kv_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key-value head."""
+        return int(self.query.shape[1]) // self.layout.num_kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value of a head, at most as many as of a key."""
+        return self.layout.value_size
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.layout.dtype is not self.query.dtype
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether logits are products, up to a factor."""
+        return self.options.alibi_slopes is None and not self.options.logits_soft_cap
+
+    @property
+    def uses_mma(self) -> bool:
+        """Whether prefill_mma.cu serves the call; attention_decode_simt.cu serves every call."""
+        query, head_size = self.query, self.query.shape[2]
+        unit = 16 if self.layout.packed or self.is_fp8 else 8
+        # On gfx11 a lane has all of an operand: with slopes or a soft cap beside short values, registers spill.
+        has_registers = (
+            self.value_size == head_size or self.has_plain_logits or not query.device.arch.startswith("gfx11")
+        )
+        return (
+            has_registers
+            and query.dtype is not float32
+            and self.layout.aligned
+            and query.alignment == 16
+            and heads_stride(query) % 8 == 0
+            and head_size % unit == self.value_size % unit == 0
+            and head_size <= _max_head_size(query.device)
+            and query.device.supports("products")
+            and (not self.layout.packed or self.layout.block_size % 8 == 0)
+        )
+
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether prefill_sm90.cu serves the call."""
+        query, out, layout = self.query, self.out, self.layout
+        has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
+        has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale
+        return (
+            query.device.supports("wgmma")
+            and self.uses_mma
+            and layout.dtype in (query.dtype, float8_e4m3fn)
+            and not layout.packed
+            and (layout.ragged or layout.block_size % 8 == 0)
+            and has_registers
+            and has_one_unit
+            and self.group <= 128
+            and out.alignment == 16
+            and heads_stride(out) % 8 == 0
+            and query.numel * self.keys_and_values[0].numel > 0
+            and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
+        )
+
+    @property
+    def single_rows(self) -> decode_problem.DecodeProblem | None:
+        """What decode attention computes: the sequences of one query token, if they may be enough for all
+        multiprocessors; None where the kernel of other sequences takes them. Only the device knows which they are.
+        """
+        num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
+        if not isinstance(self.kv, PagedKV):
+            return None
+        single_rows = decode_problem.DecodeProblem(
+            self.out,
+            self.query,
+            self.kv,
+            self.layout,
+            self.options,
+            Sparse(),
+            partials=None,
+            partition=0,
+            query_start_loc=self.cu_seqlens_q,
+            fp8_out_scale=None,
+        )
+        is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
+        may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
+        return single_rows if is_served and may_be_many and self.codes is None else None
+
+    def bucket(self) -> str:
+        (num_tokens, num_heads, head_size), layout = self.query.shape, self.layout
+        sizes = f"{head_size}" + f"/{self.value_size}" * (self.value_size != head_size)
+        words = [
+            "wgmma" if self.uses_wgmma else "mma" if self.uses_mma else "simt",
+            f"{(self.codes or self.query).dtype.name}",
+            f"cache={'ragged' if layout.ragged else layout.dtype.name}{'-packed' * layout.packed}",
+            f"heads={num_heads}/{layout.num_kv_heads}x{sizes}",
+            f"block={layout.block_size}",
+            f"seqs={tuning.power_of_two(self.num_seqs)}",
+            f"query_tokens={tuning.power_of_two(num_tokens)}",
+        ]
+        words += [] if self.has_plain_logits else ["logits_changed"]
+        return " ".join(words)
+
+
+def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
+    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
+    kv, options = PagedKV.of(call), Options.of(call)
+    codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
+    if codes is not None:
+        query = _widened(codes, out)
+    layout = check_kv(query, kv, options, short_values=True)
+    _check_result(out, query, layout, options)
+    if codes is not None:
+        _check_codes(codes, q_scale, kv, layout)
+    elif q_scale is not None:
+        raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
+    check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+
+
+def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
+    """The problem of a call of ragged keys and values, whose arguments are given by name; OpError for a call that no
+    kernel serves."""
+    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
+    kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
+    if not cu_seqlens_q.numel:
+        raise cu_seqlens_q.error(f"expected at least one element, got shape {cu_seqlens_q.shape}")
+    layout = check_rows(query, kv, options)
+    if options.sliding_window and not causal:
+        raise check.refuse(query, "sliding_window", f"expected 0 unless causal, got {options.sliding_window}")
+    _check_result(out, query, layout, options)
+    check.index(cu_seqlens_q, num_seqs_and_one=kv.cu_seqlens_k.shape[0])
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, causal)
+
+
+def _check_result(out: TensorArg, query: TensorArg, layout: CacheLayout, options: Options) -> None:
+    num_tokens, num_heads, _ = query.shape
+    check.sizes(out, num_tokens=num_tokens, num_heads=num_heads, value_size=layout.value_size)
+    check.dtype(out, query.dtype)
+    check.shape(options.lse, float32, num_heads=num_heads, num_tokens=num_tokens)
+
+
+def _widened(codes: TensorArg, out: TensorArg) -> TensorArg:
+    """What queries of e4m3 are in the type of out."""
+    check.floating(out)
+    strides, pitch = [], 1
+    for size in reversed(codes.shape):
+        strides.append(pitch)
+        pitch *= size
+    return replace(codes, dtype=out.dtype, strides=tuple(reversed(strides)), alignment=16)
+
+
+def _check_codes(codes: TensorArg, q_scale: TensorArg | None, kv: PagedKV, layout: CacheLayout) -> None:
+    """Queries of e4m3 meet keys of e4m3, and have one scale, or those of heads where keys have."""
+    if layout.dtype is not float8_e4m3fn:
+        expected = f'expected "fp8" or "fp8_e4m3" and codes of {float8_e4m3fn} beside queries of this type'
+        raise check.refuse(codes, "kv_cache_dtype", f'{expected}, got "{kv.kv_cache_dtype}" and {layout.dtype}')
+    heads_stride(codes)
+    if layout.head_scales and q_scale is not None and q_scale.numel != 1:
+        check.shape(q_scale, float32, num_kv_heads=kv.num_kv_heads)
+    else:
+        check.scalar(q_scale)

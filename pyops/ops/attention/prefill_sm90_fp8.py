@@ -1,0 +1,163 @@
+"""Attention of many query tokens of e4m3: the geometry of prefill_sm90_fp8.cu, and what takes its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..._core import check, tuning
+from ..._core.device import Device
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from ..._core.tensor_map import TensorMap
+from .layout import absent, heads_stride
+from .prefill_problem import PrefillProblem
+from .prefill_sm90 import (
+    MIN_CODE_STAGES,
+    ROW_BYTES,
+    choose_splits,
+    has_whole_heads,
+    head_panels,
+    map_of_cache,
+    map_of_queries,
+    section_heads,
+    stages_of,
+    taken,
+    window_of,
+)
+
+_e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
+_widen_queries = Kernel("attention/widen_queries.cu")
+
+# Keys of a tile and warpgroups of rows, by the size of a head, as registers allow; the first is chosen:
+# docs/performance/prefill.md, "Tiles and warpgroups of e4m3".
+_GEOMETRIES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
+_NUM_THREADS = 256  # of widen_queries.cu; no measurement of its own
+
+
+@dataclass(frozen=True, slots=True)
+class E4m3Config:
+    """The geometry of prefill_sm90_fp8.cu.
+
+    Attributes:
+        tokens: keys of a tile.
+        consumers: warpgroups of 64 rows.
+    """
+
+    tokens: int
+    consumers: int
+
+    def __post_init__(self) -> None:
+        if self.tokens not in (64, 128) or self.consumers not in (2, 3):
+            raise ValueError(f"no geometry of prefill_sm90_fp8.cu: {self}")
+
+    def candidates(self, problem: PrefillProblem, device: Device) -> list[E4m3Config]:
+        """Another tile, or another number of warpgroups."""
+        found = tuning.varied(self, tokens=(64, 128), consumers=(2, 3))
+        return [one for one in found if (one.tokens, one.consumers) in _GEOMETRIES[problem.query.shape[2]]]
+
+    def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
+        """As many blocks as the device has multiprocessors, which take work items from a counter."""
+        codes, layout = problem.codes, problem.layout
+        assert codes is not None
+        device, (num_tokens, _, head_size) = codes.device, codes.shape
+        caches = problem.keys_and_values
+        item_tokens, box_tokens = 64 * self.consumers // problem.group, problem.box_tokens(self.tokens)
+        row_bytes = -(-head_size // ROW_BYTES) * ROW_BYTES
+        tile_bytes = self.tokens * row_bytes
+        stages, query_stages, code_stages, shared = stages_of(
+            device, 64 * self.consumers * row_bytes, 2 * tile_bytes, tile_bytes, MIN_CODE_STAGES
+        )
+        num_tiles = num_tokens // item_tokens + problem.num_seqs
+        num_items = num_tiles * layout.num_kv_heads
+        kernel = _e4m3.for_arch(device.arch_feature)
+        arguments = arguments | {
+            "num_tokens": num_tokens,
+            "num_kv_heads": layout.num_kv_heads,
+            "section_heads": section_heads(problem, device, num_tiles),
+            "sliding_window": window_of(problem),
+            **_query_scale(problem.q_scale),
+        }
+        others = ("PACKED", "X", "HAS_SOFTCAP", "HAS_ALIBI")
+        whole_heads = has_whole_heads(*caches)
+        return [
+            kernel(
+                **{name: value for name, value in constants.items() if name not in others},
+                TOKENS=self.tokens,
+                CONSUMERS=self.consumers,
+                BOX_TOKENS=box_tokens,
+                WHOLE_HEADS=whole_heads,
+                STAGES=stages,
+                QUERY_STAGES=query_stages,
+                CODE_STAGES=code_stages,
+            ).launch(
+                min(num_items, device.multiprocessors),
+                128 * (self.consumers + 1),
+                shared,
+                **taken(kernel, arguments),
+                query_map=map_of_queries(codes, problem.group, item_tokens),
+                key_map=map_of_cache(caches[0], box_tokens, whole_heads=whole_heads),
+                value_map=map_of_cache(caches[1], box_tokens, whole_heads=whole_heads),
+                key_head_panels=head_panels(caches[0]),
+                value_head_panels=head_panels(caches[1]),
+                num_items=num_items,
+                items_taken=Scratch(4, zeroed=True),
+            )
+        ]
+
+
+def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
+    """What feeds kernels beside the scale of queries."""
+    return absent(q_scale=q_scale) | {"q_scale_step": int(q_scale is not None and q_scale.numel > 1)}
+
+
+def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
+    """The geometry by the size of heads; None where prefill_sm90_fp8.cu does not serve the call, or
+    parts of it have keys of their own (split-KV)."""
+    codes = problem.codes
+    if (
+        codes is None
+        or not problem.uses_wgmma
+        or not problem.has_plain_logits
+        or problem.value_size != codes.shape[2]
+        or codes.shape[2] not in _GEOMETRIES
+        or codes.alignment < 16
+        or heads_stride(codes) % 16
+    ):
+        return None
+    config = E4m3Config(*_GEOMETRIES[codes.shape[2]][0])
+    return config if choose_splits(problem, 64 * config.consumers, config.tokens, device) == 1 else None
+
+
+def widened(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:
+    """These launches, for queries of out's type, behind one that makes such queries of e4m3, and of both scales that of
+    keys alone."""
+    codes = problem.codes
+    assert codes is not None
+    num_scales = problem.layout.num_kv_heads if problem.layout.head_scales else 1
+    found = {"query": Scratch(max(1, problem.query.nbytes)), "k_scale": Scratch(4 * num_scales)}
+    for launch in launches:
+        parameters = {name for _, name in launch.specialisation.kernel.signature.parameters}
+        launch.fixed |= {name: scratch for name, scratch in found.items() if name in parameters}
+        launch.fixed |= {
+            name: replace(value, tensor=found["query"])
+            for name, value in launch.fixed.items()
+            if isinstance(value, TensorMap) and value.tensor is problem.query
+        }
+    row_size = codes.shape[1] * codes.shape[2]
+    access = check.vector_width(row_size, codes, problem.query)
+    widen = _widen_queries(scalar_t=problem.query.dtype, VEC_SIZE=access, NUM_THREADS=_NUM_THREADS)
+    return [
+        widen.launch(
+            max(1, -(-codes.numel // (access * _NUM_THREADS))),
+            _NUM_THREADS,
+            widened=found["query"],
+            key_scales=found["k_scale"],
+            count=codes.numel,
+            row_size=max(1, row_size),
+            query_stride=heads_stride(codes),
+            num_scales=num_scales,
+            **_query_scale(problem.q_scale),
+        ),
+        *launches,
+    ]

@@ -1,0 +1,278 @@
+"""Rows of tokens that go to the GPUs of their experts, and the sums of what comes back."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._core import dtypes, ranks
+from ..._core.errors import OpError
+from ..._core.kernel import Kernel
+from ..._core.lazy import torch
+from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread
+from .custom_all_reduce import keep
+from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DispatchedRows", "ExpertParallel"]
+
+_dispatch = Kernel("collective/expert_dispatch.cu")
+_combine = Kernel("collective/expert_combine.cu")
+_GROUP = 128  # elements under one scale, as in expert_rows.cuh
+
+
+class DispatchedRows(NamedTuple):
+    """What a rank has of the tokens of all ranks, on memory that the next dispatch of any rank writes.
+
+    Row ``t * world_size + r`` is token t of rank r. It is defined where one of its ids is not -1.
+
+    Attributes:
+        rows: [most_tokens * world_size, hidden_size] of `quant_dtype`, or else of `dtype`; rows of one stride.
+        topk_ids: [most_tokens * world_size, top_k] int32: experts as this rank numbers its own, -1 for all others.
+        topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
+        scales: [most_tokens * world_size, hidden_size / 128] float32, of codes; None for rows that are none.
+        results: [most_tokens * world_size, hidden_size] of `dtype`, memory for what `combine` takes. It is that of
+            `rows`, which must have been read before.
+    """
+
+    rows: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    scales: Tensor | None
+    results: Tensor
+
+
+class ExpertParallel:
+    """Experts divided among the GPUs of a node: `dispatch` the tokens, multiply, `combine` the results.
+
+    Rank r has the experts ``r * num_experts / world_size`` to ``(r + 1) * num_experts / world_size - 1``. A token
+    crosses the links once for each other rank that has one of its experts. Every rank makes every call, in the same
+    order; a `dispatch` is followed by a `combine`. Both may be captured into CUDA graphs. A kernel that has waited 30
+    seconds for a rank ends as that of `all_reduce` does, and the next call is a RankError.
+
+    ::
+
+        parallel = ExpertParallel(group, "cuda:0", num_experts=256, max_tokens=128, hidden_size=7168, top_k=8)
+        sent = parallel.dispatch(x, topk_ids, topk_weights)
+        fused_experts(sent.rows, w1, w2, sent.topk_weights, sent.topk_ids, inplace=True)
+        out = parallel.combine(sent.results)
+
+    `parallel_fused_experts` does these three lines, and multiplies codes, too.
+
+    Args:
+        group: as of `CustomAllReduce`. device: the GPU of this process, which reaches the memory of every other.
+        num_experts: on all ranks; the number of ranks divides it.
+        max_tokens: of one rank in a call.
+        hidden_size: elements of a row; a multiple of 16 bytes.
+        top_k: choices of a token.
+        dtype: of rows; float32, float16 or bfloat16; None for bfloat16.
+        quant_dtype: torch.float8_e4m3fn, and rows cross the links as the codes of `per_token_group_quant_fp8` in groups
+            of 128; or None. Results are of `dtype`.
+
+    Attributes:
+        experts: those of this rank.
+
+    Raises:
+        OpError: of sizes that the kernels do not take, of `dispatch` and `combine` before anything is launched.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        device: Any,
+        num_experts: int,
+        max_tokens: int,
+        hidden_size: int,
+        top_k: int,
+        dtype: Any = None,
+        quant_dtype: Any = None,
+    ) -> None:
+        self.group, self.device, self.max_tokens = group, torch.device(device), max_tokens
+        self.hidden_size, self.top_k, self.dtype = hidden_size, top_k, dtype or torch.bfloat16
+        self.quant_dtype, self.world_size = quant_dtype, len(exchanged(None, group))
+        sizes = {"num_experts": num_experts, "max_tokens": max_tokens, "hidden_size": hidden_size, "top_k": top_k}
+        _check_sizes(self.world_size, sizes, self.dtype, quant_dtype)
+        self._map()
+        first, count = self._memory.rank * num_experts // self.world_size, num_experts // self.world_size
+        self.experts = range(first, first + count)
+        self._constants = {
+            "scalar_t": dtypes.of(self.dtype),
+            "HIDDEN_SIZE": hidden_size,
+            "VEC_SIZE": VEC_BYTES // self.dtype.itemsize,
+            "TOP_K": top_k,
+            "NUM_EXPERTS": num_experts,
+            "code_t": dtypes.float8_e4m3fn,
+        }
+        self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch that is to be combined
+
+    def _map(self) -> None:
+        """Signals, rows, ids, weights and scales, in one piece of memory."""
+        num_rows = self.max_tokens * self.world_size
+        groups = 0 if self.quant_dtype is None else self.hidden_size // _GROUP
+        columns = {"rows": self.hidden_size, "ids": self.top_k, "weights": self.top_k, "scales": groups}
+        of = {"rows": self.dtype, "ids": torch.int32, "weights": torch.float32, "scales": torch.float32}
+        offsets, end = {}, SIGNAL_BYTES
+        for name, count in columns.items():
+            offsets[name] = end
+            end += -(-num_rows * count * of[name].itemsize // VEC_BYTES) * VEC_BYTES
+        self._offsets = {f"{name}_offset": offsets[name] for name in ("ids", "weights", "scales")}
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else nullcontext():
+            memory = self._memory = GroupMemory(self.group, end)
+            keep(memory.addresses[memory.rank], early=True)
+            table = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=self.device)
+            self._ranks = Communicator(tuple(memory.addresses), table, memory.rank, True)
+            own = memory.own(self.device)
+            self._rows, self._ids, self._weights, self._scales = (
+                own[offsets[name] :][: num_rows * count * of[name].itemsize].view(of[name]).view(num_rows, count)
+                for name, count in columns.items()
+            )
+        exchanged(None, self.group)  # no rank writes before all have written their tables
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int | None = None
+    ) -> DispatchedRows:
+        """Send every token to the ranks of its experts, and wait for what they send.
+
+        Args:
+            x: [num_tokens, hidden_size], contiguous; num_tokens may be 0, and differ among ranks.
+            topk_ids: [num_tokens, top_k] int32 or int64, contiguous; ids that name no expert are dropped.
+            topk_weights: [num_tokens, top_k] float32, contiguous.
+            most_tokens: tokens of the rank that has most, the same number on all ranks; None for `max_tokens`.
+        """
+        if self._sent is not None:
+            raise OpError("dispatch", "x", "expected a combine of what was dispatched before")
+        most = self.max_tokens if most_tokens is None else most_tokens
+        if not 1 <= most <= self.max_tokens:
+            raise OpError("dispatch", "most_tokens", f"expected 1 to {self.max_tokens}, got {most}")
+        if x.dim() != 2 or x.shape[0] > most:
+            raise OpError("dispatch", "x", f"expected at most {most} rows, got shape {list(x.shape)}")
+        _check_rows("dispatch", "x", x, (x.shape[0], self.hidden_size), self._rows)
+        _check_contiguous("dispatch", "x", x)
+        _check_choices(x, topk_ids, topk_weights, self.top_k)
+        received = self.send(x, topk_ids, topk_weights, most)
+        self._sent = topk_ids, most
+        return received
+
+    def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of the results of each token over the ranks of its experts, in float32 in their order, rounded once.
+
+        The choices are those of the last `dispatch`, whose topk_ids must not have been written meanwhile.
+
+        Args:
+            rows: [most_tokens * world_size, hidden_size] of `dtype`, of every row the sum over this rank's experts: the
+                `results` of `dispatch`, or others, which are copied there.
+            out: [num_tokens, hidden_size], contiguous, written; None for a new tensor.
+
+        Returns:
+            `out`; 0 for a token that has no expert.
+        """
+        if self._sent is None:
+            raise OpError("combine", "rows", "expected a dispatch before")
+        topk_ids, most = self._sent
+        own, shape = self._rows[: most * self.world_size], (topk_ids.shape[0], self.hidden_size)
+        _check_rows("combine", "rows", rows, tuple(own.shape), own)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        _check_rows("combine", "out", out, shape, own)
+        _check_contiguous("combine", "out", out)
+        if rows.data_ptr() != own.data_ptr():
+            own.copy_(rows)
+        self.fetch(out, topk_ids, most)
+        self._sent = None
+        return out
+
+    def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> DispatchedRows:
+        """`dispatch` without its checks, that of turns above all."""
+        tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+        fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
+        self._launch("dispatch", _dispatch, most_tokens, fixed, tensors, self.quant_dtype is not None)
+        of = slice(0, most_tokens * self.world_size)
+        ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
+        if self.quant_dtype is None:
+            return DispatchedRows(results, ids, weights, None, results)
+        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # each lies where the row of its results begins
+        return DispatchedRows(codes, ids, weights, self._scales[of], results)
+
+    def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
+        """`combine` of what lies in the rows, without its checks."""
+        tensors = {"out": out, "topk_ids": topk_ids}
+        self._launch("combine", _combine, most_tokens, {"num_tokens": out.shape[0]}, tensors)
+
+    def _launch(
+        self,
+        op: str,
+        kernel: Kernel,
+        most_tokens: int,
+        fixed: dict[str, Any],
+        tensors: dict[str, Tensor],
+        codes: bool = False,
+    ) -> None:
+        constants = self._constants | {"id_t": dtypes.of(tensors["topk_ids"].dtype), "CODES": codes}
+        geometry = spread(most_tokens * self.hidden_size // self._constants["VEC_SIZE"])
+        self._ranks.launch(op, kernel, constants, *geometry, fixed, None, **tensors)
+
+    def naming(self, what: str) -> AbstractContextManager[None]:
+        """Within it, an error of the device that comes from ranks that do not come is a `RankError` that names them."""
+        return naming_lost_ranks(what, self._ranks.lost)
+
+    def lost_ranks(self) -> dict[int, tuple[int, int]]:
+        """As the function of this name: ranks that a kernel has given up waiting for."""
+        return read_lost(self._ranks.lost)
+
+    def close(self) -> None:
+        """Free the memory, of which `dispatch` has returned tensors. Every rank calls, when no kernel runs any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        exchanged(None, self.group)
+        self._memory.close()
+
+
+def _check_sizes(world_size: int, sizes: dict[str, int], dtype: Any, quant_dtype: Any) -> None:
+    def refuse(name: str, expected: str, got: Any) -> OpError:
+        return OpError("ExpertParallel", name, f"expected {expected}, got {got}")
+
+    for name, value in sizes.items():
+        if not 1 <= value < 1 << 31:
+            raise refuse(name, "1 or more", value)
+    num_experts, max_tokens, hidden_size, top_k = sizes.values()
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise refuse("dtype", "float32, float16 or bfloat16", dtype)
+    if quant_dtype is not None and (quant_dtype != torch.float8_e4m3fn or hidden_size % _GROUP):
+        got = f"{quant_dtype} and {hidden_size}"
+        raise refuse("quant_dtype", f"None, or float8_e4m3fn and a hidden_size that {_GROUP} divides", got)
+    if hidden_size * dtype.itemsize % VEC_BYTES:
+        raise refuse("hidden_size", f"rows that {VEC_BYTES} bytes divide", f"{hidden_size} of {dtype}")
+    if not 1 <= world_size <= MAX_RANKS or (world_size % 2 and ranks.here() is None):
+        raise refuse("group", "2, 4, 6 or 8 ranks", world_size)
+    if max_tokens * world_size * max(hidden_size, top_k) >= 1 << 31:
+        raise refuse("max_tokens", "fewer than 2^31 elements", f"{max_tokens} tokens of {world_size} ranks")
+    if num_experts % world_size:
+        raise refuse("num_experts", f"a multiple of {world_size}", num_experts)
+
+
+def _check_choices(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, top_k: int) -> None:
+    choices = x.shape[0], top_k
+    for name, tensor, allowed in (
+        ("topk_ids", topk_ids, (torch.int32, torch.int64)),
+        ("topk_weights", topk_weights, (torch.float32,)),
+    ):
+        of = tensor.dtype in allowed and tensor.is_contiguous() and tensor.device == x.device
+        if not of or tuple(tensor.shape) != choices:
+            expected = f"expected contiguous {' or '.join(map(str, allowed))} {list(choices)} on {x.device}"
+            got = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise OpError("dispatch", name, f"{expected}, got {got}")
+
+
+def _check_rows(op: str, name: str, tensor: Tensor, shape: tuple[int, int], like: Tensor) -> None:
+    if (tuple(tensor.shape), tensor.dtype, tensor.device) != (shape, like.dtype, like.device):
+        expected, got = f"{like.dtype} {list(shape)} on {like.device}", f"{tensor.dtype} {list(tensor.shape)}"
+        raise OpError(op, name, f"expected {expected}, got {got} on {tensor.device}")
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous() or tensor.data_ptr() % VEC_BYTES:
+        got = f"strides {tensor.stride()} at {tensor.data_ptr():#x}"
+        raise OpError(op, name, f"expected a contiguous tensor at an address that {VEC_BYTES} divides, got {got}")

@@ -1,0 +1,65 @@
+"""Rows of activations in the order in which products with the packed weights of experts take rows and columns."""
+
+from __future__ import annotations
+
+from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.tensor import TensorArg
+from .gemm_problem import Operand
+from .grouped_problem import ExpertLists
+
+_gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
+_NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
+
+
+def gathered(
+    a: Operand,
+    lists: ExpertLists,
+    num_experts: int,
+    num_rows: int,
+    top_k: int,
+    k: int,
+    *,
+    perm: TensorArg | None = None,
+    by_place: bool = False,
+    lane_step: int = 0,
+) -> tuple[Launch, Operand]:
+    """The launch that writes such rows to a workspace, and the operand that is there.
+
+    Args:
+        a: [num_rows / top_k, K].
+        lists: the rows of each expert.
+        num_experts, num_rows, top_k, k: sizes.
+        perm: [num_experts, K], the order of columns; or None.
+        by_place: whether there is a row for each place of the lists; else for each row.
+        lane_step: elements of K of a step of wq_grouped_gemm_sm90.cu, in whose order columns are then; or 0.
+    """
+    places = lists.num_blocks * lists.block_size
+    rows = places if by_place else num_rows
+    workspace = Scratch(rows * k * a.dtype.itemsize)
+    named = {name: getattr(lists, name) for name in ("sorted_token_ids", "expert_ids", "num_tokens_post_pad")}
+    named |= {"a": a.source} | ({} if perm is None else {"perm": perm})
+    fed = {name: one.name for name, one in named.items() if isinstance(one, TensorArg)}
+    pointers = {name: one for name, one in named.items() if name not in fed}
+    vec_size = _VEC_SIZE if perm is not None else a.vec_size(k)
+    launch = _gather_expert_columns.renamed(**fed)(
+        scalar_t=a.dtype,
+        PERMUTED=perm is not None,
+        BY_PLACE=by_place,
+        LANE_STEP=lane_step,
+        VEC_SIZE=vec_size,
+        NUM_THREADS=_NUM_THREADS,
+    ).launch(
+        -(-places * -(-k // vec_size) // _NUM_THREADS),
+        _NUM_THREADS,
+        gathered=workspace,
+        places=places,
+        num_rows=num_rows,
+        num_experts=num_experts,
+        block_size=lists.block_size,
+        top_k=top_k,
+        k=k,
+        a_stride=a.stride,
+        **pointers,
+        **({"perm": 0} if perm is None else {}),
+    )
+    return launch, Operand.of_scratch(workspace, a.dtype, rows, k)

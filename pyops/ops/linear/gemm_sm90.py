@@ -1,0 +1,316 @@
+"""Matrix products by wgmma on compute capability 9.0: two kernels, the choice among them, tensor maps of operands.
+
+`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. `choose` takes the
+one that a model of the device finds fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..._core import tuning
+from ..._core.device import Device
+from ..._core.dtypes import bfloat16, float8_e4m3fn, float8_e5m2, float16, int8
+from ..._core.kernel import Kernel, Launch
+from ..._core.tensor_map import TensorMap
+from .gemm_problem import SCALE_BLOCK, GemmProblem, Operand
+
+_gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
+
+_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
+_STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
+_BARRIER_BYTES = 8
+_MAX_STAGES = 8
+_MAX_BLOCKED_STAGES = 6  # of gemm_sm90_swap_ab.cu, with scales of blocks
+_MAX_TURN_COLUMNS = 192  # of a tile of gemm_sm90.cu whose sums one warpgroup has
+_MAX_BLOCK_COLUMNS = 128  # of a tile of gemm_sm90.cu whose threads add up sums of blocks of K
+_MAX_GROUP = 64
+_MAX_SWAP_COLUMNS = 128  # of a tile of gemm_sm90_swap_ab.cu
+_MAX_BLOCKED_ROWS = 32  # of a tile of gemm_sm90_swap_ab.cu, whose sums scales of blocks double
+_BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
+_GROUP_BYTES = 16 << 20  # of rows of a that tiles which run together share, and that stay in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """The geometry of gemm_sm90.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_n: columns of a tile, whose rows are 128.
+        cluster: blocks that share rows of b.
+        group: clusters of rows that are counted down together.
+        ping_pong: whether the two warpgroups that multiply take tiles in turn, instead of sharing each.
+    """
+
+    tile_n: int
+    cluster: int
+    group: int
+    ping_pong: bool = False
+
+    TILE_M = 128
+    _STORES = 2 * 8 * 16  # rows of columns on their way to out: two tiles of each of eight warps
+
+    def __post_init__(self) -> None:
+        most = _MAX_TURN_COLUMNS if self.ping_pong else 256
+        if self.tile_n % 16 or not 0 < self.tile_n <= most or self.cluster not in (1, 2):
+            raise ValueError(f"no geometry of gemm_sm90.cu: {self}")
+
+    def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
+        """Other tiles, clusters and orders of tiles."""
+        found = tuning.varied(
+            self,
+            tile_n=(64, 128, 192, 224, 256),
+            cluster=(1, 2),
+            group=tuning.beside(self.group, 1, _MAX_GROUP),
+            ping_pong=(False, True),
+        )
+        return [one for one in found if one._fits(_sum_block(problem, 0))]
+
+    def _fits(self, sum_block: int) -> bool:
+        """Whether there are registers for the sums."""
+        return not sum_block or (self.tile_n <= _MAX_BLOCK_COLUMNS and not self.ping_pong)
+
+    def launch(self, problem: GemmProblem) -> Launch:
+        """As many clusters as the device holds go over the tiles."""
+        device, kernel = problem.device, problem.kernel(_gemm_sm90.for_arch(problem.device.arch_feature))
+        sum_block, constants = _sum_block(problem, 0), problem.constants()
+        if not self._fits(sum_block):
+            raise ValueError(f"no registers for sums of {sum_block} elements of K: {self}")
+        terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
+        # Where terms take room, or warpgroups store by turns, stores have half of the room.
+        wide = self.tile_n % 64 == 0 and terms < 2 and not self.ping_pong
+        store_columns = 16 if self.tile_n % 32 else 64 if wide else 32
+        store_bytes = store_columns * constants["out_t"].itemsize
+        fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
+        stage = (self.TILE_M + self.tile_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
+        tiles = -(-problem.m // (self.TILE_M * self.cluster)) * -(-problem.n // self.tile_n)
+        return kernel(
+            **constants,
+            TILE_N=self.tile_n,
+            PING_PONG=self.ping_pong,
+            STORE_COLUMNS=store_columns,
+            STAGES=stages,
+            SUM_BLOCK=sum_block,
+            CLUSTER=self.cluster,
+            GROUP=self.group,
+        ).launch(
+            (min(tiles, device.multiprocessors // self.cluster), self.cluster),
+            384,
+            fixed + stages * stage,
+            a_map=_map(problem.a, problem.k, self.TILE_M),
+            b_map=_map(problem.b, problem.k, self.tile_n // self.cluster),
+            out_map=_out_map(problem, (store_columns, 16)),
+            **_arguments(problem, kernel),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SwapConfig:
+    """The geometry of gemm_sm90_swap_ab.cu; the attributes are constants of the kernel.
+
+    Attributes:
+        tile_m, tile_n: rows and columns of a tile.
+        splits: blocks of a cluster that share a tile, each with a part of K.
+    """
+
+    tile_m: int
+    tile_n: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        shape = self.tile_m in (16, 32, 48, 64) and self.tile_n % 8 == 0 and 0 < self.tile_n <= _MAX_SWAP_COLUMNS
+        if not shape or self.splits not in (1, 2, 4, 8):
+            raise ValueError(f"no geometry of gemm_sm90_swap_ab.cu: {self}")
+
+    @property
+    def padded_n(self) -> int:
+        """Rows of b that are multiplied."""
+        return 64 if self.tile_n <= 64 else 128
+
+    @property
+    def parts(self) -> int:
+        """Parts of K that are summed apart: of blocks and, of few columns, of their two warpgroups."""
+        return self.splits * (2 if self.tile_n <= 64 else 1)
+
+    def candidates(self, problem: GemmProblem, device: Device) -> list[SwapConfig]:
+        """Other tiles and splits."""
+        found = tuning.varied(
+            self,
+            tile_m=tuning.beside(self.tile_m, 16, 64),
+            tile_n=tuning.beside(self.tile_n, 16, _MAX_SWAP_COLUMNS),
+            splits=tuning.beside(self.splits, 1, 8),
+        )
+        return [one for one in found if one._fits(_steps(problem), problem.epilogue.block_scaled)]
+
+    def _fits(self, steps: int, blocked: bool) -> bool:
+        """Whether there is a step of K for each part, and registers for the sums."""
+        return self.parts <= steps and (not blocked or self.tile_m <= _MAX_BLOCKED_ROWS)
+
+    def launch(self, problem: GemmProblem) -> Launch:
+        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
+        device, kernel = problem.device, problem.kernel(_gemm_sm90_swap_ab.for_arch(problem.device.arch_feature))
+        sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
+        exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
+        stage = (self.tile_m + self.padded_n) * _STEP_BYTES + 2 * _BARRIER_BYTES
+        most = _BYTES_IN_FLIGHT // ((self.tile_m + self.tile_n) * _STEP_BYTES)
+        if problem.epilogue.block_scaled:
+            most = min(most, _MAX_BLOCKED_STAGES)
+        stages = max(2, min(_MAX_STAGES, (device.shared_memory - exchanged) // stage, most))
+        tiles = -(-problem.m // self.tile_m) * -(-problem.n // self.tile_n)
+        return kernel(
+            **problem.constants(),
+            SUM_BLOCK=_sum_block(problem, _STEP_BYTES),
+            TILE_M=self.tile_m,
+            TILE_N=self.tile_n,
+            STAGES=stages,
+            SPLITS=self.splits,
+        ).launch(
+            (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
+            288,
+            max(exchanged + stages * stage, device.shared_memory // 2 + 1),
+            a_map=_map(problem.a, problem.k, self.tile_m),
+            b_map=_map(problem.b, problem.k, self.tile_n),
+            **_arguments(problem, kernel),
+        )
+
+
+_FLOAT16_SUMS = 64  # elements of K of fp8 that tensor cores add up for a result of float16 (fp8_accumulation.py)
+
+
+def _sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
+    """Elements of K that the tensor cores add up, `of_bfloat16` for a result of that type; 0: all."""
+    if problem.dtype not in (float8_e4m3fn, float8_e5m2):
+        return 0
+    if problem.epilogue.out.dtype is float16:
+        return _FLOAT16_SUMS
+    return SCALE_BLOCK if problem.epilogue.block_scaled else of_bfloat16
+
+
+def _steps(problem: GemmProblem) -> int:
+    return -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
+
+
+def _map(operand: Operand, k: int, rows: int) -> TensorMap:
+    """Boxes of `rows` rows and a step of K."""
+    itemsize = operand.dtype.itemsize
+    # The stride of a single row says nothing.
+    stride = operand.stride * itemsize if operand.rows > 1 else -(-k * itemsize // 16) * 16
+    box = (_STEP_BYTES // itemsize, rows)
+    return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, _STEP_BYTES)
+
+
+def _out_map(problem: GemmProblem, box: tuple[int, int]) -> TensorMap:
+    out, stride = problem.epilogue.out, problem.epilogue.arguments()["out_stride"]
+    itemsize = out.dtype.itemsize
+    pitch = stride * itemsize if problem.m > 1 else -(-problem.n * itemsize // 16) * 16
+    return TensorMap(out, out.dtype, (problem.n, problem.m), (pitch,), box, box[0] * itemsize)
+
+
+def _arguments(problem: GemmProblem, kernel: Kernel) -> dict[str, Any]:
+    """Those arguments of the problem that the kernel takes. Maps stand for the pointers to operands."""
+    taken = {name for _, name in kernel.signature.parameters}
+    return {name: value for name, value in problem.arguments().items() if name in taken}
+
+
+def serves(problem: GemmProblem, device: Device) -> bool:
+    """Whether the kernels run on the device and take this problem: 8 or 16 bits, operands that can be mapped."""
+    epilogue = problem.epilogue
+    empty = 0 in (problem.m, problem.n, problem.k)
+    mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= _MAX_SWAP_ROWS)
+    sums = problem.dtype in _DTYPES and epilogue.out.dtype.itemsize == 2
+    sums = sums and not (epilogue.block_scaled and problem.dtype is int8)
+    return device.supports("wgmma") and sums and mapped and not (empty or epilogue.is_gated or epilogue.has_matrix_bias)
+
+
+# The model of the device, fitted to what was measured on an H200: docs/performance/products.md.
+_MAX_SWAP_ROWS = 64
+_CLOCK = 1500.0  # cycles of a microsecond, as the power limit leaves them to a large product
+_L2_BYTES = 48.0  # a cycle, to one multiprocessor
+# Of large products, cycles of a step by what costs power: of those of the tensor cores, and for each row of an operand
+# that is written to shared memory, and that comes from the L2 cache.
+_PRODUCT_CYCLES, _SHARED_CYCLES, _L2_CYCLES = 0.88, 0.63, 0.35
+_EPILOGUE = 2.1  # microseconds at the end of a tile of 128 x 256, unless the other warpgroup multiplies meanwhile
+_LAUNCH = 3.0  # microseconds
+_EXCHANGE = 0.7  # microseconds, for every doubling of the blocks that share a tile
+_BLOCKED = 1.1  # times the cycles of products, with scales of blocks
+_STEP_CYCLES = 120.0  # of a step, however small
+# {blocks of a cluster: clusters on the device, of one for each multiprocessor}. Clusters of 4 leave some of them idle.
+CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
+
+
+def choose(problem: GemmProblem, device: Device) -> GemmConfig | SwapConfig:
+    """The config that takes the least time by the model, of those for as many rows."""
+    blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
+    sums = blocked, _sum_block(problem, 0) > 0, problem.dtype.itemsize == 1
+    return _choose(m, problem.n, _steps(problem), *sums, problem.out_is_aligned, device.multiprocessors)
+
+
+@cache
+def _choose(
+    m: int,
+    n: int,
+    steps: int,
+    blocked: bool,
+    in_blocks: bool,
+    eight_bits: bool,
+    out_is_aligned: bool,
+    multiprocessors: int,
+) -> GemmConfig | SwapConfig:
+    """`choose` by what it depends on: scales of blocks, sums of blocks of K, elements of 8 bits, ..."""
+    found: list[tuple[float, GemmConfig | SwapConfig]] = []
+    if m <= _MAX_SWAP_ROWS:
+        swaps = _swap_configs(m, n, steps, blocked, multiprocessors)
+        found += [(_swap_time(one, m, n, steps, multiprocessors), one) for one in swaps]
+    if out_is_aligned:
+        gemms = _gemm_configs(m, steps, blocked, in_blocks, eight_bits)
+        found += [(_gemm_time(one, m, n, steps, blocked, multiprocessors), one) for one in gemms]
+    return min(found, key=lambda timed: timed[0])[1]
+
+
+def _gemm_configs(m: int, steps: int, blocked: bool, in_blocks: bool, eight_bits: bool) -> Iterator[GemmConfig]:
+    """Turns are for 8 bits: products of 16 bits take twice as long, so that the end of a tile is a smaller part."""
+    wide = () if blocked else (112, 32) if in_blocks else (192, 224, 256, 32)
+    turns = (192, 128) if eight_bits and not in_blocks else ()
+    for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
+        group = max(1, min(_MAX_GROUP, _GROUP_BYTES // (GemmConfig.TILE_M * cluster * steps * _STEP_BYTES)))
+        for tile_n in (128, 64, *wide):
+            yield GemmConfig(tile_n, cluster, group)
+        for tile_n in turns:
+            yield GemmConfig(tile_n, cluster, group, ping_pong=True)
+
+
+def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
+    """With tiles as wide as makes the fewest waves of blocks that are equally busy."""
+    tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
+    row_tiles = -(-m // tile_m)
+    for splits, most in CLUSTERS.items():
+        clusters = max(1, int(most * multiprocessors) // row_tiles)
+        waves = -(-n // (_MAX_SWAP_COLUMNS * clusters))
+        tile_n = -(-n // (8 * waves * clusters)) * 8
+        for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, _MAX_SWAP_COLUMNS, splits)):
+            if one._fits(steps, blocked):
+                yield one
+
+
+def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
+    """Microseconds: whole waves of tiles, and their ends."""
+    tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
+    waves = -(-tiles // (multiprocessors // config.cluster))
+    products = config.TILE_M * config.tile_n / 32 * (_BLOCKED if blocked else 1.0)
+    shared, loaded = config.TILE_M + config.tile_n, config.TILE_M + config.tile_n / config.cluster
+    cycles = _PRODUCT_CYCLES * products + _SHARED_CYCLES * shared + _L2_CYCLES * loaded
+    ends = (1 if config.ping_pong else waves) * _EPILOGUE * config.tile_n / 256
+    return _LAUNCH + waves * steps * cycles / _CLOCK + ends
+
+
+def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
+    """Microseconds: what a multiprocessor loads."""
+    tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
+    waves = -(-tiles // max(1, int(CLUSTERS[config.splits] * multiprocessors)))
+    loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
+    exchange = _EXCHANGE * (config.splits.bit_length() - 1)
+    return _LAUNCH + waves * (exchange + -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK)
