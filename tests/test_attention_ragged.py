@@ -222,7 +222,7 @@ def test_starts_that_are_counted_among_others(hopper: str) -> None:
     least = -(2**31)
     starts = torch.tensor([least, least, least, 100, 280, least, 200, 200], dtype=torch.int32, device=hopper)
     call |= {"cu_seqlens_q": starts, "out": torch.zeros_like(call["out"])}
-    for one in (HopperConfig(64, 2), HopperConfig(64, 2, max_splits=2)):
+    for one in (PrefillSm90Config(64, 2), PrefillSm90Config(64, 2, max_splits=2)):
         RAGGED.forget()
         with tuning.forced(RAGGED.name, one):
             RAGGED.wrapper(**call)

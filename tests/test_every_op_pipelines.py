@@ -89,7 +89,7 @@ def on_device(call: Callable[[], None], **attributes: Any) -> None:
         call()
 
 
-def long_prefill(one: HopperConfig, heads: tuple[int, int], size: int, block_size: int) -> None:
+def long_prefill(one: PrefillSm90Config, heads: tuple[int, int], size: int, block_size: int) -> None:
     call = prefill.varlen_call(
         [65, 3], [330, 20], heads, dtype=torch.float16, head_size=size, block_size=block_size, on="cpu"
     )
@@ -154,8 +154,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
     ],
     "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
-        partial(codes_of_experts, CodedPrefillSm90Config(32, 256, 64), "none", 384, 32),
-        partial(codes_of_experts, CodedPrefillSm90Config(48, 256, 128), "silu", 640, 128),
+        partial(codes_of_experts, CodedHopperConfig(32, 256, 64), "none", 384, 32),
+        partial(codes_of_experts, CodedHopperConfig(48, 256, 128), "silu", 640, 128),
     ],
     "mamba/chunk_scan.cu": [partial(on_one, LONG_SEGMENTS)],
     "mamba/chunk_scan_states.cu": [partial(on_one, LONG_SEGMENTS)],
