@@ -16,17 +16,29 @@ from tests import axes
 from tests.cache import FAMILY, HOSTILE, bytes_of, ints, make
 from tests.calls import DEVICES, example, refusal
 
+WITH_SLOTS = [name for name in FAMILY if "slot_mapping" in {p.name for p in pyops.registry[name].tensors}]
+
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILY if "slot_mapping" in {p.name for p in pyops.registry[name].tensors}]
-)
+@pytest.mark.parametrize("name", WITH_SLOTS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
     """No slot leads outside: those that do not exist are not written, whatever they are, and all else is."""
+    _check_hostile_slots(name, dtype, where, 20)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("where", DEVICES[1:2])
+@pytest.mark.parametrize("name", WITH_SLOTS)
+def test_hostile_slots_among_many_tokens(name: str, where: str) -> None:
+    """As many as fill a device: `reshape_and_cache` finds the tokens of groups of slots then."""
+    _check_hostile_slots(name, torch.int64, where, 40)
+
+
+def _check_hostile_slots(name: str, dtype: torch.dtype, where: str, num_tokens: int) -> None:
     op = pyops.registry[name]
     for case in axes.sample(op, max_cases=2):
-        args = example(op, where, num_tokens=20, **case)
+        args = example(op, where, num_tokens=num_tokens, **case)
         slots = named(op, args)["slot_mapping"]
         top = torch.iinfo(dtype).max
         block_size = {"reshape_and_cache": 16, "reshape_and_cache_flash": 16}.get(name, 64)

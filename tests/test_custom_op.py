@@ -383,3 +383,13 @@ def test_a_subclass_may_choose_another_method() -> None:
             self._forward_method = lambda x: "mine"
 
     assert Reversed()(torch.zeros(2)) == "mine"
+
+
+def test_a_weight_that_requires_grad_gets_one() -> None:
+    """Also where no argument does."""
+    with set_custom_ops("all", platform="cuda"):
+        layer = RMSNorm(8)
+    x = torch.arange(16.0).view(2, 8)
+    layer(x).sum().backward()
+    normalised = torch.nn.functional.rms_norm(x, (8,), None, 1e-6)
+    torch.testing.assert_close(layer.weight.grad, normalised.sum(0))

@@ -117,6 +117,21 @@ def test_schemas_are_read_as_torch_reads_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ours", "theirs", "takes"),
+    [
+        ("Tensor x", "Tensor y", True),
+        ("Tensor? x", "Tensor x", True),
+        ("Tensor x", "Tensor? x", False),
+        ("int x", "SymInt x", True),
+        ("int x", "float x", False),
+        ("Tensor[] x", "Tensor x", False),
+    ],
+)
+def test_what_an_argument_takes(ours: str, theirs: str, takes: bool) -> None:
+    assert Argument.read(ours).takes(Argument.read(theirs)) is takes
+
+
+@pytest.mark.parametrize(
     ("name", "mutable"),
     [
         ("rotary_embedding", ["query", "key"]),

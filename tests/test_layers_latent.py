@@ -99,6 +99,23 @@ def test_prompts_and_steps_are_those_of_transformers(
     assert cache[[2, 5]].isnan().all()
 
 
+@pytest.mark.parametrize("forward", ["forward_native", "forward_cuda"])
+def test_tokens_without_a_slot_are_not_kept(forward: str) -> None:
+    theirs, _ = attention(20, 24, 8)
+    cache = torch.zeros(2, 4, 32)
+    with torch.no_grad():
+        getattr(layer_of(theirs, 8), forward)(
+            torch.arange(3),
+            torch.randn(3, 32),
+            kv_cache=cache,
+            block_table=torch.tensor([[1]]),
+            seq_lens=torch.tensor([3]),
+            query_start_loc=torch.tensor([0, 3]),
+            slot_mapping=torch.tensor([-1, 8, 5]),
+        )
+    assert cache.view(8, 32).any(1).nonzero().flatten().tolist() == [5]
+
+
 def test_prompts_are_traced_as_one_graph() -> None:
     """Though products write keys beside their rotated elements, in tensors with gaps."""
     query, up, entries = torch.randn(10, 40, 24), torch.randn(40, 28, 32), torch.randn(4, 4, 40)

@@ -15,6 +15,7 @@ from torch.nn import functional
 from pyops import nn as layers
 from pyops.nn import parallel
 from pyops.nn.custom_op import set_custom_ops
+from pyops.nn.linear import copy_weight
 
 Tensor = torch.Tensor
 
@@ -80,6 +81,23 @@ def test_one_rank() -> None:
     whole = filled(layer, 2, "q", "k", "v")
     assert layer.output_sizes == [16, 8, 6]
     close(layer(x)[0], of(whole, x))
+
+
+def test_parameters_have_the_default_dtype_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    assert layers.ReplicatedLinear(4, 8).weight.dtype == torch.bfloat16
+    assert layers.ReplicatedLinear(4, 8, params_dtype=torch.float16).bias.dtype == torch.float16
+
+
+def test_a_weight_of_the_size_of_a_part_is_not_the_whole() -> None:
+    layer = layers.ReplicatedLinear(4, 2, bias=False)
+    whole = torch.arange(16.0).view(4, 4)
+    copy_weight(layer, layer.weight, whole, 0, 2, 4)
+    assert torch.equal(layer.weight, whole[2:])
+    with pytest.raises(
+        ValueError, match=r"expected 4 along dimension 0 for a place of shape \(2, 4\), got shape \(2, 4\)"
+    ):
+        copy_weight(layer, layer.weight, whole[:2], 0, 2, 4)
 
 
 def test_embedding() -> None:

@@ -288,3 +288,11 @@ def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
 def test_what_is_refused(call: Callable[[], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         call()
+
+
+def test_decays_of_a_checkpoint_in_16_bits_are_exact() -> None:
+    """``-exp(A_log)`` is rounded to float32, whatever ``A_log`` is."""
+    layer = layers.MambaMixer(8, 4, 3, 16, 3, True, True, use_rms_norm=False)
+    logarithms = torch.linspace(-2.0, 3.0, 64).view(16, 4).bfloat16()
+    layer.A.weight_loader(layer.A, logarithms)
+    torch.testing.assert_close(layer.A.detach().double(), -logarithms.double().exp(), rtol=2.0**-22, atol=0.0)

@@ -108,6 +108,8 @@ def test_gemma_rms_norm(dtype: torch.dtype) -> None:
     again, total = of_all_methods(layer, x, total)
     assert total.dtype == (torch.float32 if dtype != torch.bfloat16 else dtype)
     assert again.dtype == dtype
+    _, total = of_all_methods(layer, x, residual.float())
+    assert testing.same_bits(total, x.float() + residual.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -120,6 +120,8 @@ def test_quant_fp8_of_another_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
         codes, _ = method(x, torch.ones(1))
         expected = x.clamp(-224, 224).to(fnuz)
         assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
+    codes, scale = QuantFP8(True, (1, -1), num_token_padding=9).forward_native(x, torch.ones(len(x)))
+    assert (len(codes), scale.shape) == (9, (len(x), 1)), "scales that are given are those of the rows"
     codes, _ = QuantFP8(False, (1, -1), num_token_padding=9).forward_native(x)
     assert (codes.dtype, codes.shape) == (fnuz, (9, 64))
 
@@ -170,6 +172,8 @@ def test_grouped_topk_by_softmax(dtype: torch.dtype) -> None:
     many = layers.GroupedTopk(40, False, 40, 40)  # more groups and more experts of a token than the op takes
     _, experts = of_all_methods(many, torch.zeros(33, 8), torch.randn(33, 80))
     assert experts.shape == (33, 40)
+    _, experts = of_all_methods(layers.GroupedTopk(2, False, 33, 33), torch.zeros(3, 8), torch.randn(3, 66))
+    assert experts.shape == (3, 2)
 
 
 @pytest.mark.parametrize(

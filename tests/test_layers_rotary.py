@@ -327,6 +327,7 @@ def test_get_rope_gives_the_same_module() -> None:
         (lambda: layers.get_rope(8, 8, rope_parameters={"partial_rotary_factor": 1.5}), "partial_rotary_factor: expec"),
         (lambda: layers.get_rope(8, 8, rope_parameters={"use_fope": True}), "use_fope"),
         (lambda: layers.RotaryEmbedding(8, 7, 8, 1e4, True, torch.float32), "RotaryEmbedding: rotary_dim: expected"),
+        (lambda: layers.RotaryEmbedding(8, 10, 8, 1e4, True, torch.float32), "RotaryEmbedding: rotary_dim: expected"),
         (
             lambda: layers.MRotaryEmbedding(8, 8, 8, 1e4, True, torch.float32, [1, 1, 1]),
             "MRotaryEmbedding: mrope_section: expected three",

@@ -232,6 +232,7 @@ def test_stop_tokens_end_a_text_beside_the_models_own(llama: Decoder) -> None:
     assert ends(ignore_eos=True) == (expected, "length")
     assert ends(ignore_eos=True, stop_token_ids=(159, stop)) == (expected[:8], "stop")
     assert ends(stop_token_ids=(stop,)) == (expected[:5], "stop")
+    assert ends(ignore_eos=True, stop_token_ids=(stop,), max_tokens=8) == (expected[:8], "stop")
     later, finished = ends(stop_token_ids=(stop,), min_tokens=12)
     assert later[:4] == expected[:4]
     assert finished in ("stop", "length")

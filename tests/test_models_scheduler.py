@@ -95,6 +95,7 @@ def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> Non
             least = sizes[chosen.number][0]
             scheduler.step_back(chosen, data.draw(st.integers(least, len(chosen.tokens)), label="num_tokens"))
             check(scheduler, num_blocks, num_slots)
+            assert len(chosen.blocks) <= scheduler.blocks_for(len(chosen.tokens)), "blocks of tokens that are gone"
         others = [each for each in scheduler if len(cancelled) < 2]
         if others and data.draw(st.integers(0, 7), label="cancel") == 7:
             chosen = data.draw(st.sampled_from(others), label="cancelled request")

@@ -14,7 +14,7 @@ import pytest
 
 import kernels_cu
 from pyops._core.op import registry
-from tests.mutation import choose, code, operators, plans
+from tests.mutation import choose, code, operators, plans, python
 from tests.mutation.__main__ import score
 from tests.mutation.mutant import Mutant, numbered, sample
 from tests.mutation.semantic import SEMANTIC, Semantic, anchored, parse
@@ -107,7 +107,7 @@ def test_names_are_unique_and_each_mutant_changes_its_file() -> None:
 
 
 def _text(mutant: Mutant) -> str:
-    return plans.read(mutant.file) if mutant.is_plan else kernels_cu.read(mutant.file)
+    return python.read(mutant.file) if mutant.is_python else kernels_cu.read(mutant.file)
 
 
 def test_every_kernel_has_mutants() -> None:
@@ -142,8 +142,12 @@ def test_the_kernels_that_use_a_declaration() -> None:
 def test_semantic_mutants_stand_once() -> None:
     mutants, problems = anchored(SEMANTIC)
     assert not problems, "\n".join(problems)
-    assert len({one.name for one in mutants}) == len(mutants) >= 80
-    assert {Path(one.file).parent.name for one in mutants} == {Path(file).parent.name for file in kernels_cu.names()}
+    assert len({one.name for one in mutants}) == len(mutants)
+    kernels, functions = ([one for one in mutants if one.is_python is kind] for kind in (False, True))
+    assert min(len(kernels), len(functions)) >= 80
+    assert {Path(one.file).parent.name for one in kernels} == {Path(file).parent.name for file in kernels_cu.names()}
+    packages = {"models", "nn", "integrations", "_core"}
+    assert {one.file.split("/")[1] for one in functions} == packages
 
 
 def test_semantic_mutants_that_do_not_stand_are_listed() -> None:
@@ -153,12 +157,62 @@ def test_semantic_mutants_that_do_not_stand_are_listed() -> None:
     assert ["is there 0 times" in problems[0], "does not exist" in problems[1]] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "tests", "problem"),
+    [
+        ("no such code", "pass", ("tests/test_mutation.py",), "is there 0 times"),
+        ("self", "pass", ("tests/test_mutation.py",), "times, expected once"),
+        ("class Replaced:", "class Other:", ("tests/test_mutation.py",), "is outside of the body of a function"),
+        ("self._pairs.clear()", "(", ("tests/test_mutation.py",), "does not compile"),
+        ("self._pairs.clear()", "pass", ("tests/no_such_test.py",), "tests/no_such_test.py does not exist"),
+        ("self._pairs.clear()", "pass", (), "names no file of tests"),
+    ],
+)
+def test_mutants_of_python_that_are_none_are_listed(old: str, new: str, tests: tuple[str, ...], problem: str) -> None:
+    mutants, problems = anchored([Semantic("pyops/integrations/vllm/parts/_replaced.py", "why", old, new, tests)])
+    assert mutants == []
+    assert problem in problems[0]
+
+
+CHANGED = """
+import subprocess, sys
+from pathlib import Path
+from tests.mutation import python
+from tests.mutation.semantic import Semantic, anchored
+from pyops._core import config, tuning
+
+def run(name):
+    text = f"from pyops._core import tuning; print(tuning.{name}(5), [tuning.{name}(1)])"
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()[0]
+
+old = "return 1 << max(0, count - 1).bit_length()"
+written = Semantic("pyops/_core/tuning.py", "why", old, "return 77", ("tests/profiles.py",))
+(mutant,), _ = anchored([written])
+held = tuning.power_of_two
+before = held(5), run("power_of_two")
+python.apply(mutant)
+python.apply_in_children(mutant, Path(sys.argv[1]))
+print(mutant.within, mutant.is_plan, before, held(5), run("power_of_two"), tuning.beside(4, 1, 8))
+"""
+
+
+def test_a_mutant_of_python_is_in_the_process_and_in_those_that_it_starts(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHANGED, str(tmp_path / "site")],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["power_of_two False (8, '8') 77 77 [2, 8]"], done.stdout + done.stderr
+
+
 def test_fragments_are_found_in_any_layout() -> None:
     text = "a();\nif (x <  // less\n    n)\n    return;  // if (x < n) return;\nb();"
     (place,) = code.find(code.tokens(text), "if (x < n) return;")
     assert text[slice(*place)].startswith("if (x <")
     (one,) = parse("== f.cu\nIt is wrong.\n- if (x < n) return;\n+ ;\n")
     assert one == Semantic("f.cu", "It is wrong.", "if (x < n) return;", ";")
+    (one,) = parse("== f.py tests/a.py tests/b.py\nIt is wrong.\n- return x\n+ return y\n")
+    assert one == Semantic("f.py", "It is wrong.", "return x", "return y", ("tests/a.py", "tests/b.py"))
+    assert python.find("if a:\n    b()\n", "if a: b()") == [(0, 13)]
 
 
 def _some(count: int, file: str, operator: str) -> list[Mutant]:

@@ -459,6 +459,16 @@ def test_qk_norm_rope_against_complex_rotation(tokens: int, rotary_dim: int, is_
     assert torch.equal(after[:, heads[0] + heads[1] :], before.unflatten(-1, (-1, head_dim))[:, heads[0] + heads[1] :])
 
 
+def test_a_weight_may_be_a_row_of_the_input() -> None:
+    """Only what is written may share no memory."""
+    x = torch.randn(3, 16)
+    out = torch.empty_like(x)
+    pyops.rms_norm(out, x, x[0], 1e-6)
+    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (16,), x[0], 1e-6))
+    with pytest.raises(pyops.OpError, match="out: is written, but shares memory with input"):
+        pyops.rms_norm(x[:2], x[1:], None, 1e-6)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
     """Query heads as a strided view, three and four dimensions, without a copy."""

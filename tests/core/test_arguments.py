@@ -99,6 +99,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "bytes": ({"d": b"1.5"}, "d: expected float, got bytes"),
     "number past floats": ({"d": 10**400}, "d: expected a number that float32 can hold, got one of 1329 bits"),
     "digits past strings": ({"a": -(10**5000)}, "a: expected an integer of 64 bits, got one of 16610 bits"),
+    "neither true nor false": ({"b": 2}, "b: expected True or False, got 2"),
+    "just past 64 bits": ({"a": 2**63}, "a: expected an integer of 64 bits, got 9223372036854775808"),
+    "just past 64 bits, negative": ({"a": -(2**63) - 1}, "a: expected an integer of 64 bits, got -9223372036854775809"),
     "what says it is an integer": (
         {"a": Index(2**70)},
         "a: expected an integer of 64 bits, got 1180591620717411303424",

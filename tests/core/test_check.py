@@ -176,3 +176,36 @@ def test_absent_tensors_pass() -> None:
     check.scalar(None)
     check.scalar(arg(()))
     check.scalar(arg((1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "message"),
+    [
+        ((2, 3), {"rows": 2, "columns": 3}, ""),
+        ((2, 3), {"rows": None, "columns": 3}, ""),
+        ((2, 3, 1), {"rows": 2, "columns": 3}, r"expected shape \(rows=2, columns=3\), got \(2, 3, 1\)"),
+        ((2,), {"rows": 2, "columns": 3}, r"expected shape \(rows=2, columns=3\), got \(2,\)"),
+        ((2, 4), {"rows": None, "columns": 3}, r"expected shape \(rows, columns=3\), got \(2, 4\)"),
+        ((), {"rows": 1}, r"expected shape \(rows=1,\), got \(\)"),
+    ],
+)
+def test_sizes_by_name(shape: tuple[int, ...], sizes: dict[str, int | None], message: str) -> None:
+    if not message:
+        check.sizes(arg(shape), **sizes)
+        return
+    with pytest.raises(pyops.OpError, match=f"^op: x: {message}$"):
+        check.sizes(arg(shape), **sizes)
+
+
+def test_dimensions_merge_where_all_tensors_allow_it() -> None:
+    one, gaps = arg((2, 3, 4)), arg((2, 3, 4), (100, 4, 1))
+    assert check.leading(one, max_dims=1) == [(6, (4,))]
+    assert check.leading(one, gaps, max_dims=2) == check.leading(one, gaps, max_dims=3) == [(2, (12, 100)), (3, (4, 4))]
+    with pytest.raises(pyops.OpError, match="expected leading dimensions that merge into 1"):
+        check.leading(one, gaps, max_dims=1)
+
+
+def test_the_longest_rows_that_are_counted_in_32_bits() -> None:
+    check.narrow(arg((1, 2**30)))
+    with pytest.raises(pyops.OpError, match=r"expected rows of at most 2\^30 elements"):
+        check.narrow(arg((1, 2**30 + 1)))

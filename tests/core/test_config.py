@@ -58,3 +58,13 @@ def test_a_switch_of_words_takes_no_others(
         monkeypatch.setenv(name, value)
         with pytest.raises(SwitchError, match=f'^{name}: .*, got "{value}"$'):
             read()
+
+
+def test_a_context_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_CPU", "kernels")
+    with config.cpu("reference"):
+        assert not config.kernels_on_cpu()
+        with config.cpu("kernels"):
+            assert config.kernels_on_cpu()
+        assert not config.kernels_on_cpu()
+    assert config.kernels_on_cpu()

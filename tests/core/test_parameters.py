@@ -10,6 +10,7 @@ import torch
 
 import pyops
 from pyops._core import check, config
+from pyops._core.errors import KernelFault
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg
@@ -168,6 +169,63 @@ def test_scratch_is_shared_by_the_launches_of_a_call(device: str) -> None:
         out = torch.empty(25, device=device)
         one_and_a_half(out, x)
         assert torch.equal(out, x * 1.5)
+
+
+def test_every_index_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYOPS_CHECK", "1")
+
+    @pyops.op(out="out")
+    def skipped(out: Tensor, rows: Tensor, columns: Tensor) -> None:
+        out.zero_()
+
+    @skipped.plan
+    def _(out: TensorArg) -> list[Launch]:
+        return []
+
+    @skipped.bad_indices
+    def _(rows: Tensor, columns: Tensor) -> dict[str, Any]:
+        return {"rows": rows > 1, "columns": {"are odd": columns % 2 == 1}}
+
+    wrong = r"rows: 1 of 2 indices are out of range, the first at \(0,\): 5; columns: 2 of 2 indices are odd, the first"
+    with pytest.raises(pyops.OpError, match=wrong):
+        skipped(torch.zeros(2), torch.tensor([5, 1]), torch.tensor([3, 1]))
+
+
+COUNT = """
+// out = zeros, which are counted up, and down again where there is something to clear
+#include "number.cuh"
+extern "C" __global__ void count(float* out, float* garbage, float* zeros, bool clears) {
+    await_previous_kernel();
+    garbage[threadIdx.x] = 1.0f;
+    out[threadIdx.x] = zeros[threadIdx.x];
+    zeros[threadIdx.x] = clears ? 0.0f : 1.0f;
+}
+"""
+
+
+@on_host
+def test_zeros_are_apart_from_garbage_and_stay_zero() -> None:
+    @pyops.op(out="out")
+    def zero(out: Tensor, clears: bool) -> None:
+        out.zero_()
+
+    @zero.plan
+    def _(out: TensorArg, clears: bool) -> Launch:
+        scratch = {"garbage": Scratch(100), "zeros": Scratch(100, zeroed=True)}
+        return Kernel("test/count.cu", text=COUNT)().launch(1, 25, clears=clears, **scratch)
+
+    with config.cpu("kernels"):
+        out = torch.ones(25)
+        zero(out, True)
+        assert not out.any()
+        with pytest.raises(KernelFault, match=r"workspace left dirty.*first at byte \d"):
+            zero(out, False)
+
+
+def test_a_truth_is_no_number(take: Any) -> None:
+    out, x, index = torch.zeros(3), torch.arange(4.0), torch.tensor([0, 1, 2])
+    with pytest.raises(pyops.OpError, match=r"^take: scale: expected a torch tensor or a cupy array, got bool$"):
+        take(out, x, index, True, 0)
 
 
 @pytest.mark.gpu

@@ -234,6 +234,9 @@ def test_a_call_is_checked_before_anything_is_allocated() -> None:
         pyops.ggml_dequantize(weights, 12, 2**40, 2**20)
     for x in (torch.ones(4), numpy.ones(4, numpy.float32)):
         assert repeated(x, 2).shape == (8,), "what was refused has left nothing behind"
+        times = torch.tensor(2)
+        assert repeated(x, times).shape == (8,)
+        assert repeated(x, times.add_(1)).shape == (12,), "the size follows from the number that the tensor holds now"
 
 
 def test_sizes_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,12 @@ def test_what_the_driver_would_refuse(change: dict[str, Any], message: str) -> N
             TensorMap(memory, dtypes.bfloat16, **{**right, **change})
 
 
+def test_no_map_reaches_a_byte_beyond_its_memory() -> None:
+    TensorMap(Scratch(2048), dtypes.uint8, (128, 16), (128,), (64, 16))
+    with pytest.raises(ValueError, match="reaches over bytes 0 to 2049 of 2048"):
+        TensorMap(Scratch(2048), dtypes.uint8, (129, 16), (128,), (64, 16))
+
+
 def test_is_shown_in_the_order_of_a_tensor() -> None:
     shown = "x [16, 64] bfloat16, boxes of [8, 32], swizzled by 64 bytes"
     assert str(TensorMap.of(arg(16, 64), (32, 8), 64)) == shown

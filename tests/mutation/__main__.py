@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import kernels_cu
-from tests.mutation import choose, operators, plans
+from tests.mutation import choose, operators, plans, python
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.judge import OUTCOMES, Judge, Verdict
 from tests.mutation.mutant import Mutant, sample
@@ -25,7 +25,7 @@ def generated() -> list[Mutant]:
 
 
 def _text(mutant: Mutant) -> str:
-    return plans.read(mutant.file) if mutant.is_plan else kernels_cu.read(mutant.file)
+    return python.read(mutant.file) if mutant.is_python else kernels_cu.read(mutant.file)
 
 
 def _chosen(asked: argparse.Namespace) -> list[Mutant]:

@@ -89,6 +89,8 @@ def kernels_with(file: str, name: str) -> set[str]:
 @cache
 def ops_of(mutant: Mutant) -> frozenset[str]:
     """The names of the ops that could show the mutant."""
+    if mutant.tests:
+        return frozenset(registry)
     if mutant.is_plan:
         return plans.ops_of(mutant)
     kernels = kernels_with(mutant.file, mutant.within)
@@ -103,7 +105,9 @@ def _of_ranks(file: str) -> list[str]:
 
 @cache
 def _own_files(mutant: Mutant) -> frozenset[str]:
-    """The tests of the families whose kernels the mutant breaks, and of the header that it breaks."""
+    """The tests that the mutant names, or of the families whose kernels it breaks, and of the header that it breaks."""
+    if mutant.tests:
+        return frozenset(mutant.tests)
     kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
     kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
     folders = {Path(kernel).parent.name for kernel in (*kernels, *_of_ranks(mutant.file))}
@@ -113,12 +117,14 @@ def _own_files(mutant: Mutant) -> frozenset[str]:
 
 def files_of(mutants: Iterable[Mutant]) -> list[str]:
     """The files of tests that could notice any of the mutants."""
+    mutants = list(mutants)
     own = {file for mutant in mutants for file in _own_files(mutant)}
-    return [*_EVERY_OP, *_REFUSALS, *sorted(own)]
+    every = [] if all(mutant.tests for mutant in mutants) else [*_EVERY_OP, *_REFUSALS]
+    return [*every, *sorted(own)]
 
 
 def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
-    """The tests that run the mutant's kernels or plan on the CPU.
+    """The tests that run the mutant's kernels, plan or function on the CPU.
 
     First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
     whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those of headers
@@ -127,7 +133,7 @@ def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str
     start.
     """
     every = {*_EVERY_OP, *(_REFUSALS if mutant.is_plan else ())}
-    files, turns = every | _own_files(mutant), defaultdict(list)
+    files, turns = _own_files(mutant) | (set() if mutant.tests else every), defaultdict(list)
     for item in items:
         if str(item.path.relative_to(plans.ROOT)) in files:
             ops = _named(item) & registry.keys()
@@ -177,6 +183,8 @@ def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
     named = {type(value).__name__ for value in _values(item)} | _named(item)
     if "cuda" in named or item.get_closest_marker("gpu"):
         return False
+    if mutant.tests:
+        return True
     if item.path.name in {Path(file).name for file in _REFUSALS}:
         return mutant.is_plan
     return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
@@ -198,7 +206,7 @@ def _names_in(test: Callable[..., None]) -> frozenset[str]:
         for value in (vars(inspect.getmodule(test)).get(name) for name in names):
             if isinstance(value, str):
                 waiting.append(value)
-            elif inspect.isfunction(value) and value.__module__ == test.__module__:
+            elif inspect.isfunction(value) and value.__code__.co_filename == test.__code__.co_filename:
                 waiting.append(inspect.getsource(value))
     return frozenset(found)
 

@@ -28,7 +28,7 @@ from pyops._core import source
 from pyops._core.errors import CompileError
 from pyops._core.host.run import Schedule, scheduled
 from pyops._core.kernel import Specialisation
-from tests.mutation import choose, plans
+from tests.mutation import choose, python
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutant import Mutant
 
@@ -204,7 +204,7 @@ class Judge:
                 os.dup2(printed.fileno(), descriptor)
         self._log = job.log.open("a", buffering=1)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        loaded = _apply(job.mutant) if job.mutant else []
+        loaded = _apply(job.mutant, job.log.with_suffix(".site")) if job.mutant else []
         for item, following in itertools.zip_longest(job.items, job.items[1:]):
             print("begun", item.nodeid, file=self._log)
             signal.setitimer(signal.ITIMER_PROF, _ENDLESS)
@@ -232,11 +232,12 @@ class Judge:
             os._exit(0)
 
 
-def _apply(mutant: Mutant) -> list[tuple[Specialisation, int, str]]:
-    """Break the kernel or the plan in this process. Returns what is going to be loaded of a broken kernel."""
+def _apply(mutant: Mutant, folder: Path) -> list[tuple[Specialisation, int, str]]:
+    """Break the kernel or the function in this process. Returns what is going to be loaded of a broken kernel."""
     loaded: list[tuple[Specialisation, int, str]] = []
-    if mutant.is_plan:
-        plans.apply(mutant)
+    if mutant.is_python:
+        python.apply(mutant)
+        python.apply_in_children(mutant, folder)
         return loaded
     read, load = kernels_cu.read, Specialisation.load_on_host
     broken = mutant.apply(read(mutant.file))

@@ -19,9 +19,10 @@ class Mutant:
     Attributes:
         name: ``file:operator:digest``. The digest is of the code around the place: comments, line breaks and edits
             elsewhere in the file do not change the name. A semantic mutant is called ``file: why``.
-        file: of a kernel, the path in `kernels_cu`; of a plan, the path from the root of the repository.
+        file: of a kernel, the path in `kernels_cu`; of Python, the path from the root of the repository.
         within: the top-level declaration that is changed.
         why: of a semantic mutant, what a test must notice.
+        tests: the files of tests that should notice, where the mutant says so itself.
     """
 
     name: str
@@ -32,10 +33,15 @@ class Mutant:
     new: str
     within: str
     why: str = ""
+    tests: tuple[str, ...] = ()
+
+    @property
+    def is_python(self) -> bool:
+        return self.file.endswith(".py")
 
     @property
     def is_plan(self) -> bool:
-        return self.file.endswith(".py")
+        return self.is_python and not self.tests
 
     def apply(self, text: str) -> str:
         """The file with the mutant in it."""

@@ -9,8 +9,6 @@ many is no mistake: kernels return where there is no work.)
 from __future__ import annotations
 
 import ast
-import functools
-import gc
 import inspect
 import types
 from collections import defaultdict
@@ -20,11 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyops
 from pyops._core.op import Op, registry
 from tests.mutation.mutant import Mutant, digest, numbered
+from tests.mutation.python import ROOT, parts, read
 
-ROOT = Path(pyops.__file__).parents[1]
 _BOUNDARIES = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _GEOMETRY = ("grid", "block")
 _HINTS = ("MIN_BLOCKS",)  # change no result
@@ -64,7 +61,7 @@ def _plan_of(op: Op) -> types.FunctionType | None:
 
 def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
     """The functions outside the core that `function` names, of its own module or by way of another."""
-    names = {name for part in _parts(function.__code__) for name in part.co_names}
+    names = {name for part in parts(function.__code__) for name in part.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     modules = [value for value in known if isinstance(value, types.ModuleType)]
     known += [vars(module)[name] for module in modules for name in names if name in vars(module)]
@@ -75,20 +72,8 @@ def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
                 yield value
 
 
-def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _parts(constant)
-
-
 def _file_of(function: types.FunctionType) -> str:
     return Path(function.__code__.co_filename).relative_to(ROOT).as_posix()
-
-
-def read(file: str) -> str:
-    """The text of a file of plans."""
-    return (ROOT / file).read_text(encoding="utf-8")
 
 
 def mutants() -> list[Mutant]:
@@ -197,19 +182,3 @@ def _by_file() -> dict[str, list[types.FunctionType]]:
     for function in functions():
         found[_file_of(function)].append(function)
     return found
-
-
-def apply(mutant: Mutant) -> None:
-    """Put the changed code into the function, in this process. What was cached of it is forgotten."""
-    function, text = function_of(mutant), mutant.apply(read(mutant.file))
-    old = function.__code__
-    (new,) = (
-        part
-        for part in _parts(compile(text, old.co_filename, "exec"))
-        if (part.co_name, part.co_firstlineno) == (old.co_name, old.co_firstlineno)
-    )
-    function.__code__ = new
-    gc.unfreeze()  # tests/conftest.py has frozen what there was when tests were collected
-    for cached in (one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper):
-        if (getattr(cached, "__module__", None) or "").startswith("pyops."):
-            cached.cache_clear()

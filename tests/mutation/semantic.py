@@ -1,20 +1,19 @@
-"""Mutants written by hand, in `semantic.txt`: each is a mistake that a kernel engineer could make.
+"""Mutants written by hand: each is a mistake that an engineer could make, of kernels in `semantic.txt`, else of Python.
 
 A file's mutants follow a line ``== file``. Each is a line that says what is wrong, the code behind ``-``, and what to
-put in its place behind ``+``. The code must stand in the file exactly once; white space, line breaks and comments do
-not matter.
+put in its place behind ``+``. The code must stand in the file exactly once; white space and line breaks, and comments
+of a kernel, do not matter. Python has its code in the body of a function, and its line names the tests behind the file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import kernels_cu
-from tests.mutation import code
+from tests.mutation import code, python
 from tests.mutation.mutant import Mutant
 
 
@@ -25,41 +24,76 @@ class Semantic(NamedTuple):
     why: str
     old: str
     new: str
+    tests: tuple[str, ...] = ()
 
 
 def parse(text: str) -> list[Semantic]:
-    """The mutants that a text in the format of `semantic.txt` holds."""
+    """The mutants that a text in this format holds."""
     found = []
     for part in re.split("^== ", text, flags=re.MULTILINE)[1:]:
-        file, *lines = part.split("\n")
+        first, *lines = part.split("\n")
+        file, *tests = first.split()
         for why, old, new in zip(*[(line for line in lines if line)] * 3, strict=True):
             if (old[:2], new[:2]) != ("- ", "+ "):
                 raise ValueError(f"{file}: {why}: expected a line of code behind '- ' and one behind '+ '")
-            found.append(Semantic(file, why, old[2:], new[2:]))
+            found.append(Semantic(file, why, old[2:], new[2:], tuple(tests)))
     return found
 
 
-SEMANTIC = parse(Path(__file__).with_name("semantic.txt").read_text(encoding="ascii"))
-
-
-@cache
-def _text(file: str) -> str:
-    return kernels_cu.read(file) if file in kernels_cu.names() else ""
+_TEXTS = ("semantic.txt", "semantic_python.txt")
+SEMANTIC = [one for name in _TEXTS for one in parse(Path(__file__).with_name(name).read_text(encoding="ascii"))]
 
 
 def anchored(written: Iterable[Semantic]) -> tuple[list[Mutant], list[str]]:
     """(the mutants, a message for each whose code does not stand exactly once in its file)."""
     mutants, problems = [], []
     for one in written:
-        text = _text(one.file)
-        found = code.tokens(text)
-        places = code.find(found, one.old)
-        if len(places) != 1:
-            told = f"is there {len(places)} times, expected once" if text else "the file does not exist"
-            problems.append(f"tests/mutation/semantic.txt: {one.file}: {one.why}\n    {one.old}\n    {told}")
-            continue
-        ((start, end),) = places
-        within = next(d.name for d in code.declarations(found) if start < found[d.end - 1].end)
-        name = f"{one.file}: {one.why}"
-        mutants.append(Mutant(name, one.file, "semantic", start, end, one.new, within, one.why))
+        mutant = _of_python(one) if one.file.endswith(".py") else _of_kernel(one)
+        if isinstance(mutant, Mutant):
+            mutants.append(mutant)
+        else:
+            problems.append(f"tests/mutation: {one.file}: {one.why}\n    {one.old}\n    {mutant}")
     return mutants, problems
+
+
+def _of_kernel(one: Semantic) -> Mutant | str:
+    """The mutant, or what is wrong with it."""
+    if one.file not in kernels_cu.names():
+        return "the file does not exist"
+    found = code.tokens(kernels_cu.read(one.file))
+    places = code.find(found, one.old)
+    if len(places) != 1:
+        return _count(places)
+    within = next(d.name for d in code.declarations(found) if places[0][0] < found[d.end - 1].end)
+    return _mutant(one, places[0], within)
+
+
+def _of_python(one: Semantic) -> Mutant | str:
+    """The mutant, or what is wrong with it."""
+    lacking = [file for file in (one.file, *one.tests) if not (python.ROOT / file).is_file()]
+    if lacking:
+        return f"{lacking[0]} does not exist"
+    if not one.tests:
+        return "names no file of tests"
+    text = python.read(one.file)
+    places = python.find(text, one.old)
+    if len(places) != 1:
+        return _count(places)
+    within = python.function_at(text, places[0][0])
+    if not within:
+        return "is outside of the body of a function"
+    mutant = _mutant(one, places[0], within)
+    try:
+        compile(mutant.apply(text), one.file, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"does not compile: {error}"
+    return mutant
+
+
+def _count(places: Sequence[object]) -> str:
+    return f"is there {len(places)} times, expected once"
+
+
+def _mutant(one: Semantic, place: tuple[int, int], within: str) -> Mutant:
+    name = f"{one.file}: {one.why}"
+    return Mutant(name, one.file, "semantic", *place, one.new, within, one.why, one.tests)
