@@ -16,6 +16,7 @@ from typing import Any
 
 from .engine import report as engine
 from .report import OURS, best_rival
+from .shapes import SWEEP
 
 README = Path(__file__).parents[1] / "README.md"
 RIVALS = {"vllm": "vLLM", "flashinfer": "FlashInfer", "torch": "torch"}
@@ -79,17 +80,22 @@ def block(results: Mapping[str, Mapping[str, Any]], folder: Path) -> str:
     compared = [ratio for rows in ratios(results).values() for ratio, _, _ in rows]
     lead = sum(ratio >= 1 for ratio in compared)
     at = os.path.relpath(folder, README.parent).replace(os.sep, "/")
+    worst = f"{min(compared):.2f}"
     lines = [
-        f"Of single ops, {len(compared)} cases were timed beside at least one rival, most of which move memory; shapes",
-        f"were tuned. In {lead} no rival is faster; at worst the fastest takes {min(compared):.2f} of pyops' time. "
-        "Calls in CUDA graphs,",
-        f"bfloat16, {_versions(results)}:",
+        f"Of single ops, {len(compared)} cases were timed against at least one rival; most are bound by memory.",
+        f"In {lead} no rival is faster; at worst the fastest takes {worst} of pyops' time. The shapes were tuned:",
+        f"mostly {_tuned()}. CUDA graphs, bfloat16, {_versions(results)}:",
         "",
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{at}/speed-dark.svg">',
-        f'<img alt="pyops beside the fastest rival, by case" src="{at}/speed-light.svg"></picture>',
+        f'<img alt="pyops against the fastest rival, by case" src="{at}/speed-light.svg"></picture>',
         "",
     ]
     return "\n".join(lines)
+
+
+def _tuned() -> str:
+    """The sizes of `shapes.SWEEP`, as words."""
+    return "; ".join(f"`{axis}` {', '.join(map(str, sizes))}" for axis, sizes in SWEEP.items())
 
 
 def _versions(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -68,10 +68,10 @@ def summary(result: Mapping[str, Any], table_at: str) -> str:
         pairs = [(own[row]["median"], plugin[row]["median"]) for row in names]
         lines.append([one["words"], *(f"{_ms(before)} → {_ms(after)}" for before, after in pairs)])
     text = (
-        f"vLLM {environment['vllm']}'s engine on one {environment['gpu']}, random weights, milliseconds with vLLM's own"
+        f"vLLM {environment['vllm']}'s engine on one {environment['gpu']}, random weights: milliseconds with vLLM's own"
         f" kernels → with\n[the plugin](docs/integrations.md#the-plugin).\n"
-        f"[All {len(found['plugin'])} rows]({table_at}) take {mean['plugin']:.2f} of the time by geometric mean,"
-        f" {slower} of them\nmore than 1.00; alone, without a compiled library of vLLM, {mean['alone']:.2f}."
+        f"[All {len(found['plugin'])} rows]({table_at}) take {mean['plugin']:.2f} of the time (geometric mean);"
+        f" {slower} are slower. Without any compiled library of vLLM: {mean['alone']:.2f}."
     )
     return "\n".join([text, "", table(["", *names], lines), ""])
 

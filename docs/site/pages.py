@@ -24,6 +24,8 @@ FILES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "RELEASING.md": "releasing.md",
+    "SECURITY.md": "security.md",
     "LICENSE": "license.md",
 }
 RESULTS = {path.stem: path for path in sorted((ROOT / reference.RESULTS).glob("*.md"))}

@@ -60,8 +60,7 @@ class Config:
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
         gates_attention: whether what attention gives is multiplied by the sigmoids of a second part of each query head.
-        qkv_by_head: whether a checkpoint has the queries that share a head of keys, this, and its values, then those of
-            the next.
+        qkv_by_head: whether a checkpoint orders rows of QKV by KV heads: the queries, the key and the value of each.
         hidden_act: activation of MLPs.
         has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
         norms: kind and places of norms; `rms_norm_eps` is the epsilon of all of them.

@@ -1,0 +1,1 @@
+"""Tests of the repository itself: its words and its hooks. They know no op."""
