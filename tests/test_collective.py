@@ -461,7 +461,7 @@ def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torc
     [
         ("", "missing flag", "rank 0: read of memory of rank 1, of whose start no flag has told"),
         (
-            "if (rank == 1) return;\n    world.meet();",
+            "if (rank == 1) return;\n    world.meet<Flagged::ALL>();",
             "deadlock",
             "rank 0 waits for rank 1 .*; rank 2 waits for rank 1",
         ),
@@ -471,7 +471,7 @@ def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torc
 def test_a_norm_without_the_meeting_is_a_fault(
     wrong: str, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, right = "collective/allreduce_rms.cu", "world.meet();"
+    file, right = "collective/allreduce_rms.cu", "world.meet<Flagged::ALL>();"
     text = kernels_cu.read(file)
     assert text.count(right) == 1
     monkeypatch.setattr(minimax, "_kernel", Kernel(file, text=text.replace(right, wrong)))

@@ -101,14 +101,14 @@ def test_which_rows_are_few() -> None:
     """Of a weight whose sizes the kernels of codes do not divide, or of too many rows, weights are made in full."""
     op = registry["cutlass_mxfp4_group_mm"]
     for axes, by_codes in (
-        ({"num_tokens": 16, "output_size": 64}, "grouped_gemm_packed"),
+        ({"num_tokens": 16, "output_size": 64}, "wq_grouped_gemm_sm80"),
         ({"num_tokens": 1000, "output_size": 64}, "wq_grouped_gemm_sm90"),
         ({"num_tokens": 4000, "output_size": 64}, ""),
         ({"num_tokens": 16, "output_size": 72}, ""),
     ):
         launches = op.launches(*op.example(ArgMaker(model("sm_90")), **axes, input_size=128))
         kernels = [launch.specialisation.kernel.file for launch in launches]
-        read = [kernel for kernel in kernels if kernel.startswith("linear/grouped_gemm_packed")]
+        read = [kernel for kernel in kernels if kernel.startswith("linear/wq_grouped_gemm")]
         assert read == ([f"linear/{by_codes}.cu"] if by_codes else [])
         assert ("linear/untile_scales.cu" in kernels) is bool(by_codes)
 
