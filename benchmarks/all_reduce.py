@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import pyops
 from pyops.models import Group
-from pyops.ops.collective.communicator import VEC_BYTES, by_packets, geometry, two_shot
+from pyops.ops.collective.communicator import VEC_BYTES, by_packets, geometry, two_shot, unroll
 from pyops.ops.collective.process_group import reach_each_other
 
 from .rivals import libraries, load_vllm, reason
@@ -38,9 +38,11 @@ from .rivals import libraries, load_vllm, reason
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
 NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second each way; seconds
-# As measured on two H200s: the copy to a registered buffer; a launch of packets with its loads, last look and sum;
-# packets in bytes a second; the fence before a flag, which vLLM's first and last flags do not have.
-COPY, PACKET_LAUNCH, PACKETS, FENCE = 1.7e-6, 1.3e-6, 300e9, 0.65e-6
+# Fitted to two H200s, within 3 % from 1 MiB on: a meeting by relaxed flags; loads of 36 SMs from another GPU, bytes a
+# second; the copy to a registered buffer, seconds and bytes a second; a launch of packets with its loads, last look and
+# sum; packets, bytes a second; the fence of vLLM's flags that release.
+RELAXED_FLAG, LOADS, COPY, COPIES = 0.45e-6, 318e9, 1.55e-6, 4.5e12
+PACKET_LAUNCH, PACKETS, FENCE = 1.3e-6, 300e9, 0.65e-6
 _CALLS, _REPLAYS, _HIDDEN = 20, 20, 4096
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -56,10 +58,14 @@ def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
         return PACKET_LAUNCH + LATENCY + 2 * nbytes * others / PACKETS
     part = nbytes / world_size if two else nbytes
     blocks, threads = geometry(max(1, int(part) // VEC_BYTES))
-    rate = min(NVLINK, blocks * threads * others * VEC_BYTES / LATENCY)  # a thread has a load for each other rank
-    shots = 2 if two else 1
-    extra = -(1 if two else 2) * FENCE if by_vllm else COPY
-    return LAUNCH + 2 * FLAG + extra + shots * (LATENCY + part * others / rate)
+    in_flight = blocks * threads * others * VEC_BYTES  # a thread of vLLM's kernels has a load for each other rank
+    if by_vllm:
+        flags, copy = 2 * FLAG - (1 if two else 2) * FENCE, 0.0
+    else:
+        flags, copy = RELAXED_FLAG + (FLAG if two else RELAXED_FLAG), COPY + nbytes / COPIES
+        in_flight *= unroll(world_size)
+    rate = min(LOADS, in_flight / LATENCY)
+    return LAUNCH + flags + copy + (2 if two else 1) * (LATENCY + part * others / rate)
 
 
 def table() -> str:

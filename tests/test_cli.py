@@ -104,7 +104,9 @@ def test_show_prints_the_config_that_was_chosen(
     """Of this example, on one line, and none for an op whose plan chooses nothing."""
     for num_tokens, cluster_size in ((1, 8), (4096, 1)):
         assert main(["show", "paged_attention_v1", f"num_tokens={num_tokens}", "max_seq_len=1024"]) == 0
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("    chosen: DecodeConfig("))
+        (line,) = (
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("    chosen: DecodeConfig(")
+        )
         assert f"cluster_size={cluster_size}," in line
     assert main(["show", "relu2"]) == 0
     assert "    chosen: ChunkConfig(vec_size=8, num_threads=256, " in capsys.readouterr().out
