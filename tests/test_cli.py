@@ -98,6 +98,14 @@ def test_source_takes_the_axes_of_the_example(capsys: pytest.CaptureFixture[str]
     assert "constexpr int HIDDEN_SIZE = 1000;" in rest
 
 
+@pytest.mark.parametrize("name", ["fused_experts", "all_reduce", "lost_ranks"])
+def test_show_knows_the_functions_that_list_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", name]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{name}(")
+    assert inspect.getdoc(getattr(pyops, name)) in out
+
+
 def test_show_prints_the_config_that_was_chosen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

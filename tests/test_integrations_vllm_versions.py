@@ -41,7 +41,7 @@ def _torch_op(name: str) -> Any:
 
 def test_a_version_that_is_unknown() -> None:
     for call in (table, register):
-        with pytest.raises(pyops.OpError, match=r"table: vllm: expected 0.16 or 0.22, got 0.17"):
+        with pytest.raises(pyops.OpError, match=rf"{call.__name__}: vllm: expected 0.16 or 0.22, got 0.17"):
             call("0.17")
 
 

@@ -293,6 +293,7 @@ def test_what_can_never_be_served_is_refused(llama: Decoder) -> None:
         ([], 1, "prompt: expected tokens from 0 to 159, got none"),
         ([5, 1.5], 1, r"prompt: expected integers, got \[5, 1\.5\]"),
         ("text", 1, "prompt: expected integers, got 'text'"),
+        (7, 1, r"prompt: expected the token ids of each prompt, as \[\[1, 2, 3\]\], got 7"),
         ([5, 160], 1, "prompt: expected tokens from 0 to 159, got token 160"),
         ([5, -1], 1, "prompt: .* got token -1"),
         ([1] * 9, 5, "prompt and max_tokens: need 4 blocks, and the cache has 3"),

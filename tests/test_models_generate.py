@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 
+from pyops import ModelError
 from pyops.__main__ import main
 from pyops.cli import generate
 from pyops.models.config import ARCHITECTURES
@@ -172,3 +175,24 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines].count("0") == 8
     assert [line[0] for line in lines].count("1") == 4
+
+
+def test_a_model_of_the_hub_is_downloaded_or_says_how(monkeypatch: pytest.MonkeyPatch, words: Path) -> None:
+    asked = []
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name == "owner/absent":
+            raise OSError("404")
+        return str(words)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    assert generate.downloaded(str(words)) == str(words)
+    assert generate.downloaded("no folder") == "no folder"
+    assert generate.downloaded("owner/model") == str(words)
+    with pytest.raises(ModelError, match="owner/absent: is no folder and no file, and cannot be downloaded: 404"):
+        generate.downloaded("owner/absent")
+    assert asked == ["owner/model", "owner/absent"]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match="pip install huggingface_hub"):
+        generate.downloaded("owner/model")

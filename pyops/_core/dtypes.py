@@ -47,6 +47,11 @@ def of(native: Any) -> DType | None:
     return _TABLE.get(str(name).removeprefix("torch."))
 
 
+def unsupported(native: Any) -> str:
+    """What an error says of a dtype that no op takes."""
+    return f"dtype {native} is not supported: expected {', '.join(_TABLE)}"
+
+
 def nan_byte(native: Any) -> int:
     """What every byte of a NaN may be in a float type: 0xFF, but in float8_e4m3fnuz, whose only NaN is 0x80."""
     return 0x80 if of(native) is float8_e4m3fnuz else 0xFF

@@ -151,5 +151,5 @@ def _describe_symbols(op: str, name: str, value: Any, kind: str, written: bool) 
     tensor.check_needs_no_grad(op, name, value)
     dtype = dtypes.of(value.dtype)
     if dtype is None:
-        raise OpError(op, name, f"dtype {value.dtype} is not supported")
+        raise OpError(op, name, dtypes.unsupported(value.dtype))
     return TensorArg(op, name, dtype, tuple(value.shape), tuple(value.stride()), 16, device.host())

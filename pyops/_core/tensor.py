@@ -209,7 +209,7 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
     """
     dtype = dtype or dtypes.of(value.dtype)
     if dtype is None:
-        raise OpError(op, name, f"dtype {value.dtype} is not supported")
+        raise OpError(op, name, dtypes.unsupported(value.dtype))
     if kind == "torch":
         check_needs_no_grad(op, name, value)
         _check_plain(op, name, value)
@@ -264,7 +264,7 @@ def describe_fake(op: str, name: str, value: Any, device: Device) -> TensorArg:
     """The descriptor of one of torch's fake tensors, as if its storage began at a multiple of 16 bytes on `device`."""
     dtype = dtypes.of(value.dtype)
     if dtype is None:
-        raise OpError(op, name, f"dtype {value.dtype} is not supported")
+        raise OpError(op, name, dtypes.unsupported(value.dtype))
     offset = int(value.storage_offset()) * dtype.itemsize
     shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
     return TensorArg(op, name, dtype, shape, strides, (offset | 16) & -(offset | 16), device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ def generate(
     One text is printed as it comes, several when all are done.
     """
     kernels_on_cpu()  # a wrong PYOPS_CPU is an error before anything is loaded
+    folder = downloaded(folder)
     config, tokenizer = Config.read(folder), _tokenizer(Path(folder))
     tokens = [_encode(tokenizer, prompt) for prompt in prompts]
     for prompt in tokens:
@@ -61,6 +63,21 @@ def generate(
     print("\n".join(p + text for p, text in zip(prompts, texts.values(), strict=True)) if len(prompts) > 1 else "")
     print(speed, file=sys.stderr)
     return True
+
+
+def downloaded(model: str) -> str:
+    """The folder or file `model`; or the folder of a model of the Hugging Face Hub by its name, ``owner/name``."""
+    if Path(model).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return model
+    try:
+        import huggingface_hub
+    except ImportError:
+        how = "to download a model of the Hugging Face Hub: pip install huggingface_hub"
+        raise ModelError(model, f"is no folder and no file; {how}") from None
+    try:
+        return str(huggingface_hub.snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of the network, of the Hub, of its files
+        raise ModelError(model, f"is no folder and no file, and cannot be downloaded: {error}") from None
 
 
 def run(engine: Engine, show: Callable[[Output], Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import kernels_cu
+import pyops
 
 from .. import axes
 from .._core import device, dtypes, torch_library, tuning, wrapper
@@ -14,10 +15,13 @@ from .._core import source as sources
 from .._core.errors import OpError
 from .._core.op import Op
 from .._core.tensor_map import TensorMap
+from . import table
 
 
 def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """Signature, torch schema, docstring, axes, and the launches that the example with these axes plans on `arch`."""
+    if any(name in names for names in table.functions().values()):
+        return _function(name)
     op = axes.find(name)
     values = axes.only(op, given)
     schemas = [torch_library.schema(op.declaration)]
@@ -46,6 +50,15 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     return "\n".join(lines)
 
 
+def _function(name: str) -> str:
+    """Signature and docstring of a public function that is no op."""
+    function = getattr(pyops, name)
+    parameters = ", ".join(map(str, inspect.signature(function).parameters.values()))
+    return (
+        f"{name}({parameters})\n\n{inspect.getdoc(function) or ''}\n\na function of Python, with no launch of its own"
+    )
+
+
 def signature(op: Op) -> str:
     """``rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None``"""
     parts = [
@@ -60,6 +73,8 @@ def signature(op: Op) -> str:
 
 def source(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
     """The flat text of every kernel that the op's example with these axes plans on a device of `arch`."""
+    if any(name in names for names in table.functions().values()):
+        return _function(name)
     op = axes.find(name)
     values = axes.only(op, given)
     texts = (one.specialisation.text for one in axes.launches(op, values, _model(arch)))

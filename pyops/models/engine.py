@@ -251,7 +251,8 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
     try:
         tokens = [index(token) for token in prompt]
     except TypeError:
-        raise ModelError("request", f"prompt: expected integers, got {reprlib.repr(prompt)}") from None
+        expected = "the token ids of each prompt, as [[1, 2, 3]]" if isinstance(prompt, int) else "integers"
+        raise ModelError("request", f"prompt: expected {expected}, got {reprlib.repr(prompt)}") from None
     wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
     if wrong or not tokens:
         got = f"token {wrong[0]}" if wrong else "none"

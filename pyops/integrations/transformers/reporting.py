@@ -60,7 +60,7 @@ class Report:
             alike.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), kind, done), []).append(name)
         rows = [(str(len(names)), kind, pattern, done) for (pattern, kind, done), names in alike.items()]
         if not rows:
-            return ""
+            return "no module is replaced"
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(
             f"{count:>{wide[0]}} {kind:{wide[1]}} {pattern:{wide[2]}} {done}" for count, kind, pattern, done in rows

@@ -14,7 +14,7 @@ from ..._core.errors import OpError
 from ..._core.lazy import torch
 from . import stand_ins
 from .adapters import FAKES
-from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, table
+from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, check_version, table
 
 _log = logging.getLogger("vllm.pyops")  # below vLLM's own logger, so that its lines are among vLLM's
 _KEYS = ("CUDA", "CPU")  # torch calls ROCm's devices CUDA, too
@@ -115,6 +115,7 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
     Raises:
         OpError: another version; nothing is registered then.
     """
+    check_version("register", vllm)
     every = table(vllm).values()
     wanted = [one for one in every if one.kernel is not None and one.name not in DEFINED_IN_PYTHON]
     registered._add("FRAGMENT", [one for one in wanted if _known(one) is None])

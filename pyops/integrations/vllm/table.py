@@ -43,6 +43,12 @@ class Entry:
     ours: str = ""
 
 
+def check_version(function: str, vllm: str) -> None:
+    """OpError of `function` for a version that has no table."""
+    if vllm not in VERSIONS:
+        raise OpError(function, "vllm", f"expected {' or '.join(VERSIONS)}, got {vllm}")
+
+
 def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
     """Every op of a version of vLLM by its name, as the ops stand that are declared now.
 
@@ -53,8 +59,7 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
     Raises:
         OpError: another version.
     """
-    if vllm not in VERSIONS:
-        raise OpError("table", "vllm", f"expected {' or '.join(VERSIONS)}, got {vllm}")
+    check_version("table", vllm)
     found = _entries(SCHEMAS, "0.16")
     return found | _entries(SCHEMAS_0_22, vllm) if vllm == "0.22" else found
 
