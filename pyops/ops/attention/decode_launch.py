@@ -1,4 +1,4 @@
-"""Decode attention: the launches of a Problem as a Config says."""
+"""Decode attention: the launches of a DecodeProblem with a DecodeConfig."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_JOIN = {"arrived": 0, "results": 0}
-_PAIR_BYTES = 8  # of two floats
+_PAIR_BYTES = 8  # bytes of two floats
 _LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # tokens, elements: LONG_SPLIT and MIN_WHOLE_HEAD of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
 def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
-    """The kernel that computes the splits, and where a sequence may have several, what joins them: a kernel of its own,
-    or the last block of each row of the first one.
+    """The kernel that computes the splits; if a sequence may have several, a combine kernel or the last block of each
+    row combines them.
     """
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
     arguments = {
@@ -49,7 +49,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
         "DIRECT": problem.partials is None,
         **_starts(problem.query_start_loc),
     }
-    wave = 0.0  # if positive, kernels share the splits of a wave out by the lengths of all sequences
+    wave = 0.0  # if positive, kernels distribute the splits of a wave by the lengths of all sequences
     if problem.uses_mma:
         if problem.num_seqs > 1 and max_splits > 1 and not problem.partials:
             wave = wave_splits(
@@ -112,7 +112,7 @@ def _launch_mma(
 
 
 def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
-    """The most splits of all sequences, as Balance of splits.cuh shares them out where a wave has so many."""
+    """The most splits of all sequences, as Balance of splits.cuh distributes them with `wave` splits per wave."""
     num_seqs = problem.num_seqs
     if num_seqs > 2 * wave or problem.head_size < _MIN_WHOLE_HEAD:
         return int(num_seqs + 2 * wave + 1)
@@ -121,7 +121,7 @@ def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
 
 
 def _join_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
-    """Memory for the results of splits that the last block of a row joins, as decode_join.cuh lays it out."""
+    """Workspace for the results of splits that the last block of a row combines, as decode_join.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
     nbytes = _balanced_splits(problem, wave) * problem.num_heads * pairs * _PAIR_BYTES

@@ -1,4 +1,4 @@
-"""Prefill attention with e4m3 queries: the geometry of prefill_sm90_fp8.cu, and the fallback that upcasts the queries."""
+"""Prefill attention with e4m3 queries: the geometry of prefill_sm90_fp8.cu, and the fallback that upcasts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's grouped products of codes under block scales: NVFP4, MXFP4 and MXFP8."""
+"""vLLM's grouped GEMMs with block scales: NVFP4, MXFP4 and MXFP8."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _multiply(
     scale_offsets: Tensor,
     alphas: Tensor | None = None,
 ) -> None:
-    """References: ``out[t] = alphas[e] * (A[t] @ B[e].T)``. Rows whose scales do not exist have zeros for scales."""
+    """References: ``out[t] = alphas[e] * (A[t] @ B[e].T)``. The scales of a row are zeros if they do not exist."""
     n, size = out.shape[1], len(a_scales)
     b = by_rows(b, n, a.shape[1])
     b_scales = by_rows(b_scales, rounded_up(n, TILE_ROWS), a_scales.shape[1])
@@ -74,7 +74,8 @@ def _plan(
     scale_offsets: TensorArg,
     alphas: TensorArg | None = None,
 ) -> list[Launch]:
-    """The checks and the launches of every format: rows by experts, both matrices in bfloat16, their product."""
+    """The checks and the launches of every format: sorting of rows by expert, dequantization of both, a grouped
+    GEMM."""
     k = format.size(a)
     lists, launch, scale_rows = lists_of(check_rows(out, a, b), problem_sizes, expert_offsets, scale_offsets)
     assert scale_rows is not None
@@ -106,12 +107,12 @@ def _plan(
 
 
 def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
-    """Which offsets of scales are no row of a tile."""
+    """Which scale offsets are not the first row of a tile."""
     return (scale_offsets < 0) | (scale_offsets > len(a_scales)) | (scale_offsets % TILE_ROWS != 0)
 
 
 def _example(make: Any, format: BlockFormat, num_tokens: int, num_experts: int, n: int, k: int) -> dict[str, Any]:
-    """Experts of which the second has no rows; arguments by the names of `_plan`."""
+    """Experts, the second without rows; arguments by the names of `_plan`."""
     counts = example_counts(num_tokens, num_experts)
     offsets, sizes = example_sizes(make, counts, n, k)
     padded = [rounded_up(count, TILE_ROWS) for count in counts]
