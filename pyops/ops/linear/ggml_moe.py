@@ -23,7 +23,7 @@ __all__ = ["ggml_moe_a8", "ggml_moe_a8_vec", "ggml_moe_get_block_size"]
 
 
 def ggml_moe_get_block_size(quant_type: int) -> int:
-    """Rows that have one expert together in `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served."""
+    """Rows of one expert in a block of `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served."""
     return BLOCK_ROWS if quant_type in ggml_formats.FORMATS else 0
 
 
@@ -71,7 +71,7 @@ def ggml_moe_a8(
     *,
     out: Tensor,
 ) -> None:
-    """Products of choices, in the order of their experts: ``out[c] = X[c // top_k] @ W[expert of c].T``.
+    """Grouped GEMM of choices, sorted by expert: ``out[c] = X[c // top_k] @ W[expert of c].T``.
 
     Choice c is one of the top_k of token ``c // top_k``. Four slots of `sorted_token_ids` belong to the expert in one
     element of `expert_ids`, as `moe_align_block_size` sorts them for `ggml_moe_get_block_size`. Accumulation is in
@@ -155,7 +155,7 @@ def example_ggml_moe_a8(
 def ggml_moe_a8_vec(
     X: Tensor, W: Tensor, topk_ids: Tensor, top_k: int, quant_type: int, row: int, tokens: int, *, out: Tensor
 ) -> None:
-    """Products of few tokens and their experts: ``out[t * top_k + j] = X[t] @ W[topk_ids[t * top_k + j]].T``.
+    """Grouped GEMM of few tokens with their experts: ``out[t * top_k + j] = X[t] @ W[topk_ids[t * top_k + j]].T``.
 
     As `ggml_moe_a8`, without sorted lists. A choice of an expert that W does not have gets zeros.
 

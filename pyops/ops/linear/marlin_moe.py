@@ -101,7 +101,7 @@ def moe_wna16_marlin_gemm(
     thread_n: int = -1,
     blocks_per_sm: int = -1,
 ) -> None:
-    """Rows times weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
+    """Grouped GEMM with weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
     e is the expert of row t. The rules of `marlin_gemm` for weights, scales and zero points hold for every expert. Rows
     that the lists do not name, and rows of experts that do not exist, are left as they are. With 8-bit activations the
@@ -266,7 +266,7 @@ def example_moe_wna16_marlin_gemm(
     permuted: bool = False,
     with_bias: bool = False,
 ) -> tuple[Any, ...]:
-    """Codes that are permuted are those of integers without zero points."""
+    """Only integer weights without zero points are permuted."""
     num_experts, top_k, k, n, dtype = 3, 2, 128, 64, "bfloat16"
     kind, num_rows = SCALAR_TYPES[codes], num_tokens * top_k
     groups = k // 16 if codes == "float4_e2m1f" else 4

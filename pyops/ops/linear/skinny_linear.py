@@ -115,7 +115,7 @@ def _choose(hidden_size: int, vec_size: int, several: bool, warp_size: int) -> S
 
 @op(out="out", atol=2.0**-18)
 def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
+    """A linear layer for few rows: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
     Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
     a GEMM on tensor cores is faster (`linear`). Each lane of a warp accumulates a part of a dot product; then the

@@ -45,7 +45,7 @@ _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 
 
 @op(returns="out", ulps=0)
 def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
-    """A weight of signed 4-bit codes as `cutlass_w4a8_mm` takes it.
+    """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
     Args:
         B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
@@ -186,7 +186,7 @@ def cutlass_w4a8_mm(
     *,
     out: Tensor,
 ) -> None:
-    """A product with signed 4-bit codes: ``out = token_scales * (channel_scales * (A @ e4m3(code * scale)))``.
+    """A GEMM with a signed 4-bit weight: ``out = token_scales * (channel_scales * (A @ e4m3(quant * scale)))``.
 
     ``group_scales`` is a lookup table of scale * q for q = -8 ... -1; positive q use the negated entry.
 
