@@ -50,7 +50,7 @@ class RaggedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options(Arguments):
-    """Changes of the logits, of their sum, and an output for its logarithm."""
+    """Options that change logits or their sum, and the output for the log-sum-exp."""
 
     alibi_slopes: Any = None
     sliding_window: int = 0

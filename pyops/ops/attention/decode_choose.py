@@ -26,7 +26,7 @@ _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
 
 # "Clusters for short sequences": eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
-_WIDE_CLUSTER_WARPS = 8
+_WIDE_CLUSTER_WARPS = 8  # warps of a CTA of a wide cluster
 # Most accumulators of a warp in a wide cluster: eight warps then fit into 48 KB of shared memory.
 _MAX_WIDE_ELEMENTS = 1024
 _MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 1024 tokens 25.1 against 23.1 us
@@ -34,13 +34,13 @@ _MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 102
 _MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
 
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
-_MAX_SPLITS = 128
+_MAX_SPLITS = 128  # most splits of a sequence
 _MIN_WANTED_SPLITS = 4  # fewest splits of a sequence in a batch, for a long sequence among short ones
 # "Half of the resident warps saturate memory": for one sequence, 33 splits take 40.4 us and 49 splits, one wave, 42.3.
 _WAVE_PER_SATURATION = 1.5
 # "Splits sized by length alone leave long sequences to the end": the kernel distributes the splits by length.
-_MAX_WAVES_OF_MMA = 8
-_MAX_WAVES_OF_SIMT = 2
+_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu
+_MAX_WAVES_OF_SIMT = 2  # most waves of splits of attention_decode_simt.cu
 _WAVES_WITHOUT_SPLITS = 4  # waves of whole sequences from which split-KV is off: a long sequence does not start last
 
 # "The last CTA of a row combines its splits": this is faster than a combine kernel for up to 49 planned splits of 8

@@ -160,7 +160,7 @@ def _launch_simt(
 
 
 def kv_constants(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
-    """The constants of every kernel in which queries meet a paged cache or ragged keys and values."""
+    """The compile-time constants common to all kernels with a paged cache or ragged keys and values."""
     return {
         "scalar_t": query.dtype,
         "cache_t": layout.dtype,
@@ -179,7 +179,7 @@ def kv_constants(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, 
 
 
 def kv_arguments(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
-    """The arguments of every kernel in which queries meet a paged cache or ragged keys and values."""
+    """The arguments common to all kernels with a paged cache or ragged keys and values."""
     found = {
         **absent(alibi_slopes=options.alibi_slopes),
         **layout.strides,
@@ -193,20 +193,20 @@ def kv_arguments(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, 
 
 
 def lengths_of(kv: PagedKV | RaggedKV) -> TensorArg:
-    """What kernels take for seq_lens."""
+    """The argument that kernels take as seq_lens."""
     lengths: TensorArg = kv.cu_seqlens_k if isinstance(kv, RaggedKV) else kv.seq_lens
     return lengths
 
 
 def workspace(rows: int, head_size: int) -> dict[str, Any]:
-    """Memory for the partial results of so many splits of heads, in float32; null pointers for none."""
+    """Workspace for the float32 partial results of `rows` splits of heads; null pointers if `rows` is 0."""
     if not rows:
         return {"tmp_out": 0, "max_logits": 0, "exp_sums": 0}
     return {"tmp_out": Scratch(rows * head_size * 4), "max_logits": Scratch(rows * 4), "exp_sums": Scratch(rows * 4)}
 
 
 def _starts(query_start_loc: TensorArg | None) -> dict[str, Any]:
-    """The constants that say where the rows of a sequence begin."""
+    """The compile-time constants for the first row of each sequence."""
     if query_start_loc is None:
         return NO_STARTS
     return {"HAS_STARTS": True, "starts_t": query_start_loc.dtype, "STARTS_STEP": query_start_loc.strides[0]}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Most tokens of a sequence. Kernels count tokens in 32 bits, and one step past the end must not overflow.
 MAX_TOKENS = 2**31 - 2**20
-_MAX_HEAD_SIZE = 1024
+_MAX_HEAD_SIZE = 1024  # elements of the largest head
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from .mla_small_h_fp8 import CodesConfig
 _decode = Kernel("attention/mla_decode.cu")
 _decode_simt = Kernel("attention/mla_decode_simt.cu")
 
-_SIMT_WARPS = 4
-_MAX_SPLITS = 128
+_SIMT_WARPS = 4  # warps of a block of mla_decode_simt.cu
+_MAX_SPLITS = 128  # most splits of a sequence
 # Fewest tokens of a split, per 16 heads of a block: fewer do not pay for the split's reads of queries and its partial
 # results.
 _MIN_SPLIT = 64

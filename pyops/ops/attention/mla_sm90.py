@@ -18,8 +18,8 @@ _decode = Kernel("attention/mla_decode_sm90.cu")
 
 _HEADS = 64  # query heads of a block
 _TOKENS = 64  # tokens of a KV tile
-_PANEL_SIZE, _ROW_BYTES = 64, 128
-_MAX_SPLITS = 128
+_PANEL_SIZE, _ROW_BYTES = 64, 128  # elements and bytes of a row of a panel: the 128-byte swizzle
+_MAX_SPLITS = 128  # most splits of a sequence
 _SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # bytes: the queries and two KV tiles
 # The cost model: us per pair of KV tiles, us per combine kernel, and bytes per us of partial results.
 _PAIR_US, _JOIN_US, _BYTES_PER_US = 3.0, 3.0, 4.3e6

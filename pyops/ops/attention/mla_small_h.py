@@ -18,7 +18,7 @@ _decode = Kernel("attention/mla_decode_small_h.cu")
 # Query heads of a block, tokens of a warp group's KV tile, threads of a warp group.
 _HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64
 _GROUPS = (4, 2)  # warp groups of a block; an SM holds one block of four or two blocks of two
-_MAX_SPLITS = 128
+_MAX_SPLITS = 128  # most splits of a sequence
 # The cost model: least us of an SM per 64 tokens; factor if an SM has one block of two groups; us per block; us per
 # combine kernel; bytes per us. Fitted to 64 sequences of 4096 tokens.
 _UNIT_US, _ALONE, _START_US, _JOIN_US, _BYTES_PER_US = 1.5, 1.4, 4.0, 3.0, 4.3e6

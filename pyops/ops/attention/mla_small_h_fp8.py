@@ -15,7 +15,7 @@ _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
 _HEADS, _TOKENS = 16, 64  # query heads of a block, tokens of a KV tile
 _NUM_THREADS, _BLOCKS = 128, 2  # threads of a block, blocks per SM
-_MAX_SPLITS = 128
+_MAX_SPLITS = 128  # most splits of a sequence
 SHARED_MEMORY = _HEADS * ENTRY_SIZE * 2 + _HEADS * (_TOKENS * 2 + 16) + 2 * _TOKENS * ENTRY_SIZE  # bytes of a block
 # The cost model: us per KV tile, us per block, us per combine kernel, and bytes per us of partial results.
 _TILE_US, _START_US, _JOIN_US, _BYTES_PER_US = 2.2, 4.0, 3.0, 4.3e6

@@ -19,7 +19,7 @@ from .prefill_sm90_fp8 import E4m3Config
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
 
-_NUM_WARPS = 4
+_NUM_WARPS = 4  # warps of a block
 _TILE_ROWS = 16  # rows of an MMA; a row is a query token and one of the heads that share a key-value head
 # Most bytes of static shared memory of a block: slots of 64 keys and values of two tiles, and flags of missing tokens.
 _STATIC_SHARED_MEMORY = 2176

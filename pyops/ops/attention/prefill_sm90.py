@@ -17,12 +17,12 @@ _hopper = Kernel("attention/prefill_sm90.cu")
 _join = Kernel("attention/prefill_combine.cu")
 
 ROW_BYTES = 128  # bytes of a row of a panel: the 128-byte swizzle
-_BARRIER_BYTES = 8
+_BARRIER_BYTES = 8  # bytes of an mbarrier
 _STATIC_BYTES = 1024  # most bytes of static shared memory, aligned: work items and missing tokens
 _MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
-MIN_CODE_STAGES = 2
+MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
 _JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
-_MAX_SPLITS = 32
+_MAX_SPLITS = 32  # most splits of a work item
 _NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
 # Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
 # heads".

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _wna16_to_dense = Kernel("linear/wna16_to_dense.cu")
-# Wna16_to_dense.cu: threads of a block, and weight rows of a thread; not yet measured.
+# wna16_to_dense.cu: threads of a block, and weight rows of a thread; not yet measured.
 _NUM_THREADS, _WRITTEN_ROWS = 256, 4
 _CODE_DTYPES: dict[str, DType] = {"uint4": uint8, "uint8": uint8, "int8": int8, "float4_e2m1f": uint8}
 TYPES = tuple(_CODE_DTYPES)

@@ -19,7 +19,7 @@ _wq_grouped_gemm_sm90 = Kernel("linear/wq_grouped_gemm_sm90.cu")
 _STEPS = 128, 64  # elements of K in a k-tile; the first number that divides K is taken
 _BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a TMA box, and their bytes
 _BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
-_MAX_STAGES = 8
+_MAX_STAGES = 8  # most stages
 # Largest accumulator tile without register reallocation between warpgroups; twice as large with it.
 _MAX_SUMS = 128 * 128
 

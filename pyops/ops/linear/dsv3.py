@@ -1,4 +1,4 @@
-"""The GEMMs for few tokens of DeepSeek-V3's layers, in vLLM's names; of any size, on every platform."""
+"""The small-M GEMMs of DeepSeek-V3's layers, by vLLM's names; of any size, on every platform."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 FLOAT32_ERROR = 2.0**-18  # fraction of the largest result: the error of a float32 sum of a few hundred addends
 _TERMS = 32  # products that a WGMMA adds to an accumulator
-_BITS = 13
-_DEVIATIONS = 6
+_BITS = 13  # addends are truncated to multiples of 2^-13 of the largest power of two
+_DEVIATIONS = 6  # standard deviations that are allowed
 
 
 def absolute_error(a: Tensor, b: Tensor) -> float:

@@ -22,12 +22,12 @@ _gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/g
 
 _DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
-_BARRIER_BYTES = 8
-_MAX_STAGES = 8
+_BARRIER_BYTES = 8  # bytes of an mbarrier
+_MAX_STAGES = 8  # most stages
 _MAX_BLOCKED_STAGES = 6  # most stages of gemm_sm90_swap_ab.cu with block scales
 _MAX_TURN_COLUMNS = 192  # ping-pong: largest tile N, because one warpgroup holds the whole accumulator tile
 _MAX_BLOCK_COLUMNS = 128  # promotion: largest tile N of gemm_sm90.cu with a second set of accumulators per thread
-_MAX_GROUP = 64
+_MAX_GROUP = 64  # most row tiles of a group, in clusters
 _MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
 _MAX_BLOCKED_ROWS = 32  # largest tile M of gemm_sm90_swap_ab.cu with block scales: they double the accumulators
 _BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
@@ -233,7 +233,7 @@ def serves(problem: GemmProblem, device: Device) -> bool:
 
 
 # The cost model of the device, fitted to measurements on an H200: docs/performance/products.md.
-_MAX_SWAP_ROWS = 64
+_MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu
 _CLOCK = 1500.0  # cycles per microsecond of a large GEMM, at the power limit
 _L2_BYTES = 48.0  # bytes per cycle from the L2 cache to one SM
 # Cycles of one k-tile of a large GEMM, which is bound by power: a factor on the tensor cores' cycles, and cycles for

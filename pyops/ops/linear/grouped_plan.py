@@ -19,7 +19,7 @@ _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
 _STEP_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
 _STORE_BYTES = 64 * 128  # bytes of a warpgroup's staging buffer in the epilogue of grouped_gemm_sm90.cu: 64 rows
 _BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
-_MAX_STAGES = 16
+_MAX_STAGES = 16  # most stages
 _BYTES_IN_FLIGHT = 160 * 1024  # bytes of weights in flight per SM; more are slower (docs/performance/products.md)
 # Row tiles of an expert that run together for each column tile, so that the L2 cache holds the rows that they share.
 _GROUP = 16

@@ -137,6 +137,6 @@ def example_counts(num_tokens: int, num_experts: int = 3) -> list[int]:
 
 
 def example_sizes(make: Any, counts: list[int], n: int, k: int) -> tuple[Any, Any]:
-    """(offsets, sizes) of experts with so many rows."""
+    """(offsets, sizes) of experts with these counts of rows."""
     offsets = make.values([sum(counts[:e]) for e in range(len(counts))], "int32")
     return offsets, make.values([[m, n, k] for m in counts], "int32")

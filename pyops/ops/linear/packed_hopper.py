@@ -20,8 +20,8 @@ _wq_gemm_sm90 = Kernel("linear/wq_gemm_sm90.cu")
 _ROW_BYTES = 128  # bytes of a row of a in one box: the 128-byte swizzle
 _TABLE_BYTES = 8  # W4A8: bytes of the scale table per column and group
 _WARPS = 8  # consumer warps
-_BARRIER_BYTES = 8
-_MAX_STAGES = 8
+_BARRIER_BYTES = 8  # bytes of an mbarrier
+_MAX_STAGES = 8  # most stages
 # Largest accumulator tile without register reallocation between warpgroups; twice as large with it.
 _MAX_SUMS = 128 * 128
 # Largest tile M for cluster split-K, and for direct stores in the epilogue; larger tiles are stored by TMA.

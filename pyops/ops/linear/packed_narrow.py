@@ -14,9 +14,9 @@ _wq_gemm_sm90_small_m = Kernel("linear/wq_gemm_sm90_small_m.cu")
 
 MAX_ROWS = 16  # rows of a tile
 STEP = 128  # weight rows of a k-tile
-_TILE_N, _WARP_COLUMNS = 256, 64
+_TILE_N, _WARP_COLUMNS = 256, 64  # columns of a tile, columns of a warp
 _WARPS = 16  # consumer warps
-_BARRIER_BYTES = 8
+_BARRIER_BYTES = 8  # bytes of an mbarrier
 _TURNS = 4  # consumer warpgroups; each takes every fourth k-tile
 _STAGES = (4, 8)  # numbers of stages that fit into shared memory
 _LAYOUTS = ("marlin", "awq", "exllama")

@@ -15,7 +15,7 @@ _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")
 
 STEP = 64  # weight rows of a k-tile
 _ROW_BYTES = 128  # bytes of a row of a stage in shared memory
-_STAGES = 2
+_STAGES = 2  # stages in shared memory
 _TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # {layout: rows of its tile}; a tile is contiguous in memory
 _LINES = {"awq": 4}  # rows of the words that a piece loads, for row layouts; GPTQ: 4 words of 32 / bits rows
 # Chosen by arithmetic, not yet run on an AMD GPU: docs/performance/amd.md.
