@@ -232,8 +232,7 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
         one = replace(one, tokens=one.tokens - 16)
     max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device)
     if max_splits > 1 and problem.value_size > 192:
-        # Split-KV scheduling costs the consumers registers: with a value size of 256, one more KV tile step would
-        # spill.
+        # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
         one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
     return replace(one, max_splits=max_splits)
 

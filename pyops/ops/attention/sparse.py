@@ -71,7 +71,6 @@ def convert_vertical_slash_indexes_mergehead(
     """Vertical lines and diagonals of an attention matrix, as blocks and single columns of each row of blocks.
 
     A row of blocks holds block_size_M queries, up to query ``end``. Its base is ``end + kv_len - q_len`` if `causal`
-    A row of blocks holds block_size_M queries, up to query ``end``. Its base is ``end + kv_len - q_len`` if `causal`
     (the keys end where the queries do), else ``end + kv_len`` (the keys are an earlier chunk). A slash s adds the key
     range ``[e - block_size_M, e)`` with ``e = max(base - s, block_size_M)``. Ranges are merged if they meet or the gap
     between them is less than block_size_M; a merged range grows by whole block_size_M. Each range is cut into blocks of
@@ -84,8 +83,8 @@ def convert_vertical_slash_indexes_mergehead(
         q_seqlens, kv_seqlens: [batch] int32, queries and keys of each sequence.
         vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
         slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
-        vertical_indices_count, slash_indices_count: [num_heads] int32, the indices of a head that count, from the
-            first on; None for all.
+        vertical_indices_count, slash_indices_count: [num_heads] int32, number of leading indices of each head
+            that count; None for all.
         context_size: queries of a sequence, at most.
         block_size_M, block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
         causal: whether the keys end where the queries do.

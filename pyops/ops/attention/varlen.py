@@ -79,10 +79,9 @@ def paged_attention_varlen(
     `paged_attention_v1`. Weights are rounded to the element type, accumulation is in float32 (Dao 2023,
     arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
     a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14
-    bits.
-    A token whose block number is out of range contributes nothing; a query without keys gives zeros; rows that belong
-    to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to may
-    reach its other queries.
+    bits. A token with a block number out of range contributes nothing; a query without keys gives zeros; rows that
+    belong to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to
+    may reach its other queries.
 
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.

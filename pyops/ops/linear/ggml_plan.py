@@ -232,7 +232,7 @@ class GgmlSimtConfig:
 
     Attributes:
         tokens: rows of X of a block.
-        units: of 256 elements of K, that a block copies to shared memory at a time.
+        units: units of 256 elements of K that a block copies to shared memory at a time.
         num_threads: threads of a block; a warp has a row of W.
     """
 

@@ -1,6 +1,6 @@
 """The skinny GEMMs of vLLM's ROCm namespace.
 
-Where upstream has a kernel for some sizes alone, these serve any size, on every platform.
+Upstream has kernels for some sizes only; these serve any size, on every platform.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def wvSplitK(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *
     Args:
         in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
-        in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row one after another; or None.
+        in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
         out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
     """
@@ -149,7 +149,7 @@ def wvSplitKrc(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int,
     Args:
         in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
-        in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row one after another; or None.
+        in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
         out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
     """
@@ -186,9 +186,9 @@ def wvSplitKQ(
     Args:
         in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, of any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
-        in_bias: [outputs] or [tokens, outputs] of the dtype of out_c, elements of a row one after another; or None.
+        in_bias: [outputs] or [tokens, outputs] of the dtype of out_c, elements of a row contiguous; or None.
         out_c: [tokens, outputs] float16 or bfloat16, written; elements of a row are contiguous.
-        scale_a: of the weight, one float32; scale_b: of the tokens, likewise.
+        scale_a: scale of the weight, one float32; scale_b: scale of the tokens, likewise.
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
     """
     x = scale_b.reshape(()) * (scale_a.reshape(()) * weight_product(in_a, in_b).float())

@@ -36,8 +36,8 @@ def cutlass_scaled_mm(
 
     Accumulation is exact for int8 and in float32 for fp8; the epilogue is computed in float32 and rounded once.
     Per-tensor scales, per-row scales of a and per-column scales of b may be mixed. Scales with any other number of
-    elements are block scales: ``out[m, n] = sum_j a_scales[m, j] * b_scales[j, n // 128] * (a[m, j-th 128] . b[j-th
-    128, n])``.
+    elements are block scales:
+    ``out[m, n] = sum_j a_scales[m, j] * b_scales[j, n // 128] * (a[m, j-th 128] . b[j-th 128, n])``.
 
     Hopper's tensor cores keep 14 bits of an fp8 accumulator (`fp8_accumulation.py`). For a float16 out, accumulators
     are promoted to float32 after every 64 elements of K; for bfloat16 after every 128 if M is at most 64 or scales are
