@@ -41,7 +41,7 @@ class PagedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedKV(Arguments):
-    """Keys and values without a cache: rows of tokens, those of one sequence behind those of another."""
+    """Keys and values without a cache: rows of tokens, the sequences one after another."""
 
     key: Any
     value: Any
@@ -50,7 +50,7 @@ class RaggedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options(Arguments):
-    """What changes logits, adds to their sum, or reports it."""
+    """Options that change logits or their sum, and the output for the log-sum-exp."""
 
     alibi_slopes: Any = None
     sliding_window: int = 0
@@ -81,7 +81,7 @@ class Sparse(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials(Arguments):
-    """The results of partitions, in memory that the caller gives."""
+    """The results of partitions, in memory that the caller provides."""
 
     exp_sums: Any
     max_logits: Any

@@ -70,10 +70,10 @@ def paged_attention_v1(
 
     in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). With an fp8 cache and 16-bit queries, p_i is
     rounded to float16. Token i lies in block ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token
-    whose block number is out of range contributes nothing. An empty sequence gives zeros. Slots that hold no token
-    change nothing, whatever they hold. An infinite value of a token that is attended to gives infinity or NaN, and so
-    does a logit that is no float32. Sums of the largest values do not overflow; a mean of float32 within 2^-16 of the
-    largest float may be rounded to infinity.
+    with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token change
+    nothing, whatever they hold. An infinite value of a token that is attended to gives infinity or NaN, and so does a
+    logit that is no float32. Sums of the largest values do not overflow; a mean of float32 within 2^-16 of the largest
+    float may be rounded to infinity.
 
     Args:
         out: [num_seqs, num_heads, head_size], written; heads contiguous.
@@ -83,10 +83,10 @@ def paged_attention_v1(
             that of the queries, or for fp8 uint8 or a float8.
         value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
         num_kv_heads: key-value heads; divides num_heads.
-        scale: of the logits.
+        scale: factor of the logits.
         block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
-        seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: those
-            behind them are left out, which is an error with ``PYOPS_CHECK=1`` alone.
+        seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+            ones are left out, which is an error only with ``PYOPS_CHECK=1``.
         block_size: slots of a block.
         max_seq_len: changes nothing here; there is no limit to the length.
         alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).

@@ -14,45 +14,48 @@ from ..._core.dtypes import float8_e4m3fnuz
 from .decode_problem import DecodeProblem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
-TILE_TOKENS = 16  # rows of one matrix product; splits begin at multiples of it (splits.cuh)
-NUM_WARPS = 4  # of a block, where nothing speaks for another number
+TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
+NUM_WARPS = 4  # warps of a block, unless another number is measured faster
 
 # "Three warps per CTA make one wave of 512 CTAs": 136 to 129 us.
 _WARPS_OF_ONE_WAVE = (4, 3)
 # "A partial wave costs at least half a wave." Three warps before two and one: "The last CTA of a row combines its
 # splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
-_MIN_TAIL = 0.5  # of the time of a full wave
+_MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
 
 # "Clusters for short sequences": eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
-_WIDE_CLUSTER_WARPS = 8
-_MAX_WIDE_ELEMENTS = 1024  # of the results of a warp: those of eight warps fit into 48 KB of shared memory
+_WIDE_CLUSTER_WARPS = 8  # warps of a CTA of a wide cluster
+# Most accumulators of a warp in a wide cluster: eight warps then fit into 48 KB of shared memory.
+_MAX_WIDE_ELEMENTS = 1024
 _MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 1024 tokens 25.1 against 23.1 us
-_MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4  # of a warp: one sequence of 4096 tokens ties, 8192 lose
+# KV steps of a warp in a cluster: one sequence of 4096 tokens ties, 8192 lose.
+_MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
 
-_MIN_SPLIT = 64  # tokens: a step of every warp of a block
-_MAX_SPLITS = 128
-_MIN_WANTED_SPLITS = 4  # for one long sequence among short ones
-# "Half of the resident warps saturate memory": of one sequence, 33 splits take 40.4 us and 49 splits, a wave, 42.3.
+_MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
+_MAX_SPLITS = 128  # most splits of a sequence
+_MIN_WANTED_SPLITS = 4  # fewest splits of a sequence in a batch, for a long sequence among short ones
+# "Half of the resident warps saturate memory": for one sequence, 33 splits take 40.4 us and 49 splits, one wave, 42.3.
 _WAVE_PER_SATURATION = 1.5
-# "Splits sized by length alone leave long sequences to the end": the kernel shares the splits out by length.
-_MAX_WAVES_OF_MMA = 8
-_MAX_WAVES_OF_SIMT = 2
-_WAVES_WITHOUT_SPLITS = 4  # of whole sequences: so many blocks that a long one is none of the last
+# "Splits sized by length alone leave long sequences to the end": the kernel distributes the splits by length.
+_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu
+_MAX_WAVES_OF_SIMT = 2  # most waves of splits of attention_decode_simt.cu
+_WAVES_WITHOUT_SPLITS = 4  # waves of whole sequences from which split-KV is off: a long sequence does not start last
 
-# "The last CTA of a row combines its splits": up to 49 planned for 8 sequences, of which six come, it is faster than a
-# kernel of its own; 64 for 3 sequences, and all of one sequence, are slower.
+# "The last CTA of a row combines its splits": this is faster than a combine kernel for up to 49 planned splits of 8
+# sequences (six splits have tokens); with 64 splits of 3 sequences, or with one sequence, it is slower.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
-# docs/performance/amd.md: a product has 16 heads, and two blocks keep enough in flight.
+# docs/performance/amd.md: an MMA has 16 heads, and two blocks per compute unit keep enough loads in flight.
 _MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
-_STATIC_SHARED_MEMORY = 10 * 1024  # bytes of a block, at most: queries of 16 heads of 256, and sums of warps
+# Most bytes of static shared memory of a block: queries of 16 heads of 256, and row sums of warps.
+_STATIC_SHARED_MEMORY = 10 * 1024
 
-# What tuning tries.
+# Values that tuning tries.
 _CANDIDATE_WARPS = 1, 2, 3, 4, 8
 _CANDIDATE_MIN_BLOCKS = 1, 2, 3, 4
-_MAX_CANDIDATE_SPLIT = 512  # tokens
+_MAX_CANDIDATE_SPLIT = 512  # largest min_split that tuning tries, in tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +63,17 @@ class DecodeConfig:
     """How one call of decode attention runs.
 
     Attributes:
-        num_warps: of a block.
-        heads_per_block: query heads, of those that share a key-value head: columns of a matrix product.
-        tiles_per_step: tiles of TILE_TOKENS tokens that a warp loads at once.
-        min_blocks: blocks of four warps that a multiprocessor must hold; bounds the registers.
+        num_warps: warps of a block.
+        heads_per_block: query heads of a block that share a key-value head: columns of an MMA.
+        tiles_per_step: KV tiles of TILE_TOKENS tokens that a warp loads at once.
+        min_blocks: blocks of four warps per SM; bounds the registers.
         one_at_a_time: registers hold keys or values, not both.
-        cluster_size: blocks that share a sequence and join their results in shared memory; 1 for none.
-        max_splits: splits of a sequence, at most; a block takes one split.
-        min_split: tokens of a split, at least.
-        join: the kernel that joins the splits; None: the last block of a row joins the row's.
-        pieces: registers hold one of so many pieces of keys or of values; 1 unless one_at_a_time.
+        cluster_size: blocks that share a sequence and combine their results in distributed shared memory; 1: no
+            cluster.
+        max_splits: most splits of a sequence; a block takes one split.
+        min_split: fewest tokens of a split.
+        join: the kernel that combines the splits; None: the last block of a row combines its splits.
+        pieces: parts of the keys or values, one in registers at a time; 1 unless one_at_a_time.
     """
 
     num_warps: int
@@ -91,10 +95,11 @@ class DecodeConfig:
             )
 
     def candidates(self, problem: DecodeProblem, device: Device) -> list[DecodeConfig]:
-        """Other warps, steps, registers, clusters and splits. How splits are joined stays: a table cannot hold it."""
+        """Other warps, steps, registers, clusters and splits. The combine kernel stays: a tuning table cannot hold
+        it."""
         num_warps = [count for count in _CANDIDATE_WARPS if 32 * count % device.warp_size == 0]
         found = tuning.varied(self, num_warps=num_warps)
-        if self.cluster_size == 1 and not problem.partials:  # the caller's memory says how many partitions there are
+        if self.cluster_size == 1 and not problem.partials:  # the caller's workspace fixes the number of partitions
             found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
             if self.max_splits > 1:
                 min_splits = tuning.beside(self.min_split, TILE_TOKENS, _MAX_CANDIDATE_SPLIT)
@@ -118,7 +123,7 @@ class DecodeConfig:
 
 
 def _can_step(problem: DecodeProblem, tiles: int, device: Device) -> bool:
-    """Whether a warp can load so many tiles at once. What a lane loads of a packed cache lies in one of its blocks."""
+    """Whether a warp can load `tiles` KV tiles at once: in a packed cache, a lane's tokens must lie in one block."""
     layout, lane_tokens = problem.layout, run_tokens(device) * tiles
     if layout.packed:
         return layout.block_size % lane_tokens == 0 and lane_tokens * layout.dtype.itemsize <= 16
@@ -158,7 +163,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
 
 
 def _choose_join(problem: DecodeProblem, max_splits: int, device: Device) -> JoinConfig | None:
-    """The kernel that joins the splits; None where the last block of a row does."""
+    """The kernel that combines the splits; None if the last block of a row does it."""
     joins_itself = problem.uses_mma and problem.num_seqs > 1 and max_splits <= _MAX_SPLITS_OF_LAST_BLOCK
     if not problem.partials and (max_splits == 1 or joins_itself):
         return None
@@ -167,10 +172,10 @@ def _choose_join(problem: DecodeProblem, max_splits: int, device: Device) -> Joi
 
 
 def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]:
-    """(query heads of a block, tiles of a warp's step, blocks of four warps on a multiprocessor).
+    """(query heads of a block, KV tiles of a warp's step, blocks of four warps per SM).
 
-    A warp has as many bytes in flight as there are registers for. Large heads, many heads, small blocks of the cache,
-    and codes that integer arithmetic converts need registers themselves.
+    Free registers hold the loads that a warp has in flight. Large heads, many heads, small cache blocks, and fp8 values
+    that integer arithmetic converts need registers themselves.
     """
     layout, head_size = problem.layout, problem.head_size
     is_16_bit, is_large = layout.x == 8, head_size > 128
@@ -203,9 +208,9 @@ def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
 
 
 def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
-    """Pieces of keys and of values.
+    """Parts of the keys and of the values.
 
-    A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand.
+    With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
     """
     if not problem.uses_mma or device.supports("mma") or device.warp_size == 64:
         return 1
@@ -219,14 +224,14 @@ def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
 def shared_memory(problem: DecodeProblem, num_warps: int, heads_per_block: int) -> int:
     """Bytes of dynamic shared memory of a block, as attention_decode.cu counts them.
 
-    What each warp leaves of each head, padded so that stores meet different banks.
+    Each warp writes its accumulators of each head, padded so that stores meet different banks.
     """
     padding = 4 if problem.layout.packed or problem.layout.dtype.itemsize == 1 else 8
     return num_warps * min(heads_per_block, problem.group) * (problem.head_size + padding) * 4
 
 
 def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
-    """Blocks that take one split of every sequence."""
+    """Blocks of a grid with one split per sequence."""
     if not problem.uses_mma:
         return problem.num_seqs * problem.num_heads
     return problem.num_seqs * problem.kv.num_kv_heads * -(-problem.group // heads_per_block)
@@ -241,8 +246,8 @@ def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_pe
 def choose_num_warps(blocks: int, wave_blocks: int) -> int:
     """Warps per block that leave the least of the device idle in the last wave.
 
-    A wave holds `wave_blocks` blocks of four warps. If all blocks fit into one wave, they leave little room for blocks
-    of the next kernel: "A single round of blocks is spread unevenly where a kernel starts early".
+    A wave holds `wave_blocks` blocks of four warps. If all blocks fit into one wave, blocks of the next kernel hardly
+    fit next to them: "A single round of blocks is spread unevenly where a kernel starts early".
     """
     wave_warps = NUM_WARPS * wave_blocks
     for num_warps in _WARPS_OF_ONE_WAVE:
@@ -258,12 +263,12 @@ def choose_num_warps(blocks: int, wave_blocks: int) -> int:
 
 
 def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:
-    """(blocks of a cluster, warps of a block), where `blocks` blocks would take all sequences; a cluster of 1 is none.
+    """(CTAs of a cluster, warps of a CTA), where `blocks` CTAs would take all sequences; 1 means no cluster.
 
-    A cluster needs no second kernel for the join, but idle blocks of one sequence cannot help with another. So clusters
-    are for batches whose single blocks would leave half of the multiprocessors idle, and for sequences with few steps
-    of `step` tokens for each warp. Blocks have twice the warps if there are tokens for all of them, and if the clusters
-    leave half of the multiprocessors to the next kernel, which may start early.
+    A cluster needs no combine kernel, but its idle CTAs cannot help another sequence. So clusters are for batches that
+    would leave half of the SMs idle with one CTA per sequence, and for sequences with few steps of `step` tokens per
+    warp. CTAs have twice the warps if there are tokens for all of them, and if the clusters leave half of the SMs to
+    the next kernel, which may start early.
     """
     largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
     if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.multiprocessors:
@@ -273,7 +278,7 @@ def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, d
     room = _MAX_BLOCKS_PER_SM * device.multiprocessors // max(1, blocks)
     useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
     cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
-    steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few blocks cannot ask for all that memory gives
+    steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory
     return (cluster_size if max_tokens <= steps * cluster_size * num_warps * step else 1), num_warps
 
 

@@ -1,4 +1,4 @@
-"""Decode attention: the launches of a Problem as a Config says."""
+"""Decode attention: the launches of a DecodeProblem with a DecodeConfig."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_JOIN = {"arrived": 0, "results": 0}
-_PAIR_BYTES = 8  # of two floats
+_PAIR_BYTES = 8  # bytes of two floats
 _LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # tokens, elements: LONG_SPLIT and MIN_WHOLE_HEAD of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 
 def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
-    """The kernel that computes the splits, and where a sequence may have several, what joins them: a kernel of its own,
-    or the last block of each row of the first one.
+    """The kernel that computes the splits; if a sequence may have several, a combine kernel or the last block of each
+    row combines them.
     """
     max_splits = problem.num_partitions or (1 if config.cluster_size > 1 else config.max_splits)
     arguments = {
@@ -49,7 +49,7 @@ def launch(problem: DecodeProblem, config: DecodeConfig) -> list[Launch]:
         "DIRECT": problem.partials is None,
         **_starts(problem.query_start_loc),
     }
-    wave = 0.0  # if positive, kernels share the splits of a wave out by the lengths of all sequences
+    wave = 0.0  # if positive, kernels distribute the splits of a wave by the lengths of all sequences
     if problem.uses_mma:
         if problem.num_seqs > 1 and max_splits > 1 and not problem.partials:
             wave = wave_splits(
@@ -112,7 +112,7 @@ def _launch_mma(
 
 
 def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
-    """The most splits of all sequences, as Balance of splits.cuh shares them out where a wave has so many."""
+    """The most splits of all sequences, as Balance of splits.cuh distributes them with `wave` splits per wave."""
     num_seqs = problem.num_seqs
     if num_seqs > 2 * wave or problem.head_size < _MIN_WHOLE_HEAD:
         return int(num_seqs + 2 * wave + 1)
@@ -121,7 +121,7 @@ def _balanced_splits(problem: DecodeProblem, wave: float) -> int:
 
 
 def _join_of_last_blocks(problem: DecodeProblem, wave: float) -> dict[str, Scratch]:
-    """Memory for the results of splits that the last block of a row joins, as decode_join.cuh lays it out."""
+    """Workspace for the results of splits that the last block of a row combines, as decode_join.cuh lays it out."""
     warp_size = problem.query.device.warp_size
     pairs = -(-problem.head_size // (2 * warp_size)) * warp_size + 1
     nbytes = _balanced_splits(problem, wave) * problem.num_heads * pairs * _PAIR_BYTES
@@ -160,7 +160,7 @@ def _launch_simt(
 
 
 def kv_constants(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
-    """The constants of every kernel in which queries meet a paged cache or ragged keys and values."""
+    """The compile-time constants common to all kernels with a paged cache or ragged keys and values."""
     return {
         "scalar_t": query.dtype,
         "cache_t": layout.dtype,
@@ -179,7 +179,7 @@ def kv_constants(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, 
 
 
 def kv_arguments(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, options: Options) -> dict[str, Any]:
-    """The arguments of every kernel in which queries meet a paged cache or ragged keys and values."""
+    """The arguments common to all kernels with a paged cache or ragged keys and values."""
     found = {
         **absent(alibi_slopes=options.alibi_slopes),
         **layout.strides,
@@ -193,20 +193,20 @@ def kv_arguments(query: TensorArg, kv: PagedKV | RaggedKV, layout: CacheLayout, 
 
 
 def lengths_of(kv: PagedKV | RaggedKV) -> TensorArg:
-    """What kernels take for seq_lens."""
+    """The argument that kernels take as seq_lens."""
     lengths: TensorArg = kv.cu_seqlens_k if isinstance(kv, RaggedKV) else kv.seq_lens
     return lengths
 
 
 def workspace(rows: int, head_size: int) -> dict[str, Any]:
-    """Memory for the partial results of so many splits of heads, in float32; null pointers for none."""
+    """Workspace for the float32 partial results of `rows` splits of heads; null pointers if `rows` is 0."""
     if not rows:
         return {"tmp_out": 0, "max_logits": 0, "exp_sums": 0}
     return {"tmp_out": Scratch(rows * head_size * 4), "max_logits": Scratch(rows * 4), "exp_sums": Scratch(rows * 4)}
 
 
 def _starts(query_start_loc: TensorArg | None) -> dict[str, Any]:
-    """The constants that say where the rows of a sequence begin."""
+    """The compile-time constants for the first row of each sequence."""
     if query_start_loc is None:
         return NO_STARTS
     return {"HAS_STARTS": True, "starts_t": query_start_loc.dtype, "STARTS_STEP": query_start_loc.strides[0]}

@@ -1,4 +1,4 @@
-"""Decode attention: what a plan knows of a call, checked."""
+"""Decode attention: the problem, and the checks of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .arguments import Options, PagedKV, Partials, Sparse
 from .join import vector_width
 from .layout import CacheLayout, check_kv, max_tokens_of
 
-_MAX_GRID_Y = 65535  # blocks, of which a split is one
+_MAX_GRID_Y = 65535  # largest grid dimension y; each split is a block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,29 +55,29 @@ class DecodeProblem:
 
     @property
     def num_partitions(self) -> int:
-        """Splits of a sequence if the caller gives memory for their results, else 0."""
+        """Splits of a sequence if the caller provides memory for their results, else 0."""
         return max(1, self.partials.exp_sums.shape[-1]) if self.partials else 0
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that there is room for."""
+        """The longest sequence that the block table holds."""
         tokens = max_tokens_of(self.kv)
         return min(tokens, self.num_partitions * self.partition) if self.partials else tokens
 
     @property
     def uses_mma(self) -> bool:
-        """Whether attention_decode.cu, which multiplies matrices, serves the call.
+        """Whether attention_decode.cu, with MMAs, serves the call.
 
         attention_decode_simt.cu serves every call.
         """
         layout, device = self.layout, self.query.device
         token_stride = max(layout.strides["key_token_stride"], layout.strides["value_token_stride"])
-        # Of a packed cache, neighbouring tokens that a lane loads at once.
+        # Adjacent tokens of a packed cache that a lane loads at once.
         packed_run = max(run_tokens(device), 4 if layout.dtype is self.query.dtype else 8)
         return (
             self.query.dtype is not float32
             and layout.aligned
-            and self.head_size <= (128 if device.arch.startswith("gfx11") else 256)  # of more, registers spill
+            and self.head_size <= (128 if device.arch.startswith("gfx11") else 256)  # larger heads spill registers
             and device.supports("products")
             and not self.sparse.on
             and token_stride * layout.block_size < 2**31
@@ -86,17 +86,17 @@ class DecodeProblem:
 
     @property
     def partial_dtype(self) -> DType:
-        """Of the results of splits before they are joined."""
+        """The dtype of the results of splits before they are combined."""
         return self.partials.tmp_out.dtype if self.partials else float32
 
     @property
     def out_dtype(self) -> DType:
-        """What `out` holds, as bytes or as itself."""
+        """The element type of `out`, which may be uint8 for fp8."""
         return float8_e4m3fn if self.fp8_out_scale else self.out.dtype
 
     @property
     def join_vector_width(self) -> int:
-        """Elements that a thread of the join loads and stores at once."""
+        """Elements that a thread of the combine kernel loads and stores at once."""
         tmp_out = self.partials.tmp_out if self.partials else None
         return vector_width(self.out, tmp_out, self.partial_dtype, self.out_dtype)
 
@@ -117,12 +117,12 @@ class DecodeProblem:
 
 
 def run_tokens(device: Device) -> int:
-    """Tokens of a tile of values that a lane multiplies, at most: RUN_TOKENS of decode_tile.cuh."""
+    """Most tokens of a value tile that a lane multiplies: RUN_TOKENS of decode_tile.cuh."""
     return 4 if device.supports("mma") or device.warp_size == 64 else 16
 
 
 def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> DecodeProblem:
-    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
     query, out = call["query"], call["out"]
     kv, options = PagedKV.of(call), Options.of(call)
     sparse = Sparse.of(call) if "tp_rank" in call else Sparse()

@@ -21,8 +21,7 @@ def example_kv(
     block_tables: Any,
     seq_lens: Any,
 ) -> PagedKV:
-    """Caches of `num_blocks` blocks of random keys and values, whose heads have so many elements, beside queries of
-    `dtype`."""
+    """Caches of `num_blocks` blocks of random keys and values with these head sizes, for queries of `dtype`."""
     cache_dtype = dtypes.of(dtype if kv_cache_dtype == "auto" else "float8_e4m3fn")
     assert cache_dtype is not None
     head_size, value_size = head_sizes
@@ -103,5 +102,5 @@ def example_decode(
 
 
 def in_order(op: Op, named: dict[str, Any]) -> tuple[Any, ...]:
-    """A value for each parameter of the op: the named one, else the default."""
+    """A value for each parameter of the op: the one in the call, else the default."""
     return tuple(p.default if p.has_default and p.name not in named else named[p.name] for p in op.parameters)

@@ -1,4 +1,4 @@
-"""The join of the partial results that splits leave (decode_combine.cu): its choice and its launch."""
+"""The combine kernel (decode_combine.cu), which combines the partial results of splits: its choice and its launch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .arguments import Options
 
 _combine = Kernel("attention/decode_combine.cu")
 
-TILE_TOKENS = 16  # of splits.cuh: a split holds a multiple of them, or of another SPLIT_UNIT
+TILE_TOKENS = 16  # of splits.cuh: the tokens of a split are a multiple of it, or of another SPLIT_UNIT
 
 # docs/performance/decode.md, "Parallel combine": up to eight groups of threads, each with four loads in flight.
-_SPLITS_IN_FLIGHT = 4  # of a group: BATCH of the kernel
+_SPLITS_IN_FLIGHT = 4  # splits that a group of threads loads at once: BATCH of the kernel
 _MAX_GROUPS = 8
-_MANY_HEADS = 4  # heads of all sequences, per multiprocessor, from which the device is full with few threads to a head
-_MAX_HEAD_THREADS = 512  # threads of a head, at most
+_MANY_HEADS = 4  # heads of all sequences per SM from which few threads per head fill the device
+_MAX_HEAD_THREADS = 512  # most threads of a head
 # docs/performance/decode.md, "One kernel for every batch size": one combine kernel serves all batches of many heads.
 # Other numbers of groups and heads, each a kernel of its own, were up to 1.6 % faster (256 sequences of 1024 tokens).
 _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
@@ -28,7 +28,7 @@ _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """How splits are joined.
+    """How splits are combined.
 
     Attributes:
         groups: groups of threads that share a head; each takes every `groups`-th split.
@@ -47,13 +47,13 @@ def lanes_of(head_size: int, vec_size: int, device: Device) -> int:
 
 
 def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType, out_dtype: DType) -> int:
-    """Elements that a thread loads and stores at once; `tmp_out` is None for memory that the plan asks for itself."""
+    """Elements that a thread loads and stores at once; `tmp_out` is None for a workspace of the plan."""
     widest = 16 // max(partial_dtype.itemsize, out_dtype.itemsize)
     return min(check.vector_width(out.shape[-1], *(arg for arg in (out, tmp_out) if arg)), widest)
 
 
 def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
-    """Groups for the splits of a head, heads of a block, and parts of a head that has no room for groups in a block."""
+    """Groups for the splits of a head, heads of a block, and parts of a head if its groups do not fit into a block."""
     rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.multiprocessors
     fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
     if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:
@@ -77,7 +77,8 @@ def launch_join(
     constants: dict[str, Any],
     arguments: dict[str, Any],
 ) -> Launch:
-    """The launch that joins up to ``arguments["max_splits"]`` splits of each sequence into `out` [.., heads, size]."""
+    """The launch that combines up to ``arguments["max_splits"]`` splits of each sequence into `out` [.., heads,
+    size]."""
     num_heads, head_size = out.shape[-2:]
     lanes = lanes_of(-(-head_size // config.parts), vec_size, out.device)
     max_groups = min(_MAX_GROUPS, 1024 // lanes)

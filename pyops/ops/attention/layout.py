@@ -1,4 +1,4 @@
-"""The layout of keys and values, in a paged cache or ragged tensors, and the checks of what a call says of them."""
+"""The layout of keys and values, in a paged cache or ragged tensors, and the checks of a call's cache arguments."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .arguments import Options, PagedKV, RaggedKV
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of a sequence. Kernels count tokens in 32 bits, and one step past the end must not overflow.
+# Most tokens of a sequence. Kernels count tokens in 32 bits, and one step past the end must not overflow.
 MAX_TOKENS = 2**31 - 2**20
-_MAX_HEAD_SIZE = 1024
+_MAX_HEAD_SIZE = 1024  # elements of the largest head
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How keys and values lie in memory.
+    """The memory layout of keys and values.
 
     Attributes:
         packed: keys are [num_blocks, num_kv_heads, head_size / x, block_size, x] and values [num_blocks, num_kv_heads,
@@ -33,8 +33,8 @@ class CacheLayout:
         value_size: elements of a value of a head.
         x: elements in 16 bytes.
         head_scales: whether each key-value head of an fp8 cache has its own scales.
-        strides: of the key and value cache, by the names of the kernels' parameters.
-        aligned: every 16 bytes that a kernel may load at once lie at a multiple of 16.
+        strides: strides of the key and value cache, by the names of the kernels' parameters.
+        aligned: all 16-byte loads of kernels are aligned.
         ragged: keys and values are ragged tensors, [num_keys, num_kv_heads, head_size] and [num_keys, num_kv_heads,
             value_size], whose rows are blocks of one slot.
     """
@@ -53,7 +53,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, kv: PagedKV, query: TensorArg) -> CacheLayout:
-        """The layout of the caches of `kv` beside this query; OpError for caches that have none of the two layouts."""
+        """The layout of the caches of `kv` for this query; OpError for caches with neither of the two layouts."""
         keys, values, head_size = kv.key_cache, kv.value_cache, query.shape[2]
         dtype = fp8.cache_dtype(keys, kv.kv_cache_dtype, query.dtype)
         if fp8.cache_dtype(values, kv.kv_cache_dtype, query.dtype) is not dtype:
@@ -91,7 +91,8 @@ class CacheLayout:
 
     @classmethod
     def of_rows(cls, kv: RaggedKV, query: TensorArg) -> CacheLayout:
-        """The layout of ragged keys and values beside this query; OpError for tensors that are none."""
+        """The layout of ragged keys and values for this query; OpError for tensors that are not ragged keys and
+        values."""
         key, value, x = kv.key, kv.value, 16 // query.dtype.itemsize
         check.sizes(key, num_keys=None, num_kv_heads=None, head_size=query.shape[2])
         num_keys, num_kv_heads, _ = key.shape
@@ -114,12 +115,12 @@ class CacheLayout:
 
 
 def _has_head_scales(kv: PagedKV) -> bool:
-    """Whether scales are those of heads, as `reshape_and_cache_flash` tells them from one for all heads."""
+    """Whether scales are per head, by the rule of `reshape_and_cache_flash`."""
     return kv.num_kv_heads > 1 and (kv.num_kv_heads,) in (kv.k_scale.shape, kv.v_scale.shape)
 
 
 def _check_cache(cache: TensorArg, shape: tuple[int, ...], inner_strides: tuple[int, ...]) -> None:
-    """A cache has this shape, and its innermost dimensions these strides."""
+    """Check the shape of a cache and its innermost strides."""
     if cache.shape != shape:
         raise cache.error(f"expected shape {shape}, got {cache.shape}")
     count = len(inner_strides)
@@ -132,7 +133,7 @@ def check_kv(query: TensorArg, kv: PagedKV, options: Options, *, short_values: b
     """The layout of the caches, if query, caches, tables and options fit together.
 
     Args:
-        short_values: a value of a head may have fewer elements than a key.
+        short_values: whether a value of a head may have fewer elements than a key.
     """
     check.floating(query)
     check.sizes(query, num_tokens=None, num_heads=None, head_size=None)
@@ -168,7 +169,7 @@ def check_rows(query: TensorArg, kv: RaggedKV, options: Options) -> CacheLayout:
 
 
 def _check_heads(query: TensorArg, values: TensorArg, layout: CacheLayout, short_values: bool) -> None:
-    """Heads of queries share those of keys, and have sizes that kernels serve."""
+    """Check that query heads are a multiple of key-value heads, and that kernels serve their sizes."""
     _, num_heads, head_size = query.shape
     num_kv_heads, value_size = layout.num_kv_heads, layout.value_size
     if num_kv_heads == 0 or num_heads % num_kv_heads or layout.block_size == 0 or head_size == 0:
@@ -191,14 +192,14 @@ def _check_options(query: TensorArg, options: Options) -> None:
 
 
 def max_tokens_of(kv: PagedKV | RaggedKV) -> int:
-    """Tokens of a sequence that its row of the block table, or a ragged tensor, has room for."""
+    """Capacity of a sequence in tokens: that of its row of the block table, or of a ragged tensor."""
     if isinstance(kv, RaggedKV):
         return int(kv.key.shape[0])
     return min(int(kv.block_tables.shape[1]) * kv.block_size, MAX_TOKENS)
 
 
 def heads_stride(arg: TensorArg) -> int:
-    """Elements from one row of [rows, heads, head_size] to the next; OpError unless rows are contiguous."""
+    """Row stride of [rows, heads, head_size], in elements; OpError unless heads and elements are contiguous."""
     _, heads, size = arg.shape
     if arg.numel and ((size > 1 and arg.strides[2] != 1) or (heads > 1 and arg.strides[1] != size)):
         raise arg.error(f"expected the last two dimensions contiguous, got strides {arg.strides}")
@@ -218,11 +219,11 @@ def bad_indices(
     attended: Tensor | int = 0,
     max_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """For PYOPS_CHECK: lengths beyond the block table, and numbers of attended blocks that the cache does not have.
+    """For PYOPS_CHECK: lengths beyond the block table, and attended block numbers that the cache does not have.
 
     Args:
         attended: tokens at the end of each sequence that are attended to; 0 for all.
-        max_tokens: a bound of the lengths beside the room in the block table.
+        max_tokens: a bound of the lengths in addition to the capacity of the block table.
     """
     room = block_tables.shape[1] * block_size
     room = room if max_tokens is None else min(room, max_tokens)

@@ -1,4 +1,4 @@
-"""The join of attention over two parts of the keys."""
+"""Merging of attention over two parts of the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["merge_attn_states"]
 
 _merge_attn_states = Kernel("attention/merge_attn_states.cu")
-_NUM_THREADS = 256  # of a block: reaches 97 % of 4.3 TB/s (docs/performance/cache.md)
+_NUM_THREADS = 256  # threads of a block: the kernel reaches 97 % of 4.3 TB/s (docs/performance/cache.md)
 
 
 @op(out=("output", "output_lse"), in_place={"output": "prefix_output"})
@@ -32,7 +32,7 @@ def merge_attn_states(
     prefill_tokens_with_context: int | None = None,
     output_scale: Tensor | None = None,
 ) -> None:
-    """Attention over all keys from that over two parts of them: ``output = T((a * prefix + b * suffix) / (a + b))``.
+    """Attention over all keys, merged from two parts of them: ``output = T((a * prefix + b * suffix) / (a + b))``.
 
     ``a = exp(prefix_lse - m), b = exp(suffix_lse - m), m = max(prefix_lse, suffix_lse)``, in float32, and ``output_lse
     = log(a + b) + m`` (section 2.2 of Ye et al. 2025, arXiv:2501.01005). A part whose lse is +inf or -inf is empty: the

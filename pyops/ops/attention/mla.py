@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one query token of each sequence against a paged cache of latent entries."""
+"""Multi-head latent attention: one query token of each sequence against a paged cache of latent KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["sm100_cutlass_mla_decode", "sm100_cutlass_mla_get_workspace_size"]
 
 
 def _absolute_error(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, scale: float) -> float:
-    """The rounding errors of a softmax weight, in the type of the products with the entries, and of its logit."""
+    """The rounding errors of a softmax weight, in the dtype of the MMA operands, and of its logit."""
     cache = _entries(kv_c_and_k_pe_cache, q_nope)
     product = torch.float16 if q_nope.dtype == torch.float8_e4m3fn else q_nope.dtype
     return float(torch.finfo(product).eps) + float32_logits(
@@ -30,7 +30,7 @@ def _absolute_error(q_nope: Tensor, q_pe: Tensor, kv_c_and_k_pe_cache: Tensor, s
 
 
 def _entries(cache: Tensor, q_nope: Tensor) -> Tensor:
-    """The cache; of bytes the fp8 numbers that they are, of "fp8_ds_mla" elements of the queries' dtype."""
+    """The cache in its element type: bytes as fp8, "fp8_ds_mla" dequantized to the dtype of the queries."""
     if cache.shape[2] == DS_MLA_BYTES:
         codes, scales, rotated = (part.contiguous() for part in cache.split((LATENT_SIZE, 16, 2 * ROPE_SIZE), -1))
         tiles = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128)) * scales.view(torch.float32)[..., None]
@@ -53,8 +53,8 @@ def sm100_cutlass_mla_decode(
 ) -> None:
     """Multi-head latent attention of one query token of each sequence over its tokens in a paged cache, on any GPU.
 
-    An entry of the cache is a latent vector c of 512 elements, followed by a rotated key r of 64 elements
-    (`concat_and_cache_mla`). The entry is the key of every head, and c is the value of every head. The caller has
+    The cache holds the latent KV of each token: a latent vector c of 512 elements, then a RoPE key r of 64 elements
+    (`concat_and_cache_mla`). Both together are the key of every head, and c is the value of every head. The caller has
     multiplied the queries by the up-projection of the keys (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1, absorbed
     form). For a head of a sequence of length L::
 
@@ -62,33 +62,33 @@ def sm100_cutlass_mla_decode(
         p_i = exp(l_i - m) / (sum_j exp(l_j - m) + 1e-6),  m = max_j l_j
         out = T(sum_i p_i * c_i)
 
-    in float32; ``exp(l_i - m)`` is rounded to 16 bits before it meets c_i, unless the queries are float32. Token i lies
-    in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token whose page number is out of range
-    contributes nothing. An empty sequence gives zeros. Slots that hold no token change nothing, whatever they hold. An
-    infinite element of a token's entry gives infinity or NaN, and so does a logit that is no float32. Sums of the
+    in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
+    lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
+    contributes nothing. An empty sequence gives zeros. Slots without a token change nothing, whatever they hold. An
+    infinite element of a token's latent KV gives infinity or NaN, and so does a logit that is no float32. Sums of the
     largest elements do not overflow; a mean of float32 within 2^-16 of the largest float may be rounded to infinity.
     Nothing is returned.
 
     Args:
         out: [num_seqs, num_heads, 512], written, of the queries' dtype, or bfloat16 for queries of fp8; heads
             contiguous.
-        lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence. None
-            for none.
+        lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence; or
+            None.
         q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
             number of heads.
-        q_pe: [num_seqs, num_heads, 64], the rotated part of the queries, of the dtype of q_nope.
+        q_pe: [num_seqs, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
         kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
-            or uint8). No scale is applied to fp8 entries: a caller who has written them with a scale multiplies `scale`
-            and the result by it. Or [num_pages, page_size, 656] uint8, entries of "fp8_ds_mla" (`concat_and_cache_mla`,
-            written with the queries' dtype, float16 or bfloat16), read where they lie: ``c = T(code * scale)``, scales
-            of 128 codes each. Any page size, any strides but the last.
-        seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count: those
-            behind them are left out, which is an error with ``PYOPS_CHECK=1`` alone.
+            or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
+            and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
+            (`concat_and_cache_mla`, written with the queries' dtype, float16 or bfloat16): ``c = T(quant * scale)``,
+            one scale for 128 quants. Any page size, any strides but the last.
+        seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count: later ones are
+            left out, which is an error only with ``PYOPS_CHECK=1``.
         page_table: [num_seqs, max_pages], int32 or int64, any strides.
         workspace: uint8, or None. Neither read nor written: the op allocates its own for the length of the call.
-        scale: of the logits.
-        num_kv_splits: splits of a sequence, at most, each for a block of its own; 1 for a single pass, 0 or less for as
-            many as keep the device busy.
+        scale: factor of the logits.
+        num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
+            that keeps the device busy.
     """
     cache = _entries(kv_c_and_k_pe_cache, q_nope)
     num_pages, page_size, _ = cache.shape
@@ -162,7 +162,7 @@ def sm100_cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_
     Args:
         max_seq_len: tokens of the longest sequence.
         num_batches: sequences.
-        sm_count: multiprocessors of the device.
+        sm_count: SMs of the device.
         num_kv_splits: splits of a sequence; 0 or less for vLLM's choice by the other arguments.
     """
     splits = num_kv_splits

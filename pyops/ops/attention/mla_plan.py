@@ -22,16 +22,18 @@ from .mla_small_h_fp8 import CodesConfig
 _decode = Kernel("attention/mla_decode.cu")
 _decode_simt = Kernel("attention/mla_decode_simt.cu")
 
-_SIMT_WARPS = 4
-_MAX_SPLITS = 128
-_MIN_SPLIT = 64  # tokens for each 16 heads of a block: more are worth the queries that a split reads and its results
-_MAX_CANDIDATE_SPLIT = 512  # tokens of a split, at least, that tuning tries
-_MAX_WAVES = 2  # of splits; docs/performance/decode.md: "A partial wave costs at least half a wave"
-# Of mla_decode.cu: (query heads of a block, tokens of a step, warps).
+_SIMT_WARPS = 4  # warps of a block of mla_decode_simt.cu
+_MAX_SPLITS = 128  # most splits of a sequence
+# Fewest tokens of a split, per 16 heads of a block: fewer do not pay for the split's reads of queries and its partial
+# results.
+_MIN_SPLIT = 64
+_MAX_CANDIDATE_SPLIT = 512  # largest min_split that tuning tries, in tokens
+_MAX_WAVES = 2  # most waves of splits; docs/performance/decode.md: "A partial wave costs at least half a wave"
+# mla_decode.cu: (query heads of a block, tokens of a KV tile, warps).
 BLOCKS = ((64, 32, 8), (32, 32, 8), (16, 32, 8), (16, 16, 4))
-WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # where warps have 64 lanes
-STATIC_SHARED = 512  # bytes, and more than mla_decode.cu has
-_RESERVED_SHARED = 1024  # bytes of every block that the device takes for itself
+WIDE_BLOCKS = ((64, 32, 8), (32, 32, 4), (16, 32, 4), (16, 16, 4))  # the same for warps of 64 lanes
+STATIC_SHARED = 512  # bytes of static shared memory: an upper bound for mla_decode.cu
+_RESERVED_SHARED = 1024  # bytes of shared memory that the device reserves in every block
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,13 @@ class MlaConfig:
     """How one call runs.
 
     Attributes:
-        num_warps: of a block.
-        heads_per_block: query heads; 1 and `step_tokens` of 0 for mla_decode_simt.cu.
-        step_tokens: tokens whose entries a block holds in shared memory at once.
-        min_blocks: blocks that a multiprocessor must hold; bounds the registers.
-        max_splits: splits of a sequence, at most; a block takes one split.
-        min_split: tokens of a split, at least.
-        join: how the splits are joined.
+        num_warps: warps of a block.
+        heads_per_block: query heads of a block; 1, with `step_tokens` of 0, for mla_decode_simt.cu.
+        step_tokens: tokens of a KV tile: their latent KV is in shared memory at once.
+        min_blocks: blocks per SM; bounds the registers.
+        max_splits: most splits of a sequence; a block takes one split.
+        min_split: fewest tokens of a split.
+        join: the kernel that combines the splits.
     """
 
     num_warps: int
@@ -59,7 +61,7 @@ class MlaConfig:
     SPLIT_UNIT = TILE_TOKENS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaConfig]:
-        """Other blocks, registers and splits. How splits are joined stays: a table cannot hold it."""
+        """Other blocks, registers and splits. The combine kernel stays: a tuning table cannot hold it."""
         found = []
         if self.step_tokens:
             for heads, tokens, num_warps in _blocks_that_fit(problem, device):
@@ -104,7 +106,7 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
 
 
 def _choose_block(problem: MlaProblem, device: Device) -> tuple[int, int, int] | None:
-    """The largest of BLOCKS that is not half empty and finds its shared memory; None if there is none."""
+    """The largest of BLOCKS that is at least half full and fits into shared memory; None if no block does."""
     if problem.may_use_mma:
         for block in _blocks_that_fit(problem, device):
             if problem.num_heads > block[0] // 2 or block[0] == 16:
@@ -113,16 +115,16 @@ def _choose_block(problem: MlaProblem, device: Device) -> tuple[int, int, int] |
 
 
 def _blocks_that_fit(problem: MlaProblem, device: Device) -> list[tuple[int, int, int]]:
-    """Those of BLOCKS that find their shared memory."""
+    """The entries of BLOCKS that fit into shared memory."""
     room = device.shared_memory - STATIC_SHARED
     if problem.is_fp8 and device.arch.startswith("gfx11"):
-        return []  # 24 registers of a thread spill
+        return []  # 24 registers of a thread would spill
     blocks = BLOCKS if device.warp_size == 32 else WIDE_BLOCKS
     return [block for block in blocks if shared_memory(block[0], block[1], _code_bytes(problem)) <= room]
 
 
 def _code_bytes(problem: MlaProblem) -> int:
-    """Bytes of an entry of codes; 0 where entries are not codes."""
+    """Bytes of a token's fp8 latent KV; 0 for a 16-bit cache."""
     return problem.cache.shape[2] if problem.is_fp8 else 0
 
 
@@ -136,7 +138,7 @@ def shared_memory(heads: int, step_tokens: int, code_bytes: int) -> int:
 
 
 def launch(problem: MlaProblem, config: AnyConfig) -> list[Launch]:
-    """The kernel that computes the splits, and the kernel that joins them where a sequence may have several."""
+    """The kernel that computes the splits, and the kernel that combines them where a sequence may have several."""
     is_joined = config.max_splits > 1
     rows = problem.num_seqs * problem.num_heads * config.max_splits if is_joined else 0
     arguments = {

@@ -13,18 +13,19 @@ from .._shared import fp8
 from .join import vector_width
 from .layout import MAX_TOKENS
 
-LATENT_SIZE, ROPE_SIZE = 512, 64
-ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE
-DS_MLA_BYTES = 656  # of an entry of "fp8_ds_mla": codes, four scales, and a rotated key of 16-bit elements
-_MIN_HEADS_FOR_WGMMA = 8
-_MAX_FEW_HEADS = 16
-_FEW_HEADS_SHARED = 204 * 1024  # bytes of a block, at most
-_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264  # bytes: queries and two tiles; barriers, places, scales, maxima, sums
+LATENT_SIZE, ROPE_SIZE = 512, 64  # elements of the latent vector, of the RoPE key
+ENTRY_SIZE = LATENT_SIZE + ROPE_SIZE  # elements of a token's latent KV
+DS_MLA_BYTES = 656  # bytes of a token of "fp8_ds_mla": fp8 latent, four scales, and a 16-bit RoPE key
+_MIN_HEADS_FOR_WGMMA = 8  # fewest heads of mla_decode_sm90.cu
+_MAX_FEW_HEADS = 16  # most heads of mla_decode_small_h.cu and mla_decode_small_h_fp8.cu
+_FEW_HEADS_SHARED = 204 * 1024  # most bytes of shared memory of a block for few heads
+# Bytes of shared memory for WGMMA: queries and two KV tiles; barriers, slots, scales, row maxima, row sums.
+_WGMMA_SHARED = 3 * 64 * ENTRY_SIZE * 2 + 11264
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlaProblem:
-    """One query token of each sequence against a paged cache of latent entries."""
+    """One query token per sequence against a paged cache of latent KV."""
 
     out: TensorArg
     lse: TensorArg | None
@@ -50,27 +51,27 @@ class MlaProblem:
 
     @property
     def is_ds_mla(self) -> bool:
-        """Whether entries are 656 bytes of "fp8_ds_mla"."""
+        """Whether the cache is "fp8_ds_mla": 656 bytes per token."""
         return self.cache.shape[2] == DS_MLA_BYTES
 
     @property
     def is_plain_fp8(self) -> bool:
-        """Whether entries are codes without scales."""
+        """Whether the cache is fp8 without scales per token."""
         return self.is_fp8 and not self.is_ds_mla
 
     @property
     def product_dtype(self) -> DType:
-        """What queries and entries are multiplied in."""
+        """The dtype of the MMA operands."""
         return float16 if self.q_nope.dtype is float8_e4m3fn else self.q_nope.dtype
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence that there is room for."""
+        """The longest sequence that the page table holds."""
         return min(self.page_table.shape[1] * self.cache.shape[1], MAX_TOKENS)
 
     @property
     def may_use_mma(self) -> bool:
-        """Whether mla_decode.cu, if it finds shared memory, serves the call; mla_decode_simt.cu serves every call."""
+        """Whether mla_decode.cu serves the call, if its shared memory fits; mla_decode_simt.cu serves every call."""
         cache, chunk = self.cache, 16 // self.cache_dtype.itemsize
         is_aligned = cache.alignment == 16 and all(
             stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
@@ -79,7 +80,7 @@ class MlaProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether mla_decode_sm90.cu serves the call: 16 bits, tensors that can be mapped, and heads enough."""
+        """Whether mla_decode_sm90.cu serves the call: 16-bit queries, tensors that TMA can load, and enough heads."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -98,7 +99,8 @@ class MlaProblem:
 
     @property
     def has_few_heads(self) -> bool:
-        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu serves: 16 bits, fp8, aligned."""
+        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu serves: at most 16 heads, aligned
+        16-bit queries."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -115,7 +117,7 @@ class MlaProblem:
 
     @property
     def join_width(self) -> int:
-        """Elements that a thread of the join loads and stores at once."""
+        """Elements that a thread of the combine kernel loads and stores at once."""
         return vector_width(self.out, None, float32, self.out.dtype)
 
     def bucket(self) -> str:
@@ -138,7 +140,7 @@ def _rows_are_aligned(arg: TensorArg) -> bool:
 
 
 def check_mla(call: Mapping[str, Any]) -> MlaProblem:
-    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
     out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
     cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
     check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)
@@ -152,7 +154,7 @@ def check_mla(call: Mapping[str, Any]) -> MlaProblem:
     check.dtype(cache, *dict.fromkeys((q_nope.dtype, *E4M3, uint8)))
     is_ds_mla = cache.dtype is uint8 and cache.shape[2:] == (DS_MLA_BYTES,)
     if is_ds_mla:
-        check.dtype(q_nope, float16, bfloat16)  # of which the rotated key is
+        check.dtype(q_nope, float16, bfloat16)  # the dtype of the RoPE key
     check.sizes(cache, num_pages=None, page_size=None, entry_size=DS_MLA_BYTES if is_ds_mla else ENTRY_SIZE)
     for arg in (q_nope, q_pe, cache):
         check.row_size(arg)
@@ -170,7 +172,7 @@ def check_mla(call: Mapping[str, Any]) -> MlaProblem:
 
 
 def constants_of(problem: MlaProblem) -> dict[str, Any]:
-    """The constants that kernels of few heads have in common."""
+    """The constants that the kernels for few heads have in common."""
     return {
         "query_t": problem.q_nope.dtype,
         "cache_t": problem.cache_dtype,
@@ -183,7 +185,7 @@ def constants_of(problem: MlaProblem) -> dict[str, Any]:
 
 
 def arguments_of(problem: MlaProblem) -> dict[str, Any]:
-    """The arguments that kernels of few heads have in common."""
+    """The arguments that the kernels for few heads have in common."""
     q_nope, q_pe, cache, page_table = problem.q_nope, problem.q_pe, problem.cache, problem.page_table
     return {
         "num_heads": problem.num_heads,

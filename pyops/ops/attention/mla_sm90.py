@@ -1,4 +1,4 @@
-"""MLA decode by wgmma on compute capability 9.0: the geometry of mla_decode_sm90.cu."""
+"""MLA decode by WGMMA on compute capability 9.0: the geometry of mla_decode_sm90.cu."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 
 _decode = Kernel("attention/mla_decode_sm90.cu")
 
-_HEADS = 64  # of a block
-_TOKENS = 64  # of a tile
-_PANEL_SIZE, _ROW_BYTES = 64, 128
-_MAX_SPLITS = 128
-_SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # the queries and two tiles
-# The model of the device: what a pair of tiles takes a block, and what a join takes beside partial results' bytes.
+_HEADS = 64  # query heads of a block
+_TOKENS = 64  # tokens of a KV tile
+_PANEL_SIZE, _ROW_BYTES = 64, 128  # elements and bytes of a row of a panel: the 128-byte swizzle
+_MAX_SPLITS = 128  # most splits of a sequence
+_SHARED_BYTES = 3 * _TOKENS * ENTRY_SIZE * 2  # bytes: the queries and two KV tiles
+# The cost model: us per pair of KV tiles, us per combine kernel, and bytes per us of partial results.
 _PAIR_US, _JOIN_US, _BYTES_PER_US = 3.0, 3.0, 4.3e6
 
 
@@ -30,10 +30,10 @@ class MlaSm90Config:
     """The geometry of mla_decode_sm90.cu.
 
     Attributes:
-        cluster: blocks that widen codes for each other: 1, or, of entries of "fp8_ds_mla", 2.
-        max_splits: splits of a sequence, at most; a block takes one split.
-        min_split: tokens of a split, at least; a multiple of SPLIT_UNIT.
-        join: how the splits are joined.
+        cluster: CTAs that share the dequantization of a KV tile: 1, or 2 for an "fp8_ds_mla" cache.
+        max_splits: most splits of a sequence; a block takes one split.
+        min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
+        join: the kernel that combines the splits.
     """
 
     cluster: int
@@ -44,7 +44,7 @@ class MlaSm90Config:
     SPLIT_UNIT = _TOKENS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[MlaSm90Config]:
-        """Other clusters and splits. How splits are joined stays: a table cannot hold it."""
+        """Other clusters and splits. The combine kernel stays: a tuning table cannot hold it."""
         found = tuning.varied(self, cluster=(1, 2) if _may_share(problem) else (1,))
         if problem.num_kv_splits <= 0:
             found += tuning.varied(self, max_splits=tuning.beside(self.max_splits, 1, _MAX_SPLITS))
@@ -56,7 +56,7 @@ class MlaSm90Config:
         num_pages, page_size, _ = cache.shape
         box_tokens = 8 if problem.is_fp8 else gcd(page_size, _TOKENS)
         has_half_boxes = box_tokens < _TOKENS and not problem.is_fp8
-        panels = _map(problem.q_pe if problem.is_fp8 else cache, box_tokens)  # codes are loaded without a map
+        panels = _map(problem.q_pe if problem.is_fp8 else cache, box_tokens)  # fp8 latent KV is loaded without TMA
         kernel = _decode.for_arch(device.arch_feature)(
             query_t=problem.q_nope.dtype,
             cache_t=problem.cache_dtype,
@@ -95,17 +95,18 @@ def _groups(problem: MlaProblem) -> int:
 
 
 def _may_share(problem: MlaProblem) -> bool:
-    """Whether blocks may be clusters of two, each of which widens half of the codes: of codes with scales."""
+    """Whether two CTAs of a cluster may each dequantize half of a KV tile: with an "fp8_ds_mla" cache."""
     return _groups(problem) % 2 == 0 and problem.is_ds_mla
 
 
 def _map(arg: TensorArg, rows: int) -> TensorMap:
-    """Of a tensor of three dimensions: boxes of `rows` of the middle one and a panel of the last."""
+    """The tensor map of a tensor with three dimensions; a box is `rows` rows and one panel."""
     return TensorMap.of(arg, (_PANEL_SIZE, rows, 1), _ROW_BYTES)
 
 
 def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
-    """Boxes of the four panels of half a latent vector of some entries; of 8 entries, one panel lies after another."""
+    """The tensor map with boxes of half a latent vector (four panels) of some tokens. In shared memory, 8 tokens of one
+    panel precede the next panel."""
     (num_pages, page_size, _), (page, slot, _), itemsize = cache.shape, cache.strides, cache.dtype.itemsize
     slot_bytes = slot * itemsize if page_size > 1 else ENTRY_SIZE * itemsize
     page_bytes = page * itemsize if num_pages > 1 else page_size * slot_bytes
@@ -116,7 +117,7 @@ def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
 
 
 def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
-    """As many splits as end first by the model of the device; clusters where they may share conversions."""
+    """The number of splits with the least time by the cost model; clusters where two CTAs may share dequantization."""
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 

@@ -1,4 +1,4 @@
-"""MLA decode of few heads, entries of 16 bits or scaled codes, on Hopper: the geometry of mla_decode_small_h.cu."""
+"""MLA decode of at most 16 heads on Hopper, 16-bit or "fp8_ds_mla" cache: the geometry of mla_decode_small_h.cu."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, cons
 
 _decode = Kernel("attention/mla_decode_small_h.cu")
 
-_HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64  # of a block, of a group of warps
-_GROUPS = (4, 2)  # of a block, of which one or two share a multiprocessor
-_MAX_SPLITS = 128
-# The model of the device: what 64 tokens take a multiprocessor at least, and how many times as long with one block of
-# two groups; what a block takes beside its tokens, and a join beside partial results' bytes. Fitted to 64 x 4096.
+# Query heads of a block, tokens of a warp group's KV tile, threads of a warp group.
+_HEADS, _GROUP_TOKENS, _GROUP_THREADS = 16, 16, 64
+_GROUPS = (4, 2)  # warp groups of a block; an SM holds one block of four or two blocks of two
+_MAX_SPLITS = 128  # most splits of a sequence
+# The cost model: least us of an SM per 64 tokens; factor if an SM has one block of two groups; us per block; us per
+# combine kernel; bytes per us. Fitted to 64 sequences of 4096 tokens.
 _UNIT_US, _ALONE, _START_US, _JOIN_US, _BYTES_PER_US = 1.5, 1.4, 4.0, 3.0, 4.3e6
 
 
@@ -29,9 +30,9 @@ class FewHeadsConfig:
 
     Attributes:
         groups: groups of two warps of a block.
-        max_splits: splits of a sequence, at most; a block takes one split.
-        min_split: tokens of a split, at least; a multiple of SPLIT_UNIT.
-        join: how the splits are joined.
+        max_splits: most splits of a sequence; a block takes one split.
+        min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
+        join: the kernel that combines the splits.
     """
 
     groups: int
@@ -42,7 +43,7 @@ class FewHeadsConfig:
     SPLIT_UNIT = 64
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[FewHeadsConfig]:
-        """Other blocks and splits. How splits are joined stays: a table cannot hold it."""
+        """Other blocks and splits. The combine kernel stays: a tuning table cannot hold it."""
         del device
         found = tuning.varied(self, groups=_GROUPS)
         if problem.num_kv_splits <= 0:
@@ -77,14 +78,14 @@ def _entry_bytes(problem: MlaProblem) -> int:
 
 
 def _copy_tokens(problem: MlaProblem) -> int:
-    """Entries that one copy takes: of 16, those that lie one after another in a page."""
+    """Tokens that one bulk copy loads: up to 16 with contiguous latent KV in a page."""
     cache = problem.cache
     lie_dense = cache.strides[1] == cache.shape[2] or cache.shape[1] == 1
     return gcd(cache.shape[1], 16) if lie_dense else 1
 
 
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
-    """Blocks and splits that end first by the model of the device."""
+    """The block and the number of splits with the least time by the cost model."""
     units = -(-problem.max_tokens // FewHeadsConfig.SPLIT_UNIT)
     split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
     bytes_us = FewHeadsConfig.SPLIT_UNIT * _entry_bytes(problem) * device.multiprocessors / _BYTES_PER_US

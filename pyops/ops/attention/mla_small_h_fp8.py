@@ -1,4 +1,4 @@
-"""MLA decode of few heads from an fp8 cache: the geometry of mla_decode_small_h_fp8.cu."""
+"""MLA decode of at most 16 heads with an fp8 cache: the geometry of mla_decode_small_h_fp8.cu."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem, arguments_of, cons
 
 _decode = Kernel("attention/mla_decode_small_h_fp8.cu")
 
-_HEADS, _TOKENS = 16, 64  # of a block, of a tile
-_NUM_THREADS, _BLOCKS = 128, 2  # of a multiprocessor
-_MAX_SPLITS = 128
+_HEADS, _TOKENS = 16, 64  # query heads of a block, tokens of a KV tile
+_NUM_THREADS, _BLOCKS = 128, 2  # threads of a block, blocks per SM
+_MAX_SPLITS = 128  # most splits of a sequence
 SHARED_MEMORY = _HEADS * ENTRY_SIZE * 2 + _HEADS * (_TOKENS * 2 + 16) + 2 * _TOKENS * ENTRY_SIZE  # bytes of a block
-# The model of the device: what a block takes for a tile and beside its tiles, and what a join takes beside partial
-# results' bytes.
+# The cost model: us per KV tile, us per block, us per combine kernel, and bytes per us of partial results.
 _TILE_US, _START_US, _JOIN_US, _BYTES_PER_US = 2.2, 4.0, 3.0, 4.3e6
 
 
@@ -27,9 +26,9 @@ class CodesConfig:
     """The geometry of mla_decode_small_h_fp8.cu.
 
     Attributes:
-        max_splits: splits of a sequence, at most; a block takes one split.
-        min_split: tokens of a split, at least; a multiple of SPLIT_UNIT.
-        join: how the splits are joined.
+        max_splits: most splits of a sequence; a block takes one split.
+        min_split: fewest tokens of a split; a multiple of SPLIT_UNIT.
+        join: the kernel that combines the splits.
     """
 
     max_splits: int
@@ -39,7 +38,7 @@ class CodesConfig:
     SPLIT_UNIT = _TOKENS
 
     def candidates(self, problem: MlaProblem, device: Device) -> list[CodesConfig]:
-        """Other splits. How splits are joined stays: a table cannot hold it."""
+        """Other splits. The combine kernel stays: a tuning table cannot hold it."""
         del device
         if problem.num_kv_splits > 0:
             return []
@@ -61,7 +60,7 @@ class CodesConfig:
 
 
 def choose(problem: MlaProblem, device: Device) -> CodesConfig:
-    """As many splits as end first by the model of the device."""
+    """The number of splits with the least time by the cost model."""
     tiles = -(-problem.max_tokens // _TOKENS)
     split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
 

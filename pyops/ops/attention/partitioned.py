@@ -1,4 +1,4 @@
-"""Decode attention in partitions of a fixed size, whose results stay in memory that the caller gives."""
+"""Decode attention in partitions of a fixed size; the caller provides the memory for their results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["paged_attention_rocm", "paged_attention_v2"]
 
-_V2_PARTITION, _ROCM_PARTITION = 512, 256  # tokens
+_V2_PARTITION, _ROCM_PARTITION = 512, 256  # tokens of a partition
 
 
 def _joined(partition: int) -> Callable[..., float]:
-    """`absolute_error`, and that of partitions: their results are rounded to T before they meet others, or a sink."""
+    """`absolute_error`, and the error of partitions: their results are rounded to T before they are combined."""
 
     def atol(
         query: Tensor,
@@ -81,12 +81,12 @@ def paged_attention_v2(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """`paged_attention_v1` in partitions of 512 tokens, whose results stay in memory that the caller gives.
+    """`paged_attention_v1` in partitions of 512 tokens, with their results in memory that the caller provides.
 
-    Partition p of a head writes its largest logit m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`,
-    and its own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with
-    ``w_p = z_p exp(m_p - m)``; a sink is added to the sums of this join. The memory of partitions behind the end of a
-    sequence, or before its window, is left as it is.
+    Partition p of a head writes its row max m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`, and its
+    own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with ``w_p =
+    z_p exp(m_p - m)``; a sink is added to both sums when partitions are combined. Memory of partitions after the end of
+    a sequence, or before its window, is left as it is.
 
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
@@ -191,14 +191,14 @@ def paged_attention_rocm(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """`paged_attention_v2` in partitions of 256 tokens, for rows among those of a mixed batch, on any platform.
+    """`paged_attention_v2` in partitions of 256 tokens, for the decode rows of a mixed batch, on any platform.
 
     Args:
         out: [num_rows, num_heads, head_size], written; with fp8_out_scale float8_e4m3fn or uint8.
         query: [num_rows, num_heads, head_size]; num_rows may exceed num_seqs.
         query_start_loc: [num_seqs + 1] int32 or int64, any stride. Sequence s has the rows query_start_loc[s] <= i <
-            query_start_loc[s + 1]; a sequence that has not exactly one row, inside `query`, is left alone. None:
-            sequence s has row s.
+            query_start_loc[s + 1]; a sequence is skipped unless it has exactly one row, inside `query`. None: sequence
+            s has row s.
         fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
         mfma_type: ignored.
         lse: [num_heads, num_rows] float32, written where `out` is.

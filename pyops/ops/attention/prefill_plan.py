@@ -1,4 +1,4 @@
-"""Attention of many query tokens: the problem, the choice of a Config, and the launch."""
+"""Prefill attention: the problem, the choice of a Config, and the launch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .prefill_sm90_fp8 import E4m3Config
 
 _prefill_mma = Kernel("attention/prefill_mma.cu")
 
-_NUM_WARPS = 4
-_TILE_ROWS = 16  # rows of one matrix product; a row is a query token and one of the heads that share a key-value head
-_STATIC_SHARED_MEMORY = 2176  # bytes of a block, at most: places of 64 keys and values of two tiles, and which lack one
+_NUM_WARPS = 4  # warps of a block
+_TILE_ROWS = 16  # rows of an MMA; a row is a query token and one of the heads that share a key-value head
+# Most bytes of static shared memory of a block: slots of 64 keys and values of two tiles, and flags of missing tokens.
+_STATIC_SHARED_MEMORY = 2176
 # docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
-_MIN_ROWS_FOR_TWO_TILES = 256  # of a sequence, on average
-_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with codes or options; 128 on sm_90 without ("two tiles spill")
+_MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
+_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with fp8 or logit options; 128 on sm_90 otherwise ("two tiles spill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class PrefillMmaConfig:
     """How one call runs.
 
     Attributes:
-        num_warps: of a block.
-        row_tiles: tiles of 16 rows to a warp.
-        step_tokens: tokens whose keys and values a block holds in shared memory at once.
-        min_blocks: blocks that a multiprocessor must hold; bounds the registers.
+        num_warps: warps of a block.
+        row_tiles: tiles of 16 rows per warp.
+        step_tokens: tokens of a KV tile: its keys and values are in shared memory at once.
+        min_blocks: blocks per SM; bounds the registers.
     """
 
     num_warps: int
@@ -67,7 +68,7 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
     is_plain = problem.has_plain_logits and not problem.is_fp8
     max_head_size = _MAX_HEAD_SIZE_OF_TWO_TILES * (2 if is_plain and device.arch == "sm_90" else 1)
     many_rows = problem.num_rows >= _MIN_ROWS_FOR_TWO_TILES * problem.num_seqs
-    has_registers = device.supports("mma") or device.warp_size == 64  # for copies that are held, too
+    has_registers = device.supports("mma") or device.warp_size == 64  # also for loads held in registers
     config = PrefillMmaConfig(
         num_warps=_NUM_WARPS,
         row_tiles=2 if many_rows and head_size <= max_head_size and has_registers else 1,
@@ -79,7 +80,8 @@ def choose(problem: PrefillProblem, device: Device) -> PrefillMmaConfig | Prefil
 
 
 def _step_tokens(problem: PrefillProblem, device: Device) -> int:
-    """As registers allow. A lane has twice the sums by WMMA that it has by MFMA, and on gfx11 all of an operand."""
+    """Tokens of a KV tile, as registers allow. With WMMA a lane has twice the accumulators that it has with MFMA, and
+    on gfx11 each lane holds a whole operand row."""
     head_size = problem.query.shape[2]
     if device.supports("mma") or device.warp_size == 64:
         return 64 if head_size <= 128 else 32
@@ -90,7 +92,7 @@ def _step_tokens(problem: PrefillProblem, device: Device) -> int:
 def shared_memory(problem: PrefillProblem, config: PrefillMmaConfig) -> int:
     """Bytes of dynamic shared memory of a block, as prefill_mma.cu counts them.
 
-    Queries, and two steps of keys and of values; one where the next step waits in registers. Rows are padded to 128
+    Queries, and two stages of keys and values; one stage where registers hold the next KV tile. Rows are padded to 128
     bytes.
     """
     device, head_size, tokens = problem.query.device, problem.query.shape[2], config.step_tokens
@@ -111,9 +113,9 @@ def _row_bytes(elements: int) -> int:
 
 def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config) -> list[Launch]:
     """The launches of decode attention for sequences of one query token, where they may be many, and those of the
-    kernel of all other sequences.
+    prefill kernel for all other sequences.
 
-    Queries of e4m3 are widened for kernels that do not multiply them.
+    e4m3 queries are upcast for kernels without fp8 MMAs.
     """
     single_rows = problem.single_rows
     if single_rows is None:
@@ -128,8 +130,8 @@ def launch(problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config
 def _launch_rows(
     problem: PrefillProblem, config: PrefillMmaConfig | PrefillSm90Config | E4m3Config, min_tokens: int
 ) -> list[Launch]:
-    """The kernel of sequences of min_tokens query tokens and more, and the join of the splits of a PrefillSm90Config;
-    elsewhere a block takes its rows over all tokens."""
+    """The prefill kernel for sequences of at least min_tokens query tokens, and the combine kernel for the splits of a
+    PrefillSm90Config. Other kernels do not split the keys."""
     options = problem.options
     constants = {
         **kv_constants(problem.query, problem.kv, problem.layout, options),
@@ -169,7 +171,7 @@ def _launch_mma(
         MIN_BLOCKS=config.min_blocks,
         OUT_ACCESS=2 if pairs else 1,
     )
-    # Each sequence may leave one block with fewer rows.
+    # Each sequence may add one block with fewer rows.
     grid = (problem.num_rows // block_rows + problem.num_seqs if num_tokens else 0, problem.layout.num_kv_heads)
     return kernel.launch(
         grid,

@@ -1,4 +1,4 @@
-"""Attention of many query tokens: the problem, and the checks of a call."""
+"""Prefill attention: the problem, and the checks of a call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
 
-# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where a sequence has fewer
-# query tokens than these on average.
+# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where sequences have fewer
+# than this number of query tokens on average.
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
 def _max_head_size(device: Device) -> int:
-    """Of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 alone are 256 registers of a lane."""
+    """Largest head size of prefill_mma.cu: larger heads spill. The accumulators of 16 rows of 512 are 256 registers of
+    a lane."""
     return 256 if device.supports("mma") or device.warp_size == 64 else 128
 
 
@@ -30,8 +31,8 @@ class PrefillProblem:
     """Query tokens of several sequences against a paged cache, or against ragged keys and values.
 
     Attributes:
-        query: of the type of out. In the place of queries of e4m3: a contiguous tensor of what they are in that type.
-        codes, q_scale: queries of e4m3, and their scale; None for other queries. No scale is one of 1.
+        query: queries in the dtype of out; for e4m3 queries, a contiguous tensor with the same values in that dtype.
+        codes, q_scale: e4m3 queries and their scale; None for other queries. A q_scale of None means 1.
     """
 
     out: TensorArg
@@ -55,17 +56,17 @@ class PrefillProblem:
 
     @property
     def expected_tokens(self) -> int:
-        """Keys of a sequence, as a plan counts them: the most that there may be, or of ragged keys the mean."""
+        """Expected keys of a sequence: the most that its block table holds, or the mean for ragged keys."""
         max_tokens = max_tokens_of(self.kv)
         return -(-max_tokens // max(1, self.num_seqs)) if self.layout.ragged else max_tokens
 
     def box_tokens(self, tile_tokens: int) -> int:
-        """Keys of a tile that lie in one box of a tensor map."""
+        """Keys of a KV tile in one TMA box."""
         return tile_tokens if self.layout.ragged else gcd(self.layout.block_size, tile_tokens)
 
     @property
     def num_rows(self) -> int:
-        """Rows of the matrix products of one key-value head."""
+        """Rows of the MMAs of one key-value head."""
         num_tokens, num_heads, _ = self.query.shape
         return num_tokens * num_heads // self.layout.num_kv_heads
 
@@ -76,7 +77,7 @@ class PrefillProblem:
 
     @property
     def value_size(self) -> int:
-        """Elements of a value of a head, at most as many as of a key."""
+        """Elements of a value of a head; at most the elements of a key."""
         return self.layout.value_size
 
     @property
@@ -85,7 +86,7 @@ class PrefillProblem:
 
     @property
     def has_plain_logits(self) -> bool:
-        """Whether logits are products, up to a factor."""
+        """Whether logits are scaled dot products, without ALiBi slopes and soft cap."""
         return self.options.alibi_slopes is None and not self.options.logits_soft_cap
 
     @property
@@ -93,7 +94,8 @@ class PrefillProblem:
         """Whether prefill_mma.cu serves the call; attention_decode_simt.cu serves every call."""
         query, head_size = self.query, self.query.shape[2]
         unit = 16 if self.layout.packed or self.is_fp8 else 8
-        # On gfx11 a lane has all of an operand: with slopes or a soft cap beside short values, registers spill.
+        # On gfx11 each lane holds a whole operand row: with ALiBi slopes or a soft cap and short values, registers
+        # spill.
         has_registers = (
             self.value_size == head_size or self.has_plain_logits or not query.device.arch.startswith("gfx11")
         )
@@ -114,7 +116,7 @@ class PrefillProblem:
         """Whether prefill_sm90.cu serves the call."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
-        has_one_unit = not layout.head_scales or self.has_plain_logits  # a soft cap's series know one scale
+        has_one_unit = not layout.head_scales or self.has_plain_logits  # the polynomials of the soft cap take one scale
         return (
             query.device.supports("wgmma")
             and self.uses_mma
@@ -127,13 +129,13 @@ class PrefillProblem:
             and out.alignment == 16
             and heads_stride(out) % 8 == 0
             and query.numel * self.keys_and_values[0].numel > 0
-            and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # work items, at most
+            and (query.shape[0] + self.num_seqs) * layout.num_kv_heads < 2**31  # most work items
         )
 
     @property
     def single_rows(self) -> decode_problem.DecodeProblem | None:
-        """What decode attention computes: the sequences of one query token, if they may be enough for all
-        multiprocessors; None where the kernel of other sequences takes them. Only the device knows which they are.
+        """The problem of decode attention for the sequences of one query token, if they may fill all SMs; None where
+        the prefill kernel takes them. Only the device knows which sequences have one token.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV):
@@ -172,7 +174,7 @@ class PrefillProblem:
 
 
 def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call, whose arguments are given by name; OpError for a call that no kernel serves."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
     codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
@@ -189,8 +191,8 @@ def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
 
 
 def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call of ragged keys and values, whose arguments are given by name; OpError for a call that no
-    kernel serves."""
+    """The problem of a call with ragged keys and values; arguments are given by name. OpError for a call that no kernel
+    serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
     if not cu_seqlens_q.numel:
@@ -211,7 +213,7 @@ def _check_result(out: TensorArg, query: TensorArg, layout: CacheLayout, options
 
 
 def _widened(codes: TensorArg, out: TensorArg) -> TensorArg:
-    """What queries of e4m3 are in the type of out."""
+    """The descriptor of e4m3 queries after upcasting to the dtype of out."""
     check.floating(out)
     strides, pitch = [], 1
     for size in reversed(codes.shape):
@@ -221,7 +223,7 @@ def _widened(codes: TensorArg, out: TensorArg) -> TensorArg:
 
 
 def _check_codes(codes: TensorArg, q_scale: TensorArg | None, kv: PagedKV, layout: CacheLayout) -> None:
-    """Queries of e4m3 meet keys of e4m3, and have one scale, or those of heads where keys have."""
+    """Check that e4m3 queries have e4m3 keys, and one scale, or per-head scales where keys have them."""
     if layout.dtype is not float8_e4m3fn:
         expected = f'expected "fp8" or "fp8_e4m3" and codes of {float8_e4m3fn} beside queries of this type'
         raise check.refuse(codes, "kv_cache_dtype", f'{expected}, got "{kv.kv_cache_dtype}" and {layout.dtype}')

@@ -1,4 +1,4 @@
-"""Attention of many query tokens by wgmma on compute capability 9.0: the geometry of prefill_sm90.cu."""
+"""Prefill attention by WGMMA on compute capability 9.0: the geometry of prefill_sm90.cu."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from .prefill_problem import PrefillProblem
 _hopper = Kernel("attention/prefill_sm90.cu")
 _join = Kernel("attention/prefill_combine.cu")
 
-ROW_BYTES = 128  # of a panel: the swizzle
-_BARRIER_BYTES = 8
-_STATIC_BYTES = 1024  # of shared memory, at most, aligned: work items and holes
-_MAX_STAGES = 4  # of tiles of keys, and of codes
-MIN_CODE_STAGES = 2
-_JOIN_WARPS = 8  # of a block of prefill_combine.cu; each has a row
-_MAX_SPLITS = 32
-_NO_WINDOW = 2**31 - 1  # the sliding_window that kernels take for none
-# Keys and values of heads whose items of work run at once: docs/performance/prefill.md, "Sections of heads".
+ROW_BYTES = 128  # bytes of a row of a panel: the 128-byte swizzle
+_BARRIER_BYTES = 8  # bytes of an mbarrier
+_STATIC_BYTES = 1024  # most bytes of static shared memory, aligned: work items and missing tokens
+_MAX_STAGES = 4  # most stages of the K/V ring, and of the ring of fp8 tiles
+MIN_CODE_STAGES = 2  # fewest stages of the ring of fp8 tiles
+_JOIN_WARPS = 8  # warps of a block of prefill_combine.cu; each combines one row
+_MAX_SPLITS = 32  # most splits of a work item
+_NO_WINDOW = 2**31 - 1  # sliding_window of kernels without a window
+# Bytes of keys and values of the heads with work items that run at once: docs/performance/prefill.md, "Sections of
+# heads".
 _SECTION_BYTES = 24 << 20
-# The cost model, in times of a KV tile: docs/performance/prefill.md, "A work tile costs 3.2 us" and "An empty work slot
-# costs 1.5 us".
+# The cost model, in times of a KV tile: per work item, per combine kernel, per empty work slot:
+# docs/performance/prefill.md, "A work tile costs 3.2 us" and "An empty work slot costs 1.5 us".
 _ITEM_TILES, _JOIN_TILES, _NUMBER_TILES = 2, 2, 0.75
 
 
@@ -36,9 +37,9 @@ class PrefillSm90Config:
     """The geometry of prefill_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tokens: keys of a tile.
-        consumers: warpgroups of 64 rows.
-        max_splits: splits of the keys of an item of work, at most; a block takes one split.
+        tokens: keys of a KV tile.
+        consumers: consumer warpgroups, each with 64 rows of queries.
+        max_splits: split-KV: most splits of a work item; a CTA takes one split.
     """
 
     tokens: int
@@ -50,12 +51,12 @@ class PrefillSm90Config:
             raise ValueError(f"no geometry of prefill_sm90.cu: {self}")
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[PrefillSm90Config]:
-        """Other tiles and numbers of warpgroups, as far as shared memory and registers suffice."""
+        """Other KV tiles and numbers of consumer warpgroups, as far as shared memory and registers suffice."""
         found = tuning.varied(self, tokens=(64, 80, 96, 112, 128, 160, 176, 192), consumers=(2, 3))
         return [one for one in found if one.fits(problem, device)]
 
     def fits(self, problem: PrefillProblem, device: Device) -> bool:
-        """Whether two tiles of keys and values fit into shared memory, and logits and sums into registers."""
+        """Whether two stages of keys and values fit into shared memory, and logits and accumulators into registers."""
         registers = -(-problem.value_size // 16) * 8 + self.tokens * 3 // 4
         boxes = self.tokens // problem.box_tokens(self.tokens)
         return (
@@ -63,8 +64,8 @@ class PrefillSm90Config:
         )
 
     def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
-        """As many blocks as the device has multiprocessors, which take work items from a counter; and the join of
-        splits, where an item may have several."""
+        """A persistent grid: one CTA per SM takes work items from a counter. With split-KV a second kernel combines the
+        splits."""
         device, query, layout = problem.query.device, problem.query, problem.layout
         num_tokens, num_heads, _ = query.shape
         group, item_tokens = problem.group, 64 * self.consumers // problem.group
@@ -120,7 +121,7 @@ class PrefillSm90Config:
         return [attend, join.launch(grid, 32 * _JOIN_WARPS, **taken(_join, arguments))]
 
     def _stages(self, problem: PrefillProblem, device: Device) -> tuple[int, int, int, int]:
-        """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory."""
+        """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory."""
         head_size = problem.query.shape[2]
         key_bytes, value_bytes = (-(-2 * size // ROW_BYTES) * ROW_BYTES for size in (head_size, problem.value_size))
         return stages_of(
@@ -135,14 +136,15 @@ class PrefillSm90Config:
 def stages_of(
     device: Device, query_bytes: int, tile_bytes: int, code_bytes: int, max_code_stages: int
 ) -> tuple[int, int, int, int]:
-    """Tiles of keys, work items with queries, tiles of codes, and bytes, of shared memory.
+    """(stages of KV tiles, stages of queries, stages of fp8 tiles, bytes) of shared memory.
 
-    Queries of an item take so many bytes, a tile of keys and one of values together, and one of codes.
+    `query_bytes` are for the queries of a work item, `tile_bytes` for a tile of keys and one of values, `code_bytes`
+    for one tile of fp8 values.
     """
     query, stage = query_bytes + 2 * _BARRIER_BYTES, tile_bytes + 4 * _BARRIER_BYTES
     code, fixed = code_bytes + 2 * _BARRIER_BYTES, 3 * _BARRIER_BYTES
     room = device.shared_memory - _STATIC_BYTES - fixed - query - MIN_CODE_STAGES * code
-    # Tiles come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
+    # KV stages come first: docs/performance/prefill.md, "Three tiles and the queries of one item".
     stages = min(_MAX_STAGES, room // stage)
     room -= stages * stage
     code_stages = min(max_code_stages, MIN_CODE_STAGES + room // code)
@@ -152,36 +154,36 @@ def stages_of(
 
 
 def taken(kernel: Kernel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the kernel takes."""
+    """The arguments that the kernel takes."""
     taken = {name for _, name in kernel.signature.parameters}
     return {name: value for name, value in arguments.items() if name in taken}
 
 
 def _map(arg: TensorArg, sizes: tuple[int, ...], box: tuple[int, ...], swizzle: int = ROW_BYTES) -> TensorMap:
-    """Of the whole argument, whose dimensions have these sizes from the fastest one on."""
+    """The tensor map of the whole argument; `sizes` has the innermost dimension first."""
     itemsize = arg.dtype.itemsize
     strides: list[int] = []
     pitch = -(-sizes[0] * itemsize // 16) * 16
     for size, stride in zip(sizes[1:], reversed(arg.strides[:-1]), strict=True):
-        strides.append(stride * itemsize if size > 1 else pitch)  # the stride of a single element says nothing
+        strides.append(stride * itemsize if size > 1 else pitch)  # a dimension of size 1 may have any stride
         pitch = strides[-1] * size
     return TensorMap(arg, arg.dtype, sizes, tuple(strides), box, swizzle)
 
 
 def _panel_size(arg: TensorArg) -> int:
-    """Elements of a panel."""
+    """Elements in a row of a panel."""
     return ROW_BYTES // arg.dtype.itemsize
 
 
 def map_of_queries(query: TensorArg, group: int, item_tokens: int) -> TensorMap:
-    """Boxes of a panel of the query heads of an item of work."""
+    """The tensor map of queries; a box is one panel of the query heads of a work item."""
     return _map(query, query.shape[::-1], (_panel_size(query), group, item_tokens))
 
 
 def map_of_cache(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
-    """Boxes of some tokens of a head: of all panels, or of one; what a last panel has beyond the head is zeros.
+    """The tensor map of a cache, or of ragged keys or values.
 
-    Of a cache, or of ragged keys or values.
+    A box holds some tokens of a head, with all panels or one. TMA fills a last panel past the head size with zeros.
     """
     if whole_heads:
         return _map_of_whole_heads(cache, box_tokens)
@@ -189,12 +191,12 @@ def map_of_cache(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> Ten
 
 
 def _map_of_codes(cache: TensorArg, box_tokens: int, *, whole_heads: bool) -> TensorMap:
-    """Boxes of some tokens of a head, whose codes are not swizzled."""
+    """The tensor map of an fp8 cache; a box holds some tokens of a head, without swizzle."""
     return _map(cache, cache.shape[::-1], (cache.shape[3], 1, box_tokens, 1), swizzle=0)
 
 
 def has_whole_heads(*caches: TensorArg) -> bool:
-    """Whether a box may hold all panels of its tokens: heads have whole panels, and begin whole panels apart."""
+    """Whether a box may hold all panels of its tokens: head size and head stride are multiples of a panel."""
     return all(
         size % _panel_size(cache) == 0
         for cache in caches
@@ -203,12 +205,13 @@ def has_whole_heads(*caches: TensorArg) -> bool:
 
 
 def head_panels(cache: TensorArg) -> int:
-    """Panels from one head of a token to the next."""
+    """Head stride of a token, in panels."""
     return (cache.strides[-2] if cache.shape[-2] > 1 else cache.shape[-1]) // _panel_size(cache)
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
-    """Boxes of all panels of some tokens of a head. Of 8 tokens, one panel after another lies in shared memory."""
+    """The tensor map with boxes of all panels of some tokens of a head. In shared memory, 8 tokens of one panel precede
+    the next panel."""
     num_blocks, block_size, heads, head_size = cache.shape
     panel_size, itemsize = _panel_size(cache), cache.dtype.itemsize
     panels = head_size // panel_size
@@ -222,20 +225,20 @@ def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
 
 
 def choose(problem: PrefillProblem, device: Device) -> PrefillSm90Config:
-    """The largest tile of keys that registers and shared memory have room for; splits of the keys where work items are
-    fewer than multiprocessors."""
+    """The largest KV tile that fits into registers and shared memory; split-KV where there are fewer work items than
+    SMs."""
     one = _choose_tile(problem)
     while not one.fits(problem, device):
         one = replace(one, tokens=one.tokens - 16)
     max_splits = choose_splits(problem, 64 * one.consumers, one.tokens, device)
     if max_splits > 1 and problem.value_size > 192:
-        # Who finds splits takes registers from the consumers, which spill with one tile more of values of 256.
+        # Split-KV scheduling costs the consumers registers: with a value size of 256, larger KV tiles would spill.
         one = replace(one, tokens=min(one.tokens, 64 if problem.has_plain_logits else 48))
     return replace(one, max_splits=max_splits)
 
 
 def _choose_tile(problem: PrefillProblem) -> PrefillSm90Config:
-    """The largest tile of keys that registers have room for, beside sums of values; more rows for small heads."""
+    """The largest KV tile that fits into registers next to the accumulators; more rows for small heads."""
     head_size, value_size, is_plain = problem.query.shape[2], problem.value_size, problem.has_plain_logits
     if head_size <= 64:
         return PrefillSm90Config(tokens=112 if is_plain else 96, consumers=3)
@@ -249,13 +252,13 @@ def _choose_tile(problem: PrefillProblem) -> PrefillSm90Config:
 
 
 def window_of(problem: PrefillProblem) -> int:
-    """The window as kernels take it."""
+    """The sliding window as kernels take it."""
     return min(problem.options.sliding_window, _NO_WINDOW) or _NO_WINDOW
 
 
 def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> int:
-    """Key-value heads of a section of work items: as many as have room in the L2 cache, if a sequence is as long as
-    block tables are, but items for two rounds of multiprocessors, of which long ones come before short ones."""
+    """Key-value heads of a section of work items: as many as fit into the L2 cache if a sequence is as long as its
+    block table allows, but at least two waves of items, so that long items start before short ones."""
     layout, elements = problem.layout, problem.query.shape[2] + problem.value_size
     head_bytes = problem.expected_tokens * elements * layout.dtype.itemsize
     heads = max(_SECTION_BYTES // max(1, head_bytes), -(-2 * device.multiprocessors // max(1, num_tiles)))
@@ -263,9 +266,9 @@ def section_heads(problem: PrefillProblem, device: Device, num_tiles: int) -> in
 
 
 def choose_splits(problem: PrefillProblem, item_rows: int, tile_tokens: int, device: Device) -> int:
-    """As many splits of an item as end first by the model of the device.
+    """The number of splits of a work item with the least time by the cost model.
 
-    Each sequence may leave an item, with all its splits, without work.
+    Each sequence may add one work item, with all its splits, that is empty.
     """
     item_tokens, num_tokens = item_rows // problem.group, problem.query.shape[0]
     if problem.single_rows:

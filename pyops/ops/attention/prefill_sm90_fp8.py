@@ -1,4 +1,4 @@
-"""Attention of many query tokens of e4m3: the geometry of prefill_sm90_fp8.cu, and what takes its place."""
+"""Prefill attention with e4m3 queries: the geometry of prefill_sm90_fp8.cu, and the fallback that upcasts them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .prefill_sm90 import (
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
 
-# Keys of a tile and warpgroups of rows, by the size of a head, as registers allow; the first is chosen:
+# {head size: (keys of a KV tile, consumer warpgroups)}, as registers allow; the first is chosen:
 # docs/performance/prefill.md, "Tiles and warpgroups of e4m3".
 _GEOMETRIES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
-_NUM_THREADS = 256  # of widen_queries.cu; no measurement of its own
+_NUM_THREADS = 256  # threads of a block of widen_queries.cu; not yet measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class E4m3Config:
     """The geometry of prefill_sm90_fp8.cu.
 
     Attributes:
-        tokens: keys of a tile.
-        consumers: warpgroups of 64 rows.
+        tokens: keys of a KV tile.
+        consumers: consumer warpgroups, each with 64 rows of queries.
     """
 
     tokens: int
@@ -52,12 +52,12 @@ class E4m3Config:
             raise ValueError(f"no geometry of prefill_sm90_fp8.cu: {self}")
 
     def candidates(self, problem: PrefillProblem, device: Device) -> list[E4m3Config]:
-        """Another tile, or another number of warpgroups."""
+        """Another KV tile, or another number of consumer warpgroups."""
         found = tuning.varied(self, tokens=(64, 128), consumers=(2, 3))
         return [one for one in found if (one.tokens, one.consumers) in _GEOMETRIES[problem.query.shape[2]]]
 
     def launch(self, problem: PrefillProblem, constants: dict[str, Any], arguments: dict[str, Any]) -> list[Launch]:
-        """As many blocks as the device has multiprocessors, which take work items from a counter."""
+        """A persistent grid: one CTA per SM takes work items from a counter."""
         codes, layout = problem.codes, problem.layout
         assert codes is not None
         device, (num_tokens, _, head_size) = codes.device, codes.shape
@@ -107,13 +107,12 @@ class E4m3Config:
 
 
 def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
-    """What feeds kernels beside the scale of queries."""
+    """The kernel arguments for the scale of the queries."""
     return absent(q_scale=q_scale) | {"q_scale_step": int(q_scale is not None and q_scale.numel > 1)}
 
 
 def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
-    """The geometry by the size of heads; None where prefill_sm90_fp8.cu does not serve the call, or
-    parts of it have keys of their own (split-KV)."""
+    """The geometry by head size; None where prefill_sm90_fp8.cu does not serve the call, or split-KV is faster."""
     codes = problem.codes
     if (
         codes is None
@@ -130,8 +129,8 @@ def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
 
 
 def widened(problem: PrefillProblem, launches: list[Launch]) -> list[Launch]:
-    """These launches, for queries of out's type, behind one that makes such queries of e4m3, and of both scales that of
-    keys alone."""
+    """`launches` for 16-bit queries, after a kernel that upcasts the e4m3 queries and folds their scale into the scale
+    of the keys."""
     codes = problem.codes
     assert codes is not None
     num_scales = problem.layout.num_kv_heads if problem.layout.head_scales else 1

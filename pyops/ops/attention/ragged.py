@@ -1,4 +1,4 @@
-"""Attention of many query tokens of each sequence against keys and values that are in no cache."""
+"""Prefill attention against ragged keys and values, without a cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["attention_varlen"]
 
 
 def _absolute_error(query: Tensor, key: Tensor, scale: float) -> float:
-    """The rounding errors of a softmax weight, which meets values in the element type of queries, and of its logit."""
+    """The rounding errors of a softmax weight, which is rounded to the query dtype before it multiplies values, and of
+    its logit."""
     return float(torch.finfo(query.dtype).eps) + float32_logits(query, key, scale)
 
 
@@ -42,7 +43,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Attention within each of several sequences, whose queries, keys and values lie one behind the other.
+    """Attention within each of several sequences, with queries, keys and values in ragged tensors.
 
     Sequence s has the rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, m of them, and the rows
     ``cu_seqlens_k[s]`` up to ``cu_seqlens_k[s + 1]`` of `key` and `value`, n of them. If `causal`, its query tokens are
@@ -60,11 +61,11 @@ def attention_varlen(
         value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
         cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
             they are.
-        cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence whose rows `key` does not have has no keys.
-        scale: of the logits.
-        causal: whether a token attends to none behind it.
+        cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence has no keys if its rows are not in `key`.
+        scale: factor of the logits.
+        causal: whether a token attends to no later token.
         alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
-        sliding_window: only the last so many of the tokens that it would attend to, if `causal`; 0 for all.
+        sliding_window: if `causal`, a token attends only to the last sliding_window of its tokens; 0 for all.
         logits_soft_cap, sinks: as in `paged_attention_v1`.
         lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
     """
@@ -110,7 +111,7 @@ def example_attention_varlen(
     options: bool = False,
 ) -> tuple[Any, ...]:
     values, num_kv_heads, num_heads = value_size or head_size, 2, 6
-    # Three sequences: most of the tokens behind five keys, keys alone, and the rest.
+    # Three sequences: most of the tokens after five keys, keys alone, and the rest.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     key_starts = [0, starts[1] + 5, starts[1] + 12, num_tokens + 12]
     call = {

@@ -1,4 +1,4 @@
-"""Attention in float64, of which the references of its ops are made."""
+"""Attention in float64: the building blocks of the references of its ops."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 def largest_of(logits: Tensor) -> Tensor:
-    """The largest logit of the last dimension, -inf if there is none. NaN counts in the sum of exponentials alone."""
+    """The row max of the last dimension, -inf if it is empty. NaN is left out: it counts only in the sum of
+    exponentials."""
     max_logit = logits.masked_fill(logits.isnan(), -torch.inf)
     return max_logit.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
 
 
 def weighted_sum(weights: Tensor, logits: Tensor, values: Tensor) -> Tensor:
-    """The values, summed under weights: [num_heads, rows, tokens] and [tokens, num_kv_heads, size] to [rows, num_heads,
+    """The values, summed with weights: [num_heads, rows, tokens] and [tokens, num_kv_heads, size] to [rows, num_heads,
     size].
 
-    A token whose logit is -inf has no part in the sum, whatever its value. Every other token has, however small its
-    weight: its infinite value makes the sum infinite, or NaN beside one of the other sign.
+    A token with a logit of -inf has no part in the sum, whatever its value. Every other token has, however small its
+    weight: an infinite value makes the sum infinite, or NaN together with one of the other sign.
     """
     num_kv_heads = values.shape[1]
 
@@ -69,7 +70,8 @@ def scales_of(scale: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens first <= i < length of sequence s that lie in a block of the cache, with their keys and values.
+    """The tokens first <= i < length of sequence s that lie in an existing block of the cache, with their keys and
+    values.
 
     ``([tokens], [tokens, num_kv_heads, head_size], [tokens, num_kv_heads, value_size])``, keys and values in float64.
     """
@@ -92,7 +94,7 @@ def gathered(kv: PagedKV, s: int, first: int, length: int) -> tuple[Tensor, Tens
 
 
 def attended_of(kv: PagedKV, s: int, window: int, max_tokens: int | None = None) -> tuple[int, int]:
-    """(first token, length) of what the newest token of sequence s attends to, in the room that there is for it."""
+    """(first token, length) of the tokens that the newest token of sequence s attends to, cut to the block table."""
     room = kv.block_tables.shape[1] * kv.block_size
     length = max(0, min(int(kv.seq_lens[s]), room if max_tokens is None else min(room, max_tokens)))
     return max(0, length - window) if window > 0 else 0, length
@@ -106,15 +108,15 @@ def masked_logits(
     Args:
         query: [rows, num_heads, head_size].
         keys: [tokens, num_kv_heads, head_size], in float64.
-        tokens: [tokens], the place of each key in the sequence.
-        length: of the sequence.
+        tokens: [tokens], the position of each key in the sequence.
+        length: tokens of the sequence.
     """
     count = len(query)
     grouped = query.double().unflatten(1, (keys.shape[1], -1))
     logits = (torch.einsum("nhgd,jhd->hgnj", grouped, keys) * scale).flatten(0, 1)
     if options.logits_soft_cap > 0:
         logits = options.logits_soft_cap * torch.tanh(logits / options.logits_soft_cap)
-    last = torch.full((count,), length - 1, dtype=torch.int64, device=query.device)  # token that a row attends to
+    last = torch.full((count,), length - 1, dtype=torch.int64, device=query.device)  # last token that a row attends to
     if causal:
         last = length - count + torch.arange(count, dtype=torch.int64, device=query.device)
     if options.alibi_slopes is not None:
@@ -142,11 +144,11 @@ def write_rows(out: Tensor, begin: int, end: int, logits: Tensor, values: Tensor
 
 
 class Attended:
-    """What the query of one sequence attends to, in float64: logits [num_heads, tokens], and values of the tokens.
+    """The tokens that the query of one sequence attends to, in float64: logits [num_heads, tokens], and values.
 
     Args:
         query: [num_heads, head_size], of sequence `s`.
-        max_tokens: a bound of the length beside the room in the block table.
+        max_tokens: a bound of the length in addition to the capacity of the block table.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class Attended:
         return ((block + offset) % sparse.blocksparse_vert_stride == 0) | is_local
 
     def part(self, begin: int, end: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(largest logit, sum of exponentials, sum of weighted values) of the tokens begin <= i < end."""
+        """(row max, sum of exponentials, weighted sum of values) of the tokens begin <= i < end."""
         among = (self.tokens >= begin) & (self.tokens < (self.logits.new_tensor(torch.inf) if end is None else end))
         logits, values = self.logits[:, among], self.values[among]
         max_logit = largest_of(logits)
@@ -199,7 +201,7 @@ def finish(
 ) -> None:
     """Write ``out = total / (z + 1e-6)`` and the log-sum-exp, for sums relative to `max_logit`.
 
-    Each head has one more logit in `sinks`, without a value.
+    `sinks` adds one logit, without a value, to each head.
     """
     if sinks is not None:
         larger = torch.maximum(max_logit, sinks.double())
@@ -212,9 +214,9 @@ def finish(
 
 
 def partitions(attended: Attended, size: int, partials: Partials, s: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the results of the partitions of sequence `s`, and join them.
+    """Write the results of the partitions of sequence `s`, and combine them.
 
-    Returns (largest logit, sum of exponentials, sum of the rounded results under these exponentials).
+    Returns (row max, sum of exponentials, sum of the rounded results weighted by these exponentials).
     """
     exp_sums, max_logits, tmp_out = partials.exp_sums[s], partials.max_logits[s], partials.tmp_out[s]
     begin, end = attended.first // size, -(-attended.length // size)

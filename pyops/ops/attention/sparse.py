@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _convert_vertical_slash_indexes = Kernel("attention/convert_vertical_slash_indexes.cu")
-_NUM_THREADS = 64  # of a block, each with a row of blocks; other numbers have not been timed
+_NUM_THREADS = 64  # threads of a block; a thread has a row of blocks; other numbers have not been timed
 
 
 def convert_vertical_slash_indexes(
@@ -72,26 +72,26 @@ def convert_vertical_slash_indexes_mergehead(
 
     A row of blocks holds block_size_M queries, up to query ``end``. Its base is ``end + kv_len - q_len`` if `causal`
     (the keys end where the queries do), else ``end + kv_len`` (the keys are an earlier chunk). A slash s adds the key
-    range ``[e - block_size_M, e)`` with ``e = max(base - s, block_size_M)``. Ranges that meet, or lie less than
-    block_size_M apart, are merged; a merged range grows by whole block_size_M. Each range is cut into blocks of
+    range ``[e - block_size_M, e)`` with ``e = max(base - s, block_size_M)``. Ranges are merged if they meet or the gap
+    between them is less than block_size_M; a merged range grows by whole block_size_M. Each range is cut into blocks of
     block_size_N keys, and `block_offset` gets the first key of each block. `column_index` gets the verticals that lie
     in no range: if `causal`, only those before the last range (MInference, Jiang et al. 2024, arXiv:2407.02490).
-    Ignored are negative slashes, verticals outside the keys, and slashes at or behind the base, unless the last slash
-    of all lies at the base.
+    Ignored are negative slashes, verticals outside the keys, and slashes at or after the base, unless the last slash of
+    all lies at the base.
 
     Args:
         q_seqlens, kv_seqlens: [batch] int32, queries and keys of each sequence.
         vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
         slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
-        vertical_indices_count, slash_indices_count: [num_heads] int32, the indices of a head that count, from the
-            first on; None for all.
+        vertical_indices_count, slash_indices_count: [num_heads] int32, number of leading indices of each head
+            that count; None for all.
         context_size: queries of a sequence, at most.
         block_size_M, block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
         causal: whether the keys end where the queries do.
-        block_count, column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. Rows
-            behind the queries of a sequence have none.
-        block_offset: [batch, num_heads, rows, num_slashes] int32; zeros behind the blocks of a row.
-        column_index: [batch, num_heads, rows, num_verticals] int32; zeros behind the columns of a row.
+        block_count, column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They
+            are zero for rows after the queries of a sequence.
+        block_offset: [batch, num_heads, rows, num_slashes] int32; zeros after the blocks of a row.
+        column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row.
 
     All tensors are contiguous. The last four are written and returned, and new unless given.
     """

@@ -1,4 +1,4 @@
-"""Attention of many query tokens of each sequence against a paged key-value cache: prompts, and parts of them."""
+"""Prefill attention: many query tokens of each sequence against a paged key-value cache; also chunked prefill."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ def _absolute_error(
     k_scale: Tensor,
     q_scale: Tensor | None,
 ) -> float:
-    """The rounding errors of a softmax weight, which meets the values in the element type of queries, and of its logit.
+    """The rounding errors of a softmax weight, which is rounded to the query dtype before it multiplies values, and of
+    its logit.
 
-    Of e4m3, weights are wrong by 2^-18 of the largest one, too, and so is their sum; and logits are sums of 14 bits,
-    not of the 24 of float32.
+    With e4m3, weights also have an error of 2^-18 of the largest one, and so has their sum; logits are accumulated with
+    14 bits instead of the 24 of float32.
     """
     weight, logit = (
         float(torch.finfo(query.dtype).eps),
@@ -75,17 +76,17 @@ def paged_attention_varlen(
     The query tokens of sequence s are rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, the last ones
     of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
     the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
-    `paged_attention_v1`. Weights are rounded to the element type, sums are in float32 (Dao 2023, arXiv:2307.08691).
-    Of e4m3 queries and codes, products are those of the codes: the largest weight of a row becomes 256 or a little
-    more, and weights are rounded to e4m3 then; on Hopper, sums of a head and of a tile of keys have 14 bits.
-    A token whose block number is out of range contributes nothing; a query without keys gives zeros; rows that belong
-    to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to may
-    reach its other queries.
+    `paged_attention_v1`. Weights are rounded to the element type, accumulation is in float32 (Dao 2023,
+    arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
+    a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14
+    bits. A token with a block number out of range contributes nothing; a query without keys gives zeros; rows that
+    belong to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to
+    may reach its other queries.
 
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
         query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
-            Or float8_e4m3fn, beside caches of e4m3; `out` is of one of these types then.
+            Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
         value_cache: as in `paged_attention_v1`, but a value of a head may have fewer elements than a key: packed,
             [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,
             value_size].
@@ -93,12 +94,12 @@ def paged_attention_varlen(
             v_scale: as in `paged_attention_v1`.
         cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
             they are.
-        causal: whether a token attends to none behind it.
+        causal: whether a token attends to no later token.
         alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
-        sliding_window: only the last so many of the tokens that it would attend to; 0 for all.
+        sliding_window: a token attends only to the last sliding_window of its tokens; 0 for all.
         logits_soft_cap, sinks: as in `paged_attention_v1`.
         lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
-        q_scale: [1] float32, or [num_kv_heads] where k_scale has as many, of queries of e4m3; None for 1.
+        q_scale: scale of e4m3 queries: [1] float32, or [num_kv_heads] if k_scale has as many elements; None for 1.
     """
     kv = PagedKV(
         key_cache, value_cache, num_kv_heads, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale, v_scale

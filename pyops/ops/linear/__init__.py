@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""GEMMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products with 8-bit weights in AllSpark's layout."""
+"""GEMMs with 8-bit weights in AllSpark's layout."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["allspark_w8a16_gemm", "rearrange_kn_weight_as_n32k16_order"]
 
 _order_columns = Kernel("linear/order_columns.cu")
-_NUM_THREADS = 256  # of it, each with a column
-_TILE = 16, 32  # rows and columns
+_NUM_THREADS = 256  # threads of a block of this kernel; a thread has a column
+_TILE = 16, 32  # rows and columns of a tile
 
 
 @op(out=("b_qweight_reorder", "b_scales_reorder", "b_zeros_reorder"), ulps=0)
@@ -43,10 +43,10 @@ def rearrange_kn_weight_as_n32k16_order(
     N: int,
     N_32align: int,
 ) -> None:
-    """A weight of bytes in tiles of 16 x 32, for `allspark_w8a16_gemm`; scales and zero points in their order.
+    """An 8-bit weight in tiles of 16 x 32, for `allspark_w8a16_gemm`; scales and zero points in the same column order.
 
-    What lies behind the last column is 0. Of an empty weight nothing is written. `_shared/packed_layouts.py` says where
-    codes and columns lie (n32k16).
+    Columns after the last one are 0. For an empty weight nothing is written. `_shared/packed_layouts.py` has the layout
+    and the column order (n32k16).
 
     Args:
         b_qweight: [K, N] uint8, contiguous; K a multiple of 16.
@@ -138,7 +138,7 @@ def example_rearrange_kn_weight_as_n32k16_order(
 
 
 def _absolute_error(a: Tensor, b_qweight: Tensor, b_qzeros: Tensor | None, n: int) -> float:
-    """That of sums in float32, and of rounding differences from zero points that are floats."""
+    """The error of float32 accumulation, and of rounding differences from zero points that are floats."""
     return FLOAT32_ERROR if b_qzeros is None else rounding_of_weights(a, _weight(a, b_qweight, b_qzeros, n), a.dtype)
 
 
@@ -158,9 +158,10 @@ def allspark_w8a16_gemm(
     *,
     out: Tensor,
 ) -> None:
-    """A product with 8-bit codes in AllSpark's layout: ``out = scale * (a @ (code - 128 - zero))``.
+    """A GEMM with an 8-bit weight in AllSpark's layout: ``out = scale * (a @ (quant - 128 - zero))``.
 
-    A zero point is any float: differences may be rounded to the dtype of a. Sums are in float32, and rounded once.
+    A zero point is any float: differences may be rounded to the dtype of a. Accumulation is in float32; the result is
+    rounded once.
 
     Args:
         a: [M, K] float16 or bfloat16; rows of one stride; K a multiple of 16.
@@ -172,7 +173,7 @@ def allspark_w8a16_gemm(
         sm_count, sm_version, CUBLAS_M_THRESHOLD: vLLM's; they have no effect.
         has_zp: there are zero points.
         n32k16_reorder: True: the weight is in that order.
-        out: [M, n] of the dtype of a, returned; elements of a row lie one after another; new unless given.
+        out: [M, n] of the dtype of a, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, a, _weight(a, b_qweight, b_qzeros, n), b_scales=b_scales, column_order="n32k16")
 

@@ -1,4 +1,4 @@
-"""Matrix products with weights as checkpoints of AWQ and GPTQ have them."""
+"""GEMMs with weights as checkpoints of AWQ and GPTQ have them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _BITS = (2, 3, 4, 8)
 def awq_gemm(
     input: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, split_k_iters: int, *, out: Tensor
 ) -> None:
-    """A product with a weight of AWQ: ``out = input @ ((code - zero) * scale)``, summed in float32, rounded once.
+    """A GEMM with an AWQ weight: ``out = input @ ((quant - zero) * scale)``, accumulated in float32, rounded once.
 
-    Weights may be rounded to the dtype of `input`, unless a column has one scale, by which its sum is multiplied. A
-    word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
+    Weights may be rounded to the dtype of `input`, unless a column has one scale; then the epilogue applies it. A word
+    holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
 
     Args:
         input: [M, K] float16 or bfloat16; rows of one stride.
@@ -47,7 +47,7 @@ def awq_gemm(
         scales: [num_groups, N] of the dtype of `input`, contiguous; num_groups divides K.
         qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as they are stored.
         split_k_iters: vLLM's; it has no effect.
-        out: [M, N] of the dtype of `input`, returned; elements of a row lie one after another; new unless given.
+        out: [M, N] of the dtype of `input`, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, input, _awq_weight(qweight, scales, qzeros), *_scales_of_sums(scales))
 
@@ -69,7 +69,7 @@ def _awq_weight(qweight: Any, scales: Any, qzeros: Any) -> PackedWeight:
 
 
 def _scales_of_sums(scales: Any) -> tuple[Any, Any]:
-    """a_scales and b_scales of the epilogue: where there is one group, its scales are those of the sums."""
+    """a_scales and b_scales of the epilogue: with one group, the epilogue applies the scales."""
     return None, scales if scales.shape[0] == 1 else None
 
 
@@ -102,7 +102,7 @@ def plan_awq_gemm(
 
 
 def _check_groups(scales: TensorArg, k: int) -> None:
-    """Check that as many groups as there are rows of scales divide K."""
+    """Check that the number of groups, the rows of scales, divides K."""
     num_groups = scales.shape[0]
     if k % max(1, num_groups) or num_groups == 0 < k:
         raise scales.error(f"expected groups that divide K, {k}, got {num_groups}")
@@ -117,7 +117,7 @@ def example_awq_gemm(
     dtype: Literal["float16", "bfloat16"] = "float16",
     is_tiled: bool = False,
 ) -> tuple[Any, ...]:
-    """`is_tiled`: columns and groups in whole tiles, whose codes kernels read themselves."""
+    """`is_tiled`: columns and groups fill whole tiles, so that kernels with fused dequantization serve the call."""
     k, n = (256, 128) if is_tiled else (160, 72)
     return (
         make.randn(num_tokens, k, dtype=dtype),
@@ -156,12 +156,12 @@ def gptq_gemm(
     *,
     out: Tensor,
 ) -> None:
-    """A product with a weight of GPTQ: ``out = a @ ((code - zero) * scale)``, summed in float32, rounded once.
+    """A GEMM with a GPTQ weight: ``out = a @ ((quant - zero) * scale)``, accumulated in float32, rounded once.
 
-    Weights may be rounded to the dtype of `a`, unless a column has one scale, by which its sum is multiplied. A column
-    of the weight is a string of codes, from the lowest bit of its first word on, and so is a row of zero points
-    (Frantar et al. 2022, arXiv:2210.17323). Where b_g_idx leads to no group or no column of `a`, a row of the weight
-    counts as zeros.
+    Weights may be rounded to the dtype of `a`, unless a column has one scale; then the epilogue applies it. Each column
+    of the weight has consecutive quants, starting at the lowest bit of its first word; so does each row of zero points
+    (Frantar et al. 2022, arXiv:2210.17323). A row of the weight counts as zeros if b_g_idx names no group or no column
+    of `a` for it.
 
     Args:
         a: [M, K] float16 or bfloat16; rows of one stride.
@@ -169,11 +169,11 @@ def gptq_gemm(
         b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
         b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.
         b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With use_exllama
-            row k of the weight multiplies column ``b_g_idx[k]`` of `a`; without, its group is ``b_g_idx[k]``.
+            row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is ``b_g_idx[k]``.
         use_exllama: the weight is as `gptq_shuffle` leaves it.
         use_v2_format: a zero point is used as it is stored; otherwise 1 is added to it.
-        bit: of a code: 2, 3, 4 or 8.
-        out: [M, N] of the dtype of `a`, returned; elements of a row lie one after another; new unless given.
+        bit: bits of a quant: 2, 3, 4 or 8.
+        out: [M, N] of the dtype of `a`, returned; elements of a row are contiguous; new unless given.
     """
     weight = _gptq_weight(b_q_weight, b_gptq_qzeros, b_gptq_scales, _given(b_g_idx), use_exllama, use_v2_format, bit)
     multiply(out, a, weight, *_gptq_scales(weight, b_gptq_scales))
@@ -208,7 +208,7 @@ def _gptq_weight(
 
 
 def _gptq_scales(weight: PackedWeight, scales: Any) -> tuple[Any, Any]:
-    """a_scales and b_scales of the epilogue: those that the weight does not have."""
+    """a_scales and b_scales of the epilogue: the scales, if the weight does not have them."""
     return None, scales if weight.scales is None else None
 
 
@@ -275,7 +275,7 @@ def example_gptq_gemm(
     num_groups: Literal[4, 1] = 4,
     dtype: Literal["float16", "bfloat16"] = "float16",
 ) -> tuple[Any, ...]:
-    """A weight as `gptq_shuffle` leaves it, permuted or not, or one whose rows have groups in any order."""
+    """A weight as `gptq_shuffle` leaves it, permuted or not, or one with groups of rows in any order."""
     k, n = 256, 96
     g_idx = make.permutation(k, k, dtype="int32") if order == "permuted" else None
     if order == "groups":

@@ -1,4 +1,4 @@
-"""Matrices of codes under block scales: NVFP4, MXFP4 and MXFP8. A kernel writes them in bfloat16 for a product."""
+"""Block-scaled matrices: NVFP4, MXFP4 and MXFP8. A kernel dequantizes them to bfloat16 for a GEMM."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _block_scaled_to_bf16 = Kernel("linear/block_scaled_to_bf16.cu")
-_MAX_THREADS = 256  # of a block of block_scaled_to_bf16.cu
-_MAX_ROW_BLOCKS = 1024  # of a matrix: enough for a whole GPU, and few where most matrices are left out
-_MAX_PLANES = 65535  # of blockIdx.z
-_ELEMENTS = 16  # of a thread of block_scaled_to_bf16.cu
-_EXPONENT_BIAS = 127  # of e8m0; its code 255 is NaN
+_MAX_THREADS = 256  # most threads of a block of block_scaled_to_bf16.cu
+# Most blocks along the rows of a matrix: they fill a GPU, and cost little where most matrices are skipped.
+_MAX_ROW_BLOCKS = 1024
+_MAX_PLANES = 65535  # largest grid dimension z
+_ELEMENTS = 16  # elements of a thread of block_scaled_to_bf16.cu
+_EXPONENT_BIAS = 127  # exponent bias of e8m0; the value 255 is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Codes, and scales in tiles (`_shared/fp4_tiles.py`) of blocks of neighbouring elements of a row.
+    """Quantized values with block scales: a scale is for adjacent elements of a row; scales are in tiles
+    (`_shared/fp4_tiles.py`).
 
     Attributes:
-        code_bits: 4 for e2m1, two codes to a byte of uint8, the first in its lower half; 8 for e4m3.
+        code_bits: 4 for e2m1, two values to a byte of uint8, the first in its lower half; 8 for e4m3.
         scale_size: elements under one scale.
         scale_dtype: float8_e4m3fn, or float8_e8m0fnu for powers of two; a tensor of scales may be uint8 as well.
     """
@@ -43,7 +45,7 @@ class BlockFormat:
         return uint8 if self.code_bits == 4 else float8_e4m3fn
 
     def size(self, codes: TensorArg) -> int:
-        """Elements of a row of codes; OpError if scales do not divide them."""
+        """Elements of a row of quantized values; OpError unless it is a multiple of the elements under one scale."""
         check.dtype(codes, self.code_dtype)
         size = check.row_size(codes) * 8 // self.code_bits
         if size % self.scale_size:
@@ -58,7 +60,7 @@ class BlockFormat:
         return rows, columns
 
     def check_scales(self, scales: TensorArg, **sizes: int | None) -> None:
-        """Check scales in tiles, contiguous and of these sizes, of which None may be any."""
+        """Check scales in tiles: contiguous, and of these sizes; None stands for any size."""
         check.dtype(scales, self.scale_dtype, uint8)
         check.sizes(scales, **sizes)
         check.contiguous(scales)
@@ -66,7 +68,8 @@ class BlockFormat:
             raise scales.error(f"expected a multiple of {TILE_ROWS} rows, got shape {scales.shape}")
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """float64 codes times scales, rounded to bfloat16: [rows, size] of codes [rows, ...] and scales in tiles."""
+        """float64 values times scales, rounded to bfloat16: [rows, size], from codes [rows, ...] and scales in
+        tiles."""
         if self.code_bits == 4:
             each = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
             values = torch.tensor(E2M1_NUMBERS, dtype=torch.float64, device=codes.device)[each]
@@ -91,10 +94,10 @@ class BlockFormat:
         scale_rows: Scratch | None = None,
         problem_sizes: TensorArg | None = None,
     ) -> Launch:
-        """Writes codes times scales to `dense`, of matrices of `rows_of_matrix` rows, whose scales have own tiles.
+        """The launch that dequantizes to `dense` matrices of `rows_of_matrix` rows, each with its own tiles of scales.
 
-        `scale_rows` says where the scales of a row lie, if that is not the row itself. Matrices that have no rows to
-        be multiplied with in `problem_sizes` are left out.
+        `scale_rows` has the row of the scales of each row, if it is not the row itself. A matrix is skipped if
+        `problem_sizes` has no rows that multiply it.
         """
         num_rows, size = check.num_rows(codes), codes.shape[-1] * 8 // self.code_bits
         rows, columns = self.scale_sizes(rows_of_matrix, size)
@@ -126,7 +129,7 @@ class BlockFormat:
 
 
 def dense_bytes(num_rows: int, size: int) -> int:
-    """Of the workspace for a matrix in bfloat16."""
+    """Bytes of the workspace for a matrix in bfloat16."""
     return max(1, num_rows * size * bfloat16.itemsize)
 
 

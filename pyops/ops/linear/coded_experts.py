@@ -1,4 +1,4 @@
-"""Weights of experts whose codes lie along K, as checkpoints have them: what they are, and the weights in full."""
+"""K-major quantized weights of experts, as checkpoints have them: their description, and their dequantization."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _wna16_to_dense = Kernel("linear/wna16_to_dense.cu")
-_NUM_THREADS, _WRITTEN_ROWS = 256, 4  # of wna16_to_dense.cu: of a block, and of a thread; no measurement of its own
+# wna16_to_dense.cu: threads of a block, and weight rows of a thread; not yet measured.
+_NUM_THREADS, _WRITTEN_ROWS = 256, 4
 _CODE_DTYPES: dict[str, DType] = {"uint4": uint8, "uint8": uint8, "int8": int8, "float4_e2m1f": uint8}
 TYPES = tuple(_CODE_DTYPES)
-MX_BLOCK = 32  # codes of float4_e2m1f under one scale
+MX_BLOCK = 32  # quants of float4_e2m1f under one scale
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedExperts:
-    """Weights [num_experts, rows, K]: ``scale * (code - zero)``, rounded once to 16 bits.
+    """Weights [num_experts, rows, K]: ``scale * (quant - zero)``, rounded once to 16 bits.
 
     Attributes:
-        codes: [num_experts, rows, K * bits / 8], contiguous; of 4 bits, the first of two codes in the lower half.
-        type: of a code.
+        codes: the quants, [num_experts, rows, K * bits / 8], contiguous; with 4 bits the first of two quants is in the
+            lower half of a byte.
+        type: type of a quant.
         num_experts, rows, k: sizes.
-        groups: of K, each under a scale: 1 without `scales`.
-        scales: [num_experts, rows, groups], contiguous: 16 bits, or exponents of e8m0, also in a workspace; None where
-            the epilogue of a product has a scale for each row, and the weight is the code.
-        zeros: [num_experts, rows * bits / 8, groups] uint8, contiguous, that of the first of two rows in the lower
-            half; None for the middle of the codes, and for codes that have signs.
+        groups: groups of K, each under one scale; 1 without `scales`.
+        scales: [num_experts, rows, groups], contiguous: 16-bit floats, or e8m0 exponents, possibly in a workspace; None
+            if the epilogue applies a per-row scale, and the weight is the quant.
+        zeros: [num_experts, rows * bits / 8, groups] uint8, contiguous; with 4 bits the zero point of the first of two
+            rows is in the lower half. None: the zero point is the middle of the range, or 0 for signed quants.
     """
 
     codes: TensorArg
@@ -48,7 +50,7 @@ class CodedExperts:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a quant."""
         return self.type.size_bits
 
     @property
@@ -57,7 +59,7 @@ class CodedExperts:
         return self.k // max(1, self.groups)
 
     def constants(self) -> dict[str, Any]:
-        """Constants of kernels that read codes, beside those of the group's size."""
+        """Compile-time constants of kernels that read these weights, except the group size."""
         scales = self.scales
         return {
             "BITS": self.bits,
@@ -69,11 +71,11 @@ class CodedExperts:
         }
 
     def tensors(self) -> dict[str, TensorArg | Scratch | None]:
-        """Pointers of such kernels by parameter."""
+        """Pointers of these kernels by parameter."""
         return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
 
     def written(self, dense: Scratch, dtype: DType) -> Launch:
-        """Writes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
+        """The launch that dequantizes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
         words = self.k * self.bits // 32
         named = {name: one.name for name, one in self.tensors().items() if isinstance(one, TensorArg)}
         access = check.vector_width(4, self.codes)
@@ -99,7 +101,8 @@ class CodedExperts:
 def check_codes(
     codes: TensorArg, scales: TensorArg, zeros: TensorArg | None, kind: str, dtype: DType, rows: int, k: int
 ) -> CodedExperts:
-    """Check weights [num_experts, rows, k] of such codes, and their scales, which `dtype` is multiplied by."""
+    """Check quantized weights [num_experts, rows, k] of type `kind` and their scales; `dtype` is that of the
+    activations."""
     type_ = SCALAR_TYPES[kind]
     bits = type_.size_bits
     if k * bits % 32:
@@ -129,7 +132,8 @@ def check_codes(
 
 
 def in_full(codes: Tensor, scales: Tensor, zeros: Tensor | None, kind: str, dtype: torch.dtype) -> Tensor:
-    """The weights [num_experts, rows, K] of `dtype`; of "int8", whose scales a product applies, the codes."""
+    """The dequantized weights [num_experts, rows, K] of `dtype`; for "int8" the quants, because the epilogue applies
+    the scales."""
     if kind == "int8":
         return codes.to(dtype)
     bits = SCALAR_TYPES[kind].size_bits

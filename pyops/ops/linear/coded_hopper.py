@@ -1,4 +1,4 @@
-"""Products with coded weights of experts by wgmma on compute capability 9.0: wq_grouped_gemm_sm90.cu."""
+"""Grouped GEMMs with K-major quantized weights by WGMMA on compute capability 9.0: wq_grouped_gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from .packed_experts import TILES
 
 _wq_grouped_gemm_sm90 = Kernel("linear/wq_grouped_gemm_sm90.cu")
 
-_STEPS = 128, 64  # elements of K, of which the first that divides K is a step
-_BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a box, and their bytes
-_BARRIER_BYTES = 2 * 8  # of a stage
-_MAX_STAGES = 8
-_MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
+_STEPS = 128, 64  # elements of K in a k-tile; the first number that divides K is taken
+_BOX, _ROW_BYTES = 64, 128  # elements of a row of a in a TMA box, and their bytes
+_BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
+_MAX_STAGES = 8  # most stages
+# Largest accumulator tile without register reallocation between warpgroups; twice as large with it.
+_MAX_SUMS = 128 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class CodedHopperConfig:
     """The geometry of wq_grouped_gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m: places of a tile.
-        tile_n: rows of weights of a tile.
-        step: elements of K of a step.
+        tile_m: rows of a tile: slots of the sorted token ids.
+        tile_n: weight rows of a tile.
+        step: elements of K in a k-tile.
     """
 
     tile_m: int
@@ -48,7 +49,7 @@ class CodedHopperConfig:
         return [one for one in found if problem.product.lists.block_size % one.tile_m == 0]
 
     def launches(self, problem: CodedProblem) -> list[Launch]:
-        """The launch that gathers rows, and as many blocks as the device holds at a time, or as there may be tiles."""
+        """The launch that gathers rows, and a persistent grid: at most as many CTAs as SMs, or as possible tiles."""
         product, weight, device = problem.product, problem.weight, problem.device
         sizes = product.num_experts, product.num_rows, product.top_k, product.k
         gather, a = gathered(product.a, product.lists, *sizes, by_place=True, lane_step=self.step)
@@ -72,7 +73,7 @@ class CodedHopperConfig:
         ).launch(
             min(product.max_tiles(self.tile_m) * columns, device.multiprocessors),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 288,
-            max(stages * stage, device.shared_memory // 2 + 1),  # one block to a multiprocessor
+            max(stages * stage, device.shared_memory // 2 + 1),  # one CTA per SM
             a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),
             codes_map=TensorMap(
                 weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (self.step // 2, self.tile_n // halves)
@@ -90,12 +91,12 @@ def serves(problem: CodedProblem, device: Device) -> bool:
 
 
 def choose(problem: CodedProblem) -> CodedHopperConfig:
-    """The largest tile that divides blocks of the lists: codes are made numbers once for all places of a tile."""
+    """The largest tile that divides blocks of the lists: a weight is dequantized once for all rows of a tile."""
     tile_m = next(size for size in TILES if problem.product.lists.block_size % size == 0)
     return CodedHopperConfig(tile_m, TILES[tile_m], step=_step(problem.weight))
 
 
 def _step(weight: CodedExperts) -> int:
-    """Elements of K of a step, of which a lane has a quarter under one scale; 0 where none is there."""
+    """Elements of K in a k-tile, with each lane's quarter under one scale; 0 if no size fits."""
     fits = (step for step in _STEPS if weight.k % step == 0 and weight.group_size % (step // 4) == 0)
     return next(fits, 0)

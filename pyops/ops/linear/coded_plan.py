@@ -1,4 +1,5 @@
-"""Products of rows with the coded weights of their experts: the kernel that reads codes, or that of weights in full."""
+"""Grouped GEMM of rows with the quantized weights of their experts: fused dequantization, or a GEMM on weights
+dequantized first."""
 
 from __future__ import annotations
 
@@ -22,24 +23,26 @@ from .packed_tile import TileGeometry
 _wq_grouped_gemm_sm80 = Kernel("linear/wq_grouped_gemm_sm80.cu")
 _wq_grouped_gemm_cdna = Kernel("linear/wq_grouped_gemm_cdna.cu")
 
-_STEP_BYTES = 64  # of a row of weights
-_ROWS = 64  # of weights of a tile
-_LANE_BYTES = 16  # of a row of weights, that a lane has in a step: they lie under one scale
-_MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
-_STATIC_BYTES = 128  # of shared memory of a block: rows of out and of a
-_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds, as of wq_gemm_sm80.cu
-# Warps of a multiprocessor that registers allow, by rows of a tile. Zero points of 4 bits take more registers, and so
-# does sm_80, which has no sums and products of pairs of bfloat16.
+_STEP_BYTES = 64  # bytes of a weight row in a k-tile
+_ROWS = 64  # weight rows of a tile
+_LANE_BYTES = 16  # bytes of a weight row per lane and k-tile; these weights must share one scale
+_MIN_STAGES, _MAX_STAGES = 2, 3  # stages: k-tiles of a warp in shared memory
+_STATIC_BYTES = 128  # bytes of static shared memory of a CTA: row indices of out and of a
+_WARPS_OF_MANY = 4  # warps of a CTA where the grid exceeds one wave, as in wq_gemm_sm80.cu
+# Warps per SM that registers allow, by rows of a tile. 4-bit zero points take more registers, and so does sm_80, which
+# has no packed bfloat16 arithmetic.
 _RESIDENT, _FEWER_RESIDENT = {8: 16, 16: 12}, {8: 12, 16: 8}
-# Rows of an expert up to which reading its codes once for each 16 of them takes less time than writing its weights:
-# with 64, 1617 us and 1638 on an H200 (docs/performance/experts.md).
+# Most rows per expert where it is faster to read the quantized weights once for every 16 rows than to write dequantized
+# ones: with 64 rows 1617 against 1638 us on an H200 (docs/performance/experts.md).
 _MAX_ROWS = 64
-_FEW_ROWS_BLOCK = 16  # places of a block where experts have so few rows
-_FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8  # of an expert: hardly one has more than a block of 8
-# {codes: rows of an expert up to which mma.sync is as fast as wgmma}: docs/performance/experts.md, "K-major weights
-# by WGMMA". Of mxfp4, 3 and 128 rows of gpt-oss were measured.
+_FEW_ROWS_BLOCK = 16  # rows of a block of the sorted lists where each expert has few rows
+# Up to 4 rows per expert, blocks of 8 rows: hardly any expert fills more than one.
+_FEWEST_ROWS, _FEWEST_ROWS_BLOCK = 4, 8
+# {weight type: most rows per expert where mma.sync is as fast as WGMMA}: docs/performance/experts.md, "K-major weights
+# by WGMMA". For mxfp4, 3 and 128 rows of gpt-oss were measured.
 _BY_WGMMA = {"uint4": 4, "float4_e2m1f": 64}
-_MAX_WGMMA_ROWS = 512  # by arithmetic: tiles of 96 rows make numbers of all codes anew
+# Most rows per expert for WGMMA, by arithmetic: every tile of 96 rows dequantizes all weights again.
+_MAX_WGMMA_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,9 @@ class CodedConfig:
     """The geometry of wq_grouped_gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m: places of a tile.
-        warps: of a block, each with a part of K.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        tile_m: rows of a tile: slots of the sorted token ids.
+        warps: warps of a CTA; each takes a part of K.
+        min_blocks: CTAs per SM; bounds the registers.
     """
 
     tile_m: int
@@ -70,7 +73,7 @@ class CodedConfig:
         )
 
     def launches(self, problem: CodedProblem) -> list[Launch]:
-        """A block for each tile that there may be."""
+        """One CTA for each possible tile."""
         product, weight = problem.product, problem.weight
         others = {**weight.tensors(), "row_scales": product.b_scales}
         kernel = product.kernel(_wq_grouped_gemm_sm80, **others)
@@ -99,7 +102,7 @@ class CodedConfig:
 
 @dataclass(frozen=True, slots=True)
 class CodedTileConfig(TileGeometry):
-    """The geometry of wq_grouped_gemm_cdna.cu: tiles of places by rows of weights."""
+    """The geometry of wq_grouped_gemm_cdna.cu: tile M is slots of the sorted token ids, tile N is weight rows."""
 
     def candidates(self, problem: CodedProblem, device: Device) -> list[CodedTileConfig]:
         """Other tiles and depths."""
@@ -109,7 +112,7 @@ class CodedTileConfig(TileGeometry):
         return [one for one in found if packed_tile.places_of(problem.product.lists.block_size, one.tile_m)]
 
     def launches(self, problem: CodedProblem) -> list[Launch]:
-        """A block for each tile that there may be."""
+        """One CTA for each possible tile."""
         product, weight = problem.product, problem.weight
         others = {**weight.tensors(), "row_scales": product.b_scales}
         kernel = product.kernel(_wq_grouped_gemm_cdna, **others)
@@ -145,7 +148,7 @@ Config = CodedConfig | CodedTileConfig | CodedHopperConfig
 
 
 def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
-    """Places of a block that suits so many rows and such codes: how `moe_align_block_size` is to sort them."""
+    """The block size with which `moe_align_block_size` should sort `num_rows` rows for weights of this type."""
     if num_rows <= _FEWEST_ROWS * num_experts:
         return _FEWEST_ROWS_BLOCK
     if _BY_WGMMA.get(kind, num_rows) * num_experts < num_rows <= _MAX_WGMMA_ROWS * num_experts:
@@ -155,17 +158,18 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
 
 
 def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
-    """Whether wq_grouped_gemm_sm90.cu serves this problem, faster than other kernels."""
+    """Whether wq_grouped_gemm_sm90.cu takes this problem and is faster than the other kernels."""
     p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
     return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether a kernel that reads codes runs on the device, takes this problem, and beats weights written in full."""
+    """Whether a kernel with fused dequantization runs on the device, takes this problem, and beats dequantizing
+    first."""
     p, w = problem.product, problem.weight
     sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
     sizes = sizes and p.lists.block_size % 8 == 0 and not p.empty and p.k > 0
-    sizes = sizes and p.b_rows * w.groups < 2**32  # entries of scales of an expert
+    sizes = sizes and p.b_rows * w.groups < 2**32  # scales of an expert have 32-bit offsets
     aligned = p.a.vec_size(p.k) == 8 and w.codes.alignment == 16
     if not (sizes and aligned):
         return False
@@ -173,14 +177,14 @@ def serves(problem: CodedProblem, device: Device) -> bool:
         size = packed_tile.STEP if w.groups == 1 else w.group_size
         groups = size % packed_tile.STEP == 0 or packed_tile.STEP % size == 0
         return groups and p.rows_of_expert <= packed_tile.MAX_ROWS
-    # Scales of e8m0 do not fit into float16.
+    # e8m0 scales do not fit into float16.
     kind = w.type.exponent == 0 or p.dtype is bfloat16
     few = p.b_rows % _ROWS == 0 and device.supports("mma") and p.rows_of_expert <= _MAX_ROWS
     return kind and (few or _by_wgmma(problem, device))
 
 
 def choose(problem: CodedProblem, device: Device) -> Config:
-    """With as many rows as an expert is likely to have, and as many warps as the device holds at a time."""
+    """The config for the expected number of rows per expert, with as many warps as the device holds at a time."""
     p, w = problem.product, problem.weight
     if device.supports("matrix_cores"):
         tile = packed_tile.choose(p.rows_of_expert, w.k, p.b_rows, device, p.chosen_experts, p.lists.block_size)
@@ -192,20 +196,20 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
     fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")
     resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
-    blocks = -(-tiles // device.multiprocessors)  # of a multiprocessor
-    # Half of the warps that there is room for, or more: one token of Mixtral takes 49 us so, 71 with two to a tile.
+    blocks = -(-tiles // device.multiprocessors)  # blocks per SM
+    # At least half of the resident warps per tile: one token of Mixtral takes 49 us, and 71 us with two warps per tile.
     warps = min(max(resident // 2, resident // blocks) if blocks <= resident else _WARPS_OF_MANY, steps)
     warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w, _MIN_STAGES)))
     return CodedConfig(tile_m, warps, resident // warps)
 
 
 def _stage_bytes(tile_m: int, weight: CodedExperts) -> int:
-    """Codes of a step, and the elements of rows of a that belong to them."""
+    """Bytes of a stage: quantized weights of a k-tile, and the matching elements of a."""
     return _ROWS * _STEP_BYTES + tile_m * _STEP_BYTES * 8 // weight.bits * 2
 
 
 def _warp_bytes(tile_m: int, weight: CodedExperts, stages: int) -> int:
-    """Shared memory of a warp: stages, and then its sums."""
+    """Bytes of shared memory of a warp: stages, reused for its accumulators in the epilogue."""
     return max(stages * _stage_bytes(tile_m, weight), tile_m * _ROWS * 4)
 
 
@@ -220,7 +224,7 @@ def plan(
     top_k: int,
     activation: str,
 ) -> list[Launch]:
-    """The launches of the kernel that reads codes, or of one that writes weights and of a grouped product."""
+    """One launch with fused dequantization, or two: dequantization of all weights, then a grouped GEMM."""
     dense = Scratch(max(1, weight.num_experts * weight.rows * weight.k) * a.dtype.itemsize)
     operands = Operand.of_rows(a), Operand.of_scratch(dense, a.dtype, weight.num_experts * weight.rows, weight.k)
     terms = topk_weights, None, b_scales, bias
@@ -232,5 +236,5 @@ def plan(
 
 
 def launches_of(problem: CodedProblem) -> list[Launch]:
-    """Those of the kernel that reads codes, for a problem that it serves."""
+    """The launches of the kernel with fused dequantization, for a problem that it serves."""
     return tuning.config(problem.product.out.op, problem, problem.device, choose).launches(problem)

@@ -1,4 +1,4 @@
-"""A product of rows with the coded weights of their experts."""
+"""A grouped GEMM with K-major quantized weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .grouped_problem import GroupedProblem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedProblem:
-    """A grouped product whose weights are codes. `product` is that with the weights in full, in memory of the call."""
+    """A grouped GEMM with quantized weights. `product` is the same GEMM with dequantized weights in a workspace."""
 
     product: GroupedProblem
     weight: CodedExperts

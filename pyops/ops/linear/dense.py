@@ -21,10 +21,10 @@ __all__ = ["linear"]
 
 @op(out="out", atol=2.0**-18)
 def linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> None:
-    """A linear layer and its activation: ``out = f(input @ weight.T + bias)``, summed in float32 and rounded once.
+    """A linear layer and its activation: ``out = f(input @ weight.T + bias)``, accumulated in float32 and rounded once.
 
-    With "silu_and_mul" rows of the weight are gates and then as many ups: ``out = silu(gate) * up`` for
-    ``[gate, up] = input @ weight.T + bias``, neither of which is rounded before.
+    With "silu_and_mul" the first half of the weight's rows are gates, the second half ups: ``out = silu(gate) * up``
+    for ``[gate, up] = input @ weight.T + bias``; neither is rounded before.
 
     Args:
         out: [..., output_size], written; rows of one stride.

@@ -1,4 +1,4 @@
-"""Any product with a packed weight: the weight is written in full to memory of the call, and multiplied."""
+"""A GEMM with any packed weight: the weight is dequantized to a workspace and then multiplied."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .gemm_problem import GemmProblem, Operand
 from .packed_problem import PackedProblem, PackedWeight
 
 _dequantize_packed, _gather_columns = Kernel("linear/dequantize_packed.cu"), Kernel("linear/gather_columns.cu")
-_NUM_THREADS = 256  # of both
-_VEC_SIZE = 8  # elements of a thread of both
+_NUM_THREADS = 256  # threads of a block of both kernels
+_VEC_SIZE = 8  # elements of a thread of both kernels
 _TILE = 64, 32  # rows and columns of a block of dequantize_packed.cu
 _ZEROS = {"none": 0, "codes": 1, "floats": 2, "added": 3}
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
-    """Launches that write the weight in full, the activations as they are multiplied, and the product."""
+    """The launches that dequantize the weight and prepare the activations, and the GEMM."""
     w, dtype = problem.weight, problem.compute_dtype
     dense = Scratch(w.n * w.k * dtype.itemsize)
     gather, a = activations(problem)
@@ -29,9 +29,9 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list[Launch], Operand]:
-    """The activations as they are multiplied, and the launches that write them.
+    """The activations as operands of the GEMM, and the launches that write them.
 
-    `in_fours`: activations of 8 bits come in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
+    `in_fours`: 8-bit activations are written in the order in which wq_gemm_sm90.cu multiplies layout marlin_8.
     """
     w, dtype, a = problem.weight, problem.compute_dtype, problem.a
     if w.perm is None and a.dtype is dtype:
@@ -41,12 +41,12 @@ def activations(problem: PackedProblem, *, in_fours: bool = False) -> tuple[list
 
 
 def _access(k: int) -> int:
-    """Elements of one access to rows of `k` elements that lie one after another."""
+    """Elements of one access to contiguous rows of `k` elements."""
     return _VEC_SIZE if k % _VEC_SIZE == 0 else 1
 
 
 def _fed(kernel: Kernel, **tensors: TensorArg | None) -> tuple[Kernel, dict[str, Any]]:
-    """A kernel whose pointers these tensors feed, and null pointers for those that are absent."""
+    """The kernel with its pointers fed by these tensors, and null pointers for absent ones."""
     named = {name: tensor.name for name, tensor in tensors.items() if tensor is not None}
     return kernel.renamed(**named), {name: 0 for name, tensor in tensors.items() if tensor is None}
 
@@ -54,7 +54,7 @@ def _fed(kernel: Kernel, **tensors: TensorArg | None) -> tuple[Kernel, dict[str,
 def written(
     dense: Scratch, dtype: DType, w: PackedWeight, count: int = 1, weight_scales: TensorArg | None = None
 ) -> Launch:
-    """Writes the weight to `dense`, [N, K]; or as many weights, which lie one after another, under a scale each."""
+    """The launch that dequantizes the weight to `dense`, [N, K]; or `count` contiguous weights with a scale each."""
     tensors = {"codes": w.codes, "scales": w.scales, "zeros": w.zeros, "g_idx": w.g_idx, "places": w.places}
     kernel, absent = _fed(_dequantize_packed, **tensors, weight_scales=weight_scales)
     floats = w.scales if w.zero_kind == "codes" or w.zeros is None else w.zeros
@@ -97,7 +97,7 @@ def written(
 
 
 def _gather(gathered: Scratch, dtype: DType, a: Operand, w: PackedWeight, in_fours: bool) -> Launch:
-    """Writes the activations to `gathered`, [M, K]."""
+    """The launch that writes the activations to `gathered`, [M, K]."""
     assert isinstance(a.source, TensorArg)
     kernel, absent = _fed(_gather_columns, a=a.source, perm=w.perm)
     pieces = a.rows * -(-w.k // _VEC_SIZE)

@@ -1,4 +1,4 @@
-"""The GEMMs for few tokens of DeepSeek-V3's layers, in vLLM's names; of any size, on every platform."""
+"""The small-M GEMMs of DeepSeek-V3's layers, by vLLM's names; of any size, on every platform."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["dsv3_fused_a_gemm", "dsv3_router_gemm"]
 
 @op(out="output", atol=2.0**-18)
 def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
-    """DeepSeek-V3's first projections of queries and latents: ``output = mat_a @ mat_b``, summed in float32.
+    """DeepSeek-V3's first projections of queries and latents: ``output = mat_a @ mat_b``, accumulated in float32.
 
     Args:
-        output: [tokens, outputs] bfloat16, written; elements of a row lie one after another.
+        output: [tokens, outputs] bfloat16, written; elements of a row are contiguous.
         mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
         mat_b: the weight, [K, outputs] bfloat16, of any strides; column-major is fast.
     """
@@ -47,10 +47,10 @@ def example_dsv3_fused_a_gemm(make: Any, *, num_tokens: int = 4) -> tuple[Any, .
 
 @op(out="output", atol=2.0**-18)
 def dsv3_router_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
-    """DeepSeek-V3's router: ``output = mat_a @ mat_b.T``, summed in float32 and rounded once, if at all.
+    """DeepSeek-V3's router: ``output = mat_a @ mat_b.T``, accumulated in float32 and rounded once, if at all.
 
     Args:
-        output: [tokens, experts] float32 or bfloat16, written; elements of a row lie one after another.
+        output: [tokens, experts] float32 or bfloat16, written; elements of a row are contiguous.
         mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
         mat_b: the weight, [experts, K] bfloat16, likewise.
     """

@@ -1,4 +1,4 @@
-"""Rows of activations in the order in which products with the packed weights of experts take rows and columns."""
+"""Activations with rows and columns in the order of grouped GEMMs with packed weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .gemm_problem import Operand
 from .grouped_problem import ExpertLists
 
 _gather_expert_columns = Kernel("linear/gather_expert_columns.cu")
-_NUM_THREADS, _VEC_SIZE = 256, 8  # of it, and the elements of a thread
+_NUM_THREADS, _VEC_SIZE = 256, 8  # threads of a block, elements of a thread
 
 
 def gathered(
@@ -23,15 +23,15 @@ def gathered(
     by_place: bool = False,
     lane_step: int = 0,
 ) -> tuple[Launch, Operand]:
-    """The launch that writes such rows to a workspace, and the operand that is there.
+    """The launch that gathers the activations into a workspace, and the operand that describes it.
 
     Args:
         a: [num_rows / top_k, K].
         lists: the rows of each expert.
         num_experts, num_rows, top_k, k: sizes.
         perm: [num_experts, K], the order of columns; or None.
-        by_place: whether there is a row for each place of the lists; else for each row.
-        lane_step: elements of K of a step of wq_grouped_gemm_sm90.cu, in whose order columns are then; or 0.
+        by_place: whether each slot of the lists has a row; else each row of out has one.
+        lane_step: elements of K in a k-tile of wq_grouped_gemm_sm90.cu, to permute columns to its order; or 0.
     """
     places = lists.num_blocks * lists.block_size
     rows = places if by_place else num_rows

@@ -1,4 +1,4 @@
-"""Matrix products of NVFP4."""
+"""GEMMs of NVFP4."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = ["cutlass_scaled_fp4_mm"]
 def cutlass_scaled_fp4_mm(
     out: Tensor, a: Tensor, b: Tensor, block_scale_a: Tensor, block_scale_b: Tensor, alpha: Tensor
 ) -> None:
-    """A product of matrices of NVFP4: ``out = alpha * (A @ B.T)``, summed in float32 and rounded once.
+    """A GEMM of NVFP4 matrices: ``out = alpha * (A @ B.T)``, accumulated in float32 and rounded once.
 
-    A and B have the values of codes times scales: they are made in bfloat16, which holds them, in memory of the call.
+    A and B are the quantized values times their scales: they are dequantized to bfloat16, which holds them exactly, in
+    a workspace.
 
     Args:
-        out: [M, N] float16 or bfloat16, written; elements of a row lie one after another.
-        a: [M, K / 2] uint8, two codes of e2m1 to a byte, the first in its lower half; K a multiple of 16; rows of one
+        out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
+        a: [M, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows of one
             stride.
         b: [N, K / 2] uint8, likewise.
         block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale for

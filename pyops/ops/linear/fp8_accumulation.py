@@ -1,8 +1,8 @@
-"""How exact products of fp8 are that tensor cores of Hopper add up: the `atol` of their declarations.
+"""The error of fp8 GEMMs on Hopper's tensor cores: the `atol` of their declarations.
 
-A wgmma adds 32 products to a sum. Each of the 33 terms is cut, towards zero, to a multiple of 2^-13 of the largest
-power of two among them; the terms are added exactly; the first 14 bits of the result stay. This describes all of 49152
-sums that an H200 made, bit for bit: both formats, three kinds of contents, 32 to 512 elements of K.
+A WGMMA adds 32 products to an accumulator. Each of the 33 addends is truncated to a multiple of 2^-13 of the largest
+power of two among them; the addends are summed exactly; the first 14 bits of the result are kept. This describes all of
+49152 accumulators that an H200 computed, bit for bit: both formats, three kinds of contents, 32 to 512 elements of K.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from ..._core.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOAT32_ERROR = 2.0**-18  # of the largest sum: that of sums of a few hundred terms in float32
-_TERMS = 32  # products of a wgmma
-_BITS = 13
-_DEVIATIONS = 6
+FLOAT32_ERROR = 2.0**-18  # fraction of the largest result: the error of a float32 sum of a few hundred addends
+_TERMS = 32  # products that a WGMMA adds to an accumulator
+_BITS = 13  # addends are truncated to multiples of 2^-13 of the largest power of two
+_DEVIATIONS = 6  # standard deviations that are allowed
 
 
 def absolute_error(a: Tensor, b: Tensor) -> float:
-    """The largest error that a sum of ``a @ b`` [M, K] x [K, N] may have, as a fraction of the largest sum.
+    """The largest error of an element of ``a @ b`` [M, K] x [K, N], as a fraction of the largest element.
 
-    Of numbers cut by less than a unit each, errors of both signs add up to the square root of the number of cuts, by
-    1 / sqrt(12) of a unit: six of these deviations are allowed for. A sum is always cut towards zero, by half a unit on
-    average, once by each wgmma.
+    Truncation of the products has errors of both signs; they add up like the square root of their number, with a
+    standard deviation of 1 / sqrt(12) of a unit each: six standard deviations are allowed. An accumulator is truncated
+    towards zero once by each WGMMA, by half a unit on average.
     """
     if a.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         return FLOAT32_ERROR
@@ -45,7 +45,7 @@ def absolute_error(a: Tensor, b: Tensor) -> float:
 
 
 def experts_error(a: Tensor, b: Tensor) -> float:
-    """`absolute_error` of rows a [M, K] times the weights b [num_experts, N, K] of any of the experts."""
+    """`absolute_error` of rows a [M, K] times the weights b [num_experts, N, K] of any expert."""
     if a.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         return FLOAT32_ERROR
     return max((absolute_error(a, one.T) for one in b), default=FLOAT32_ERROR)

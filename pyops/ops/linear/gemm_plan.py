@@ -1,7 +1,6 @@
-"""Which kernel serves a matrix product, and how: a Config for each kernel, the choice among them, the launch.
+"""Which kernel serves a GEMM, and how: a Config for each kernel, the choice among them, the launch.
 
-A Config class is a kernel: it says the kernel's geometry and makes the launch. `choose` is the one place where a kernel
-is chosen.
+A Config class stands for a kernel: it holds the kernel's geometry and makes the launch. Only `choose` chooses a kernel.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from .skinny_linear import SkinnyConfig
 
 _mma, _simt = Kernel("linear/gemm_sm80.cu"), Kernel("linear/gemm_simt.cu")
 
-MIN_CAPABILITY = 80  # from which on `device.supports("mma")`, as ten times the major number and the minor one
+MIN_CAPABILITY = 80  # least compute capability (major * 10 + minor) with `device.supports("mma")`
 
-# What gemv.cu serves in the place of gemm_sm90_swap_ab.cu, measured on an H200 (docs/performance/products.md):
-# one row and weights that are not too large, a few rows and small weights.
+# Largest weight (elements) and K of gemv.cu with one row; largest weight and most rows with several rows; above these
+# gemm_sm90_swap_ab.cu is faster. Measured on an H200 (docs/performance/products.md).
 _MAX_SKINNY_WEIGHT, _MAX_SKINNY_K = 2**26, 2**13
 _MAX_SMALL_WEIGHT, _MAX_SMALL_ROWS = 2**21, 4
-# Chosen by arithmetic, measured nowhere yet.
-_MAX_SKINNY_ROWS = 2  # up to which gemv.cu serves a product on devices without gemm_sm90_swap_ab.cu
-_STEP_BYTES = 128  # of a row, which a step of gemm_sm80.cu copies to shared memory
-_MAX_STAGES = 4, 8  # steps in flight: of large tiles and of small ones
-_SMALL_TILE = 16 * 1024  # bytes of a step of a small tile
-_MAX_SPLITS = 8  # blocks that share a tile
-_MIN_SPLIT_STEPS = 4  # steps of each of these blocks
-_MAX_SUMS = 64  # of a thread: twice as many spill
-_MAX_RESIDENT_SUMS = 16 * 1024  # of a multiprocessor, a quarter of its registers
-_GROUP_ROWS = 8  # row tiles whose blocks run together, so that the L2 cache holds what they share
+# Chosen by arithmetic, not yet measured.
+_MAX_SKINNY_ROWS = 2  # most rows of gemv.cu on devices without gemm_sm90_swap_ab.cu
+_STEP_BYTES = 128  # bytes of K in a k-tile of gemm_sm80.cu
+_MAX_STAGES = 4, 8  # most stages: of large tiles, of small tiles
+_SMALL_TILE = 16 * 1024  # most bytes of a stage of a small tile
+_MAX_SPLITS = 8  # split-K: most blocks that share a tile
+_MIN_SPLIT_STEPS = 4  # split-K: fewest k-tiles of each block
+_MAX_SUMS = 64  # most accumulators of a thread: twice as many spill
+_MAX_RESIDENT_SUMS = 16 * 1024  # most accumulators of all blocks of an SM: a quarter of its registers
+_GROUP_ROWS = 8  # row tiles that run together for each column tile, so that the L2 cache holds the rows that they share
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,11 @@ class MmaConfig:
     """The geometry of gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m, tile_n: rows and columns of a block's tile of sums.
-        warps_m, warps_n: warps along them.
-        stages: steps of K that are in shared memory or on the way there.
-        splits: blocks that share a tile, each with a part of K.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        tile_m, tile_n: rows and columns of a block's accumulator tile.
+        warps_m, warps_n: warps along M and N.
+        stages: k-tiles in shared memory or in flight.
+        splits: blocks that share a tile (split-K); each takes a part of K.
+        min_blocks: blocks per SM; bounds the registers.
     """
 
     tile_m: int
@@ -88,7 +87,7 @@ class MmaConfig:
         return enough and sums <= _MAX_SUMS and self.shared_memory <= device.shared_memory
 
     def launch(self, problem: GemmProblem) -> Launch:
-        """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
+        """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
         tiles = -(-problem.m // self.tile_m) * -(-problem.b.rows // self.tile_n)
         splits = self.splits if tiles * self.splits <= 2**31 - 1 else 1
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
@@ -114,7 +113,7 @@ class MmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class GemmSimtConfig:
-    """The geometry of gemm_simt.cu: rows and columns of a block's tile of sums, of which a thread has 4 x 4."""
+    """The geometry of gemm_simt.cu: rows and columns of a block's accumulator tile; a thread has 4 x 4 accumulators."""
 
     tile_m: int
     tile_n: int
@@ -148,7 +147,7 @@ def choose(problem: GemmProblem, device: Device) -> Config:
 
 
 def _is_skinny(problem: GemmProblem, on_hopper: bool) -> bool:
-    """Whether so few rows are bound by reading the weight that gemv.cu, without tensor cores, is faster."""
+    """Whether gemv.cu, without tensor cores, is faster: M is so small that reading the weight is the bound."""
     plain = problem.epilogue.is_plain and problem.dtype is problem.epilogue.out.dtype in FLOATS
     if not plain or not problem.rows_are_dense or problem.k == 0:
         return False
@@ -161,7 +160,7 @@ def _is_skinny(problem: GemmProblem, on_hopper: bool) -> bool:
 
 
 def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
-    """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles."""
+    """The largest tile that leaves no SM idle; else split-K."""
     m = tuning.power_of_two(problem.m)
 
     def tiles(tile_m: int, tile_n: int) -> int:
@@ -181,11 +180,11 @@ def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
     while splits * 2 <= min(idle, _MAX_SPLITS, steps // _MIN_SPLIT_STEPS):
         splits *= 2
     step_bytes = (tile_m + tile_n) * _STEP_BYTES
-    blocks = 2 if step_bytes <= _SMALL_TILE else 1  # of a multiprocessor, whose shared memory they divide
+    blocks = 2 if step_bytes <= _SMALL_TILE else 1  # blocks per SM; they share its shared memory
     max_stages = _MAX_STAGES[step_bytes <= _SMALL_TILE] if device.supports("async_copies") else HELD_STAGES
     stages = min(max_stages, device.shared_memory // blocks // step_bytes)
     if 2 * step_bytes == device.shared_memory:
-        splits = 1  # blocks that share a tile have a flag in shared memory, too
+        splits = 1  # split-K takes static shared memory for a flag
     return MmaConfig(tile_m, tile_n, warps_m, warps_n, max(2, stages), splits, blocks)
 
 

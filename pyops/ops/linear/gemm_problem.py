@@ -1,7 +1,7 @@
-"""A matrix product and what becomes of its sums: the problem that the plans of this family choose kernels by.
+"""A GEMM and its epilogue: the problem that the plans of this family choose kernels by.
 
-``out = epilogue(a @ b.T)`` for a [M, K] and b [N, K]: rows of both are what is summed over. `Operand` says where a
-matrix lies, `Epilogue` what becomes of the sums (`gemm_epilogue.cuh` has the formula), `GemmProblem` is all of it.
+``out = epilogue(a @ b.T)`` for a [M, K] and b [N, K], both K-major. `Operand` describes a matrix in memory, `Epilogue`
+the epilogue (`gemm_epilogue.cuh` has the formula), `GemmProblem` the whole GEMM.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from ..._core.kernel import Kernel, Scratch
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 
-SCALE_BLOCK = 128  # elements of K, and rows of b, under one scale of a block-scaled product
-# Steps in shared memory where copies wait in registers: one is multiplied while another is on its way to registers.
+SCALE_BLOCK = 128  # block-scaled GEMM: elements of K, and rows of b, under one scale
+# Stages in shared memory where registers hold loads: one is multiplied while the next is loaded to registers.
 HELD_STAGES = 2
 ACTIVATIONS = ("none", "gelu", "silu_and_mul")
-_MAX_ACCESS = 16  # bytes
+_MAX_ACCESS = 16  # bytes of the widest access
 
 
 def multiplies(dtype: DType, device: Device) -> bool:
-    """Whether gemm_step.cuh multiplies such elements: not float32, nor fp8 on gfx11, where its float16 spills."""
+    """Whether gemm_step.cuh multiplies this dtype: not float32, nor fp8 on gfx11, where the upcast to float16
+    spills."""
     widened = dtype.itemsize == 1 and dtype is not int8 and device.arch.startswith("gfx11")
     return dtype is not float32 and device.supports("products") and not widened
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """A matrix that is summed over its rows.
+    """A matrix with K along its rows.
 
     Attributes:
-        source: a tensor of the op, or a workspace that a launch before has written.
-        dtype: of its elements.
-        rows: how many.
+        source: a tensor of the op, or a workspace that a previous launch has written.
+        dtype: dtype of the elements.
+        rows: number of rows.
         stride: elements from one row to the next.
         step: elements from one element of a row to the next.
-        alignment: bytes, of its first element.
+        alignment: alignment of the first element, in bytes.
     """
 
     source: TensorArg | Scratch
@@ -51,7 +52,7 @@ class Operand:
 
     @classmethod
     def of_rows(cls, tensor: TensorArg) -> Operand:
-        """A tensor [..., K], its leading dimensions merged; elements of a row lie one after another."""
+        """A tensor [..., K] with merged leading dimensions; elements of a row are contiguous."""
         check.row_size(tensor)
         return cls(tensor, tensor.dtype, check.num_rows(tensor), check.row_stride(tensor), 1, tensor.alignment)
 
@@ -84,20 +85,21 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epilogue:
-    """What becomes of the sums: names and formula are those of gemm_epilogue.cuh.
+    """The epilogue: names and formula are those of gemm_epilogue.cuh.
 
     Attributes:
         out: [..., N], rows of one stride.
-        a_scales: a scale for each row of a, or one, of any float dtype; b_scales: likewise of b, in `column_order` if
-            there are several. In a block-scaled product float32 [M, blocks of K] and [blocks of K, blocks of N], of any
+        a_scales: a scale for each row of a, or one, of any float dtype. With block_scaled float32 [M, blocks of K], any
             strides.
+        b_scales: likewise for the rows of b, in `column_order` if there are several. With block_scaled float32 [blocks
+            of K, blocks of N], any strides.
         azp_adj: int32, for each row of b; azp: int32, for each row of a.
-        bias: [N] in `column_order`, or [M, N] with rows of one stride; of experts [num_experts, N] in `column_order`.
-        activation: one of `ACTIVATIONS`; of "silu_and_mul", out has half as many columns as b has rows.
-        block_scaled: a_scales and b_scales are those of blocks, applied while the kernel sums.
-        scale_exponent: the scale that comes first, of b if it has scales, is its entry times two to this.
-        column_order: where the entry of a column lies in b_scales and in bias.
-        of_experts: rows of out belong to experts, and each has a bias for each column.
+        bias: [N] in `column_order`, or [M, N] with one row stride; with experts [num_experts, N] in `column_order`.
+        activation: one of `ACTIVATIONS`; with "silu_and_mul", out has half as many columns as b has rows.
+        block_scaled: a_scales and b_scales are block scales; the main loop applies them.
+        scale_exponent: the stored scale that is applied first (b_scales if given) is multiplied by two to this power.
+        column_order: the position of a column's entry in b_scales and bias.
+        of_experts: rows of out belong to experts, and each expert has its own bias.
     """
 
     out: TensorArg
@@ -114,7 +116,7 @@ class Epilogue:
 
     @property
     def is_plain(self) -> bool:
-        """Whether sums become elements of out by conversion, and at most a bias for each column."""
+        """Whether the epilogue only converts accumulators, and adds at most a per-column bias."""
         tensors = (self.a_scales, self.b_scales, self.azp_adj)
         natural = self._bias in (0, 1) and self.column_order == "natural"
         return tensors == (None, None, None) and natural and self.activation == "none"
@@ -129,7 +131,7 @@ class Epilogue:
 
     @property
     def _bias(self) -> int:
-        """0: none, 1: one for each column, 2: one for each element."""
+        """0: none, 1: one per column, 2: one per element."""
         if self.bias is None:
             return 0
         return 1 if self.of_experts or check.num_rows(self.bias) == 1 else 2
@@ -171,8 +173,8 @@ class GemmProblem:
     """``out = epilogue(a @ b.T)``.
 
     Attributes:
-        a: [M, K]; b: [N, K], of the same element type. With a gated activation b has 2 N rows: gates, then ups.
-        k: elements of each sum.
+        a: [M, K]; b: [N, K], of the same dtype. With a gated activation b has 2 N rows: first the gates, then the ups.
+        k: elements of K.
     """
 
     a: Operand
@@ -203,7 +205,7 @@ class GemmProblem:
 
     @property
     def rows_are_dense(self) -> bool:
-        """Whether elements of a row lie one after another, in a and in b."""
+        """Whether the elements of a row are contiguous, in a and in b."""
         return self.a.step == self.b.step == 1
 
     @property
@@ -237,23 +239,23 @@ class GemmProblem:
         return " ".join(words)
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """`kernel`, its parameters fed by the op's tensors: a, b, out and those of the epilogue, by their names."""
+        """`kernel` with its parameters fed by the op's tensors: a, b, out and the epilogue operands, by their names."""
         return kernel.renamed(**{name: one.name for name, one in self._tensors().items() if isinstance(one, TensorArg)})
 
     def pointers(self) -> dict[str, Any]:
-        """Those of a kernel's pointers that no tensor of the op feeds: workspaces, and null for what is absent."""
+        """Pointers of the kernel that no tensor of the op feeds: workspaces, and null for absent tensors."""
         return {
             name: 0 if one is None else one for name, one in self._tensors().items() if not isinstance(one, TensorArg)
         }
 
     def arguments(self) -> dict[str, Any]:
-        """What every kernel takes beside the op's tensors."""
+        """The arguments of every kernel, except the op's tensors."""
         sizes = {"m": self.m, "n": self.n, "k": self.k}
         strides = {"a_stride": self.a.stride, "b_stride": self.b.stride, "a_step": self.a.step, "b_step": self.b.step}
         return {**sizes, **strides, **self.epilogue.arguments(), **self.pointers()}
 
     def constants(self) -> dict[str, Any]:
-        """What every kernel is compiled for."""
+        """Compile-time constants of every kernel."""
         blocks = SCALE_BLOCK if self.epilogue.block_scaled else 0
         return {"scalar_t": self.dtype, **self.epilogue.constants(), "SCALE_BLOCK": blocks}
 
@@ -273,7 +275,7 @@ class GemmProblem:
 
 
 def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg | None:
-    """A bias for each of so many columns, given in any shape of as many elements: as [columns]."""
+    """A bias with one element per column, given in any shape, as [columns]."""
     check.elements(bias, dtype, columns)
     return None if bias is None else replace(bias, shape=(columns,), strides=(1,))
 
@@ -281,7 +283,7 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
 def check_linear(
     out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
 ) -> GemmProblem:
-    """The problem of a linear layer, whose tensors are all of one dtype; OpError for one that no kernel serves."""
+    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel serves."""
     check.floating(input)
     if activation not in ACTIVATIONS:
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")

@@ -1,7 +1,7 @@
-"""Matrix products by wgmma on compute capability 9.0: two kernels, the choice among them, tensor maps of operands.
+"""GEMMs by WGMMA on compute capability 9.0: two kernels, the choice between them, the tensor maps of the operands.
 
-`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. `choose` takes the
-one that a model of the device finds fastest.
+`GemmConfig` is gemm_sm90.cu, for large M; `SwapConfig` is gemm_sm90_swap_ab.cu, for small M. `choose` takes the config
+that a cost model of the device finds fastest.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .gemm_problem import SCALE_BLOCK, GemmProblem, Operand
 _gemm_sm90, _gemm_sm90_swap_ab = Kernel("linear/gemm_sm90.cu"), Kernel("linear/gemm_sm90_swap_ab.cu")
 
 _DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
-_STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
-_BARRIER_BYTES = 8
-_MAX_STAGES = 8
-_MAX_BLOCKED_STAGES = 6  # of gemm_sm90_swap_ab.cu, with scales of blocks
-_MAX_TURN_COLUMNS = 192  # of a tile of gemm_sm90.cu whose sums one warpgroup has
-_MAX_BLOCK_COLUMNS = 128  # of a tile of gemm_sm90.cu whose threads add up sums of blocks of K
-_MAX_GROUP = 64
-_MAX_SWAP_COLUMNS = 128  # of a tile of gemm_sm90_swap_ab.cu
-_MAX_BLOCKED_ROWS = 32  # of a tile of gemm_sm90_swap_ab.cu, whose sums scales of blocks double
-_BYTES_IN_FLIGHT = 144 * 1024  # to a multiprocessor, when memory is what binds
-_GROUP_BYTES = 16 << 20  # of rows of a that tiles which run together share, and that stay in the L2 cache
+_STEP_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
+_BARRIER_BYTES = 8  # bytes of an mbarrier
+_MAX_STAGES = 8  # most stages
+_MAX_BLOCKED_STAGES = 6  # most stages of gemm_sm90_swap_ab.cu with block scales
+_MAX_TURN_COLUMNS = 192  # ping-pong: largest tile N, because one warpgroup holds the whole accumulator tile
+_MAX_BLOCK_COLUMNS = 128  # promotion: largest tile N of gemm_sm90.cu with a second set of accumulators per thread
+_MAX_GROUP = 64  # most row tiles of a group, in clusters
+_MAX_SWAP_COLUMNS = 128  # largest tile N of gemm_sm90_swap_ab.cu
+_MAX_BLOCKED_ROWS = 32  # largest tile M of gemm_sm90_swap_ab.cu with block scales: they double the accumulators
+_BYTES_IN_FLIGHT = 144 * 1024  # bytes of loads in flight per SM when memory bandwidth is the bound
+_GROUP_BYTES = 16 << 20  # bytes of a that the tiles of one group share; they stay in the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,11 @@ class GemmConfig:
     """The geometry of gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_n: columns of a tile, whose rows are 128.
-        cluster: blocks that share rows of b.
-        group: clusters of rows that are counted down together.
-        ping_pong: whether the two warpgroups that multiply take tiles in turn, instead of sharing each.
+        tile_n: columns of a tile; a tile has 128 rows.
+        cluster: CTAs of a cluster; they share rows of b by multicast.
+        group: row tiles, in clusters, that run together for each column tile.
+        ping_pong: whether the two consumer warpgroups take tiles in ping-pong order (each its own) or cooperate on one
+            tile.
     """
 
     tile_n: int
@@ -51,7 +52,7 @@ class GemmConfig:
     ping_pong: bool = False
 
     TILE_M = 128
-    _STORES = 2 * 8 * 16  # rows of columns on their way to out: two tiles of each of eight warps
+    _STORES = 2 * 8 * 16  # rows of the epilogue's staging buffers: two 16-row buffers for each of eight warps
 
     def __post_init__(self) -> None:
         most = _MAX_TURN_COLUMNS if self.ping_pong else 256
@@ -59,7 +60,7 @@ class GemmConfig:
             raise ValueError(f"no geometry of gemm_sm90.cu: {self}")
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[GemmConfig]:
-        """Other tiles, clusters and orders of tiles."""
+        """Other tiles, clusters and tile orders."""
         found = tuning.varied(
             self,
             tile_n=(64, 128, 192, 224, 256),
@@ -70,17 +71,17 @@ class GemmConfig:
         return [one for one in found if one._fits(_sum_block(problem, 0))]
 
     def _fits(self, sum_block: int) -> bool:
-        """Whether there are registers for the sums."""
+        """Whether the accumulators fit into registers."""
         return not sum_block or (self.tile_n <= _MAX_BLOCK_COLUMNS and not self.ping_pong)
 
     def launch(self, problem: GemmProblem) -> Launch:
-        """As many clusters as the device holds go over the tiles."""
+        """A persistent grid: as many clusters as the device holds go over the tiles."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90.for_arch(problem.device.arch_feature))
         sum_block, constants = _sum_block(problem, 0), problem.constants()
         if not self._fits(sum_block):
             raise ValueError(f"no registers for sums of {sum_block} elements of K: {self}")
         terms = constants["B_SCALES"] + constants["BIAS"] + (constants["AZP"] > 0)
-        # Where terms take room, or warpgroups store by turns, stores have half of the room.
+        # The staging buffers are half as wide where epilogue operands need the shared memory, and for ping-pong.
         wide = self.tile_n % 64 == 0 and terms < 2 and not self.ping_pong
         store_columns = 16 if self.tile_n % 32 else 64 if wide else 32
         store_bytes = store_columns * constants["out_t"].itemsize
@@ -114,7 +115,7 @@ class SwapConfig:
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
-        splits: blocks of a cluster that share a tile, each with a part of K.
+        splits: CTAs of a cluster that share a tile (split-K); each takes a part of K.
     """
 
     tile_m: int
@@ -128,12 +129,13 @@ class SwapConfig:
 
     @property
     def padded_n(self) -> int:
-        """Rows of b that are multiplied."""
+        """Rows of b in the MMA: tile_n rounded up to 64 or 128."""
         return 64 if self.tile_n <= 64 else 128
 
     @property
     def parts(self) -> int:
-        """Parts of K that are summed apart: of blocks and, of few columns, of their two warpgroups."""
+        """Parts of K with separate accumulators: one per CTA, or two (one per warpgroup) for tiles of at most 64
+        columns."""
         return self.splits * (2 if self.tile_n <= 64 else 1)
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[SwapConfig]:
@@ -147,11 +149,11 @@ class SwapConfig:
         return [one for one in found if one._fits(_steps(problem), problem.epilogue.block_scaled)]
 
     def _fits(self, steps: int, blocked: bool) -> bool:
-        """Whether there is a step of K for each part, and registers for the sums."""
+        """Whether each part of K has a k-tile, and the accumulators fit into registers."""
         return self.parts <= steps and (not blocked or self.tile_m <= _MAX_BLOCKED_ROWS)
 
     def launch(self, problem: GemmProblem) -> Launch:
-        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
+        """One CTA or cluster per tile with split-K; else a persistent grid."""
         device, kernel = problem.device, problem.kernel(_gemm_sm90_swap_ab.for_arch(problem.device.arch_feature))
         sums = self.tile_m * self.padded_n * 4 * self.parts // self.splits
         exchanged = (sums if self.parts > 1 else 0) + _BARRIER_BYTES
@@ -178,11 +180,15 @@ class SwapConfig:
         )
 
 
-_FLOAT16_SUMS = 64  # elements of K of fp8 that tensor cores add up for a result of float16 (fp8_accumulation.py)
+# fp8 with float16 output: elements of K between promotions of the accumulators (fp8_accumulation.py).
+_FLOAT16_SUMS = 64
 
 
 def _sum_block(problem: GemmProblem, of_bfloat16: int) -> int:
-    """Elements of K that the tensor cores add up, `of_bfloat16` for a result of that type; 0: all."""
+    """Elements of K that the tensor cores accumulate before promotion to float32 registers; 0: no promotion.
+
+    `of_bfloat16` is this number for fp8 operands, a bfloat16 output and no block scales.
+    """
     if problem.dtype not in (float8_e4m3fn, float8_e5m2):
         return 0
     if problem.epilogue.out.dtype is float16:
@@ -195,9 +201,9 @@ def _steps(problem: GemmProblem) -> int:
 
 
 def _map(operand: Operand, k: int, rows: int) -> TensorMap:
-    """Boxes of `rows` rows and a step of K."""
+    """The tensor map of an operand; a box is `rows` rows of one k-tile."""
     itemsize = operand.dtype.itemsize
-    # The stride of a single row says nothing.
+    # A tensor of one row may have any row stride.
     stride = operand.stride * itemsize if operand.rows > 1 else -(-k * itemsize // 16) * 16
     box = (_STEP_BYTES // itemsize, rows)
     return TensorMap(operand.source, operand.dtype, (k, operand.rows), (stride,), box, _STEP_BYTES)
@@ -211,13 +217,13 @@ def _out_map(problem: GemmProblem, box: tuple[int, int]) -> TensorMap:
 
 
 def _arguments(problem: GemmProblem, kernel: Kernel) -> dict[str, Any]:
-    """Those arguments of the problem that the kernel takes. Maps stand for the pointers to operands."""
+    """The arguments of the problem that the kernel takes. Tensor maps replace the pointers to the operands."""
     taken = {name for _, name in kernel.signature.parameters}
     return {name: value for name, value in problem.arguments().items() if name in taken}
 
 
 def serves(problem: GemmProblem, device: Device) -> bool:
-    """Whether the kernels run on the device and take this problem: 8 or 16 bits, operands that can be mapped."""
+    """Whether the kernels run on the device and take this problem: 8- or 16-bit operands that TMA can load."""
     epilogue = problem.epilogue
     empty = 0 in (problem.m, problem.n, problem.k)
     mapped = problem.vec_size * problem.dtype.itemsize == 16 and (problem.out_is_aligned or problem.m <= _MAX_SWAP_ROWS)
@@ -226,24 +232,24 @@ def serves(problem: GemmProblem, device: Device) -> bool:
     return device.supports("wgmma") and sums and mapped and not (empty or epilogue.is_gated or epilogue.has_matrix_bias)
 
 
-# The model of the device, fitted to what was measured on an H200: docs/performance/products.md.
-_MAX_SWAP_ROWS = 64
-_CLOCK = 1500.0  # cycles of a microsecond, as the power limit leaves them to a large product
-_L2_BYTES = 48.0  # a cycle, to one multiprocessor
-# Of large products, cycles of a step by what costs power: of those of the tensor cores, and for each row of an operand
-# that is written to shared memory, and that comes from the L2 cache.
+# The cost model of the device, fitted to measurements on an H200: docs/performance/products.md.
+_MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu
+_CLOCK = 1500.0  # cycles per microsecond of a large GEMM, at the power limit
+_L2_BYTES = 48.0  # bytes per cycle from the L2 cache to one SM
+# Cycles of one k-tile of a large GEMM, which is bound by power: a factor on the tensor cores' cycles, and cycles for
+# each operand row that is written to shared memory and for each row that comes from the L2 cache.
 _PRODUCT_CYCLES, _SHARED_CYCLES, _L2_CYCLES = 0.88, 0.63, 0.35
-_EPILOGUE = 2.1  # microseconds at the end of a tile of 128 x 256, unless the other warpgroup multiplies meanwhile
-_LAUNCH = 3.0  # microseconds
-_EXCHANGE = 0.7  # microseconds, for every doubling of the blocks that share a tile
-_BLOCKED = 1.1  # times the cycles of products, with scales of blocks
-_STEP_CYCLES = 120.0  # of a step, however small
-# {blocks of a cluster: clusters on the device, of one for each multiprocessor}. Clusters of 4 leave some of them idle.
+_EPILOGUE = 2.1  # microseconds of the epilogue of a 128 x 256 tile; ping-pong hides all but one
+_LAUNCH = 3.0  # microseconds of a launch
+_EXCHANGE = 0.7  # microseconds to reduce a tile, for each doubling of the split-K CTAs
+_BLOCKED = 1.1  # factor of block scales on the tensor cores' cycles
+_STEP_CYCLES = 120.0  # least cycles of a k-tile
+# {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}
 
 
 def choose(problem: GemmProblem, device: Device) -> GemmConfig | SwapConfig:
-    """The config that takes the least time by the model, of those for as many rows."""
+    """The config with the least time by the cost model, for M rounded up to a power of two."""
     blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
     sums = blocked, _sum_block(problem, 0) > 0, problem.dtype.itemsize == 1
     return _choose(m, problem.n, _steps(problem), *sums, problem.out_is_aligned, device.multiprocessors)
@@ -260,7 +266,7 @@ def _choose(
     out_is_aligned: bool,
     multiprocessors: int,
 ) -> GemmConfig | SwapConfig:
-    """`choose` by what it depends on: scales of blocks, sums of blocks of K, elements of 8 bits, ..."""
+    """`choose` by the values that it depends on: block scales, promoted accumulators, 8-bit elements, ..."""
     found: list[tuple[float, GemmConfig | SwapConfig]] = []
     if m <= _MAX_SWAP_ROWS:
         swaps = _swap_configs(m, n, steps, blocked, multiprocessors)
@@ -272,7 +278,8 @@ def _choose(
 
 
 def _gemm_configs(m: int, steps: int, blocked: bool, in_blocks: bool, eight_bits: bool) -> Iterator[GemmConfig]:
-    """Turns are for 8 bits: products of 16 bits take twice as long, so that the end of a tile is a smaller part."""
+    """Ping-pong only for 8-bit elements: with 16 bits the main loop takes twice as long, and the epilogue is a smaller
+    part of the tile's time."""
     wide = () if blocked else (112, 32) if in_blocks else (192, 224, 256, 32)
     turns = (192, 128) if eight_bits and not in_blocks else ()
     for cluster in (2, 1) if m > GemmConfig.TILE_M else (1,):
@@ -284,7 +291,7 @@ def _gemm_configs(m: int, steps: int, blocked: bool, in_blocks: bool, eight_bits
 
 
 def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
-    """With tiles as wide as makes the fewest waves of blocks that are equally busy."""
+    """Configs with the tile N that gives the fewest waves, with equal work for all CTAs."""
     tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
     row_tiles = -(-m // tile_m)
     for splits, most in CLUSTERS.items():
@@ -297,7 +304,7 @@ def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: in
 
 
 def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
-    """Microseconds: whole waves of tiles, and their ends."""
+    """Microseconds: whole waves of tiles, and their epilogues."""
     tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
     waves = -(-tiles // (multiprocessors // config.cluster))
     products = config.TILE_M * config.tile_n / 32 * (_BLOCKED if blocked else 1.0)
@@ -308,9 +315,9 @@ def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, mu
 
 
 def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
-    """Microseconds: what a multiprocessor loads."""
+    """Microseconds: the loads of an SM, and the reduction of split-K."""
     tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
     waves = -(-tiles // max(1, int(CLUSTERS[config.splits] * multiprocessors)))
-    loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a step
+    loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a k-tile
     exchange = _EXCHANGE * (config.splits.bit_length() - 1)
     return _LAUNCH + waves * (exchange + -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK)

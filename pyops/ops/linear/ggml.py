@@ -1,4 +1,4 @@
-"""Products with the quantised weights of GGUF files."""
+"""GEMMs with the quantised weights of GGUF files."""
 
 from __future__ import annotations
 
@@ -65,20 +65,20 @@ def _example(make: Any, num_tokens: int, input_size: int, dtype: str, quant_type
 
 @op(returns="out", atol=2.0**-18)
 def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor) -> None:
-    """A linear layer of a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
+    """A linear layer with a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
 
     The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
     X is multiplied as it is, where upstream rounds it to 8 bits; but elements of a single token may be rounded by up to
-    2^-21 of the largest of the 32, or 16, that share a scale. Sums are float32. Any number of tokens is served.
-    Scales multiply sums of a few elements: an infinity in X may make NaN of what would be infinite.
+    2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
+    served. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, one after another, in any shape; or [row, bytes of a row], where a
-            row may hold more blocks than X has columns for: those are not multiplied.
+        W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
+            blocks than X has columns for: those are not multiplied.
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
-        out: [tokens, row] of the dtype of X, returned; elements of a row lie one after another.
+        out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
     """
     out.copy_(_product(W, X, quant_type, row))
 
@@ -107,17 +107,17 @@ def example_ggml_mul_mat_vec_a8(
 
 @op(returns="out", atol=2.0**-18)
 def ggml_mul_mat_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor) -> None:
-    """A linear layer of a weight of a GGUF file: ``out = X @ W.T``, summed in float32, rounded once.
+    """A linear layer with a weight of a GGUF file: ``out = X @ W.T``, accumulated in float32, rounded once.
 
     The same as `ggml_mul_mat_vec_a8`.
 
     Args:
-        W: uint8, contiguous: the blocks of the rows, one after another, in any shape; or [row, bytes of a row], where a
-            row may hold more blocks than X has columns for: those are not multiplied.
+        W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
+            blocks than X has columns for: those are not multiplied.
         X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
-        out: [tokens, row] of the dtype of X, returned; elements of a row lie one after another.
+        out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
     """
     out.copy_(_product(W, X, quant_type, row))
 

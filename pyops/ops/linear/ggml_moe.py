@@ -1,4 +1,4 @@
-"""Products of tokens and their experts, whose weights are quantised as in GGUF files."""
+"""Grouped GEMMs with weights that are quantised as in GGUF files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["ggml_moe_a8", "ggml_moe_a8_vec", "ggml_moe_get_block_size"]
 
 
 def ggml_moe_get_block_size(quant_type: int) -> int:
-    """Rows that have one expert together in `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served."""
+    """Rows of one expert in a block of `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served."""
     return BLOCK_ROWS if quant_type in ggml_formats.FORMATS else 0
 
 
 def _multiply(out: Tensor, X: Tensor, W: Tensor, quant_type: int, top_k: int, rows: Tensor, experts: Tensor) -> None:
-    """``out[rows] = X[rows // top_k] @ W[experts].T``, zeros for an expert that there is not."""
+    """``out[rows] = X[rows // top_k] @ W[experts].T``, zeros for an expert that does not exist."""
     out[rows] = 0
     for expert in range(W.shape[0]):
         own = rows[experts == expert]
@@ -71,25 +71,25 @@ def ggml_moe_a8(
     *,
     out: Tensor,
 ) -> None:
-    """Products of choices, in the order of their experts: ``out[c] = X[c // top_k] @ W[expert of c].T``.
+    """Grouped GEMM of choices, sorted by expert: ``out[c] = X[c // top_k] @ W[expert of c].T``.
 
-    Choice c is one of the top_k of token ``c // top_k``. Four places of `sorted_token_ids` have the expert that one
-    element of `expert_ids` names, as `moe_align_block_size` orders them for `ggml_moe_get_block_size`. Sums are
-    float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice whose expert is no expert of W gets zeros;
-    rows of out that no place names are left alone.
+    Choice c is one of the top_k of token ``c // top_k``. Four slots of `sorted_token_ids` belong to the expert in one
+    element of `expert_ids`, as `moe_align_block_size` sorts them for `ggml_moe_get_block_size`. Accumulation is in
+    float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice of an expert that W does not have gets
+    zeros; rows of out that no slot names are left as they are.
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
         W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
-        sorted_token_ids: [places] int32 or int64, contiguous, at least one place for each choice: choices; a number
-            that is none stands for nothing, and so do places behind the last four of an expert.
-        expert_ids: [places / 4, or more] of the same dtype, contiguous.
-        num_tokens_post_padded: one of the same dtype: places that count, the first.
+        sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
+            of range is padding, and so are slots after the last block of four.
+        expert_ids: [slots / 4, or more] of the same dtype, contiguous.
+        num_tokens_post_padded: one element of the same dtype: the number of leading slots that count.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight of an expert.
         top_k: choices of a token.
         tokens: rows of X.
-        out: [tokens * top_k, row] of the dtype of X, returned; elements of a row lie one after another.
+        out: [tokens * top_k, row] of the dtype of X, returned; elements of a row are contiguous.
     """
     blocks = min(-(-int(num_tokens_post_padded) // BLOCK_ROWS), len(sorted_token_ids) // BLOCK_ROWS)
     rows = sorted_token_ids[: max(blocks, 0) * BLOCK_ROWS].long()
@@ -129,7 +129,7 @@ def plan_ggml_moe_a8(
 def example_ggml_moe_a8(
     make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[12, 10] = 12
 ) -> tuple[Any, ...]:
-    """Each expert has its choices and then three places that are empty; expert 4 is none of W's."""
+    """Each expert has its choices and then three empty slots; W does not have expert 4."""
     num_experts, top_k, row, k = 4, 2, 40, 256
     x = make.randn(num_tokens, k, dtype=dtype)
     blocks = num_tokens * top_k
@@ -155,19 +155,19 @@ def example_ggml_moe_a8(
 def ggml_moe_a8_vec(
     X: Tensor, W: Tensor, topk_ids: Tensor, top_k: int, quant_type: int, row: int, tokens: int, *, out: Tensor
 ) -> None:
-    """Products of few tokens and their experts: ``out[t * top_k + j] = X[t] @ W[topk_ids[t * top_k + j]].T``.
+    """Grouped GEMM of few tokens with their experts: ``out[t * top_k + j] = X[t] @ W[topk_ids[t * top_k + j]].T``.
 
-    As `ggml_moe_a8`, without an order. A choice whose expert is no expert of W gets zeros.
+    As `ggml_moe_a8`, without sorted lists. A choice of an expert that W does not have gets zeros.
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
         W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
-        topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token in turn.
+        topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token.
         top_k: choices of a token.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight of an expert.
         tokens: rows of X.
-        out: [tokens * top_k, row] of the dtype of X, returned; elements of a row lie one after another.
+        out: [tokens * top_k, row] of the dtype of X, returned; elements of a row are contiguous.
     """
     rows = torch.arange(len(out), dtype=torch.int64, device=out.device)
     _multiply(out, X, W, quant_type, top_k, rows, topk_ids.reshape(-1).long())

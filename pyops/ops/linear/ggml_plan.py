@@ -1,4 +1,4 @@
-"""Which kernel multiplies a matrix in one of GGUF's quantised types, and how: a Config for each kernel, the choice."""
+"""Which kernel serves a GEMM with a GGUF weight, and how: a Config for each kernel, the choice."""
 
 from __future__ import annotations
 
@@ -19,38 +19,43 @@ _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_v
 _digits, _simt = Kernel("linear/ggml_mul_mat_row.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
 # Measured on an H200: docs/performance/gguf.md.
-MAX_FUSED_ROWS = 32  # of X, that a product multiplies with format blocks; for more, the weight is dequantised first
-BLOCK_ROWS = 4  # that have one expert together, in the order of experts: the number that callers know from upstream
-_MAX_VEC_TOKENS = 2  # up to which ggml_mul_mat_vec.cu serves a product
-_VEC_SHARED_MEMORY = 48 * 1024  # bytes of a block of it, if that is enough for two warps along K
-# Threads of a multiprocessor, for which registers of ggml_mul_mat_vec.cu are bounded, by rows of X: more spill.
+MAX_FUSED_ROWS = 32  # most rows of X with fused dequantisation; for more rows the weight is dequantised first
+BLOCK_ROWS = 4  # rows of an expert in a block of the sorted lists: the number that callers expect from upstream
+_MAX_VEC_TOKENS = 2  # most rows of X of ggml_mul_mat_vec.cu
+# Most bytes of shared memory of a block of ggml_mul_mat_vec.cu, if two warps along K fit.
+_VEC_SHARED_MEMORY = 48 * 1024
+# {rows of X: threads per SM that bound the registers of ggml_mul_mat_vec.cu}: more threads spill.
 _RESIDENT_VEC_THREADS = {1: 1024, 2: 768}
-# Of a multiprocessor, for which registers of ggml_mul_mat.cu are bounded; and up to how many rows of X, as more spill.
+# Threads per SM that bound the registers of ggml_mul_mat.cu, and most rows of X with that bound: more rows spill.
 _RESIDENT_THREADS, _MAX_BOUNDED_TOKENS = 512, 16
-# Of a multiprocessor, for which registers of ggml_mul_mat_row.cu are bounded; and where rows have experts, elements
-# of X are loaded one by one, or codes are looked up: more spill.
+# Threads per SM that bound the registers of ggml_mul_mat_row.cu; and fewer, against spills, with experts, with
+# unaligned X, or with types that use a lookup table.
 _RESIDENT_DIGITS_THREADS, _FEWER_RESIDENT_THREADS = 1024, 768
-# Types that ggml_mul_mat_row.cu multiplies by one row faster than ggml_mul_mat_vec.cu, and bytes of a block of it.
+# Types for which ggml_mul_mat_row.cu is faster than ggml_mul_mat_vec.cu with one row of X, and the most bytes of shared
+# memory of its blocks.
 _DIGIT_TYPES, _DIGIT_SHARED_MEMORY = frozenset({"Q4_K", "IQ4_XS", "IQ4_NL"}), 56 * 1024
-# Waves of a block of ggml_mul_mat.cu along the rows of W and along K, on AMD, best first: by the model of
-# docs/performance/amd.md. Where 32 rows of W for each block would leave compute units without one, 16 rows.
+# (waves along the rows of W, waves along K) of a block of ggml_mul_mat.cu on AMD, best first, by the model of
+# docs/performance/amd.md. The second list, with 16 rows of W per block, is for grids that would leave compute units
+# idle.
 _WAVES, _FEW_WAVES = ((2, 4), (2, 2), (4, 1)), ((1, 4), (1, 2), (1, 1))
 _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 
 def _each(problem: GgmlProblem, blocks: int) -> int:
-    """Of so many blocks, those of a multiprocessor, at most."""
+    """Most blocks of a grid of `blocks` blocks on any SM."""
     return -(-blocks // problem.out.device.multiprocessors)
 
 
 def _spread(problem: GgmlProblem, blocks: int, shared_memory: int) -> int:
-    """Bytes of shared memory of a block; so many that one or two blocks to a multiprocessor leave no room for one more.
+    """Bytes of shared memory of a block, raised so that no third block (or second, if one per SM is enough) fits on an
+    SM.
 
-    Else blocks of the next product, which start before this one ends, find room where they like: three on some
-    multiprocessors, one on others.
+    Otherwise blocks of the next GEMM, which start before this one ends, are spread unevenly: three on some SMs, one on
+    others.
     """
     device, each = problem.out.device, _each(problem, blocks)
-    if not device.supports("clusters") or not 0 < each <= 2:  # before sm_90 kernels start when the one before has ended
+    # Before sm_90 a kernel starts only after the previous one has ended.
+    if not device.supports("clusters") or not 0 < each <= 2:
         return shared_memory
     return max(shared_memory, device.shared_memory // (each + 1) + 1)
 
@@ -61,9 +66,9 @@ class MulMatConfig:
 
     Attributes:
         tokens: rows of X of a block.
-        row_warps, k_warps: warps along 16 rows of W each, and along K.
-        stages: steps of K that are in shared memory or on the way there; on AMD 1, as registers hold the next.
-        splits: blocks that share rows, each with a part of K.
+        row_warps, k_warps: warps along W, each with 16 rows, and warps along K.
+        stages: k-tiles in shared memory or in flight; 1 on AMD, where registers hold the next one.
+        splits: blocks that share rows (split-K); each takes a part of K.
     """
 
     tokens: int
@@ -74,15 +79,16 @@ class MulMatConfig:
 
     @property
     def rows(self) -> int:
-        """Of W, of a block."""
+        """Rows of W of a block."""
         return 16 * self.row_warps
 
     def num_threads(self, problem: GgmlProblem) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return self.row_warps * self.k_warps * problem.out.device.warp_size
 
     def shared_memory(self, problem: GgmlProblem) -> int:
-        """Bytes: the grid of the type, then stages, whose place sums take in the end."""
+        """Bytes of shared memory: the lookup table of the type, then stages, reused for accumulators in the
+        epilogue."""
         padding = 8 if problem.out.device.supports("matrix_cores") else 16
         stage = self.rows * problem.pitch(self.k_warps) + self.tokens * (self.k_warps * UNIT + padding) * 2
         return 2 * problem.format.grid_size + max(self.stages * stage, self.k_warps * self.tokens * (self.rows + 4) * 4)
@@ -102,7 +108,7 @@ class MulMatConfig:
         ]
 
     def launch(self, problem: GgmlProblem) -> Launch:
-        """One launch. Blocks that share rows leave their sums in a workspace, and the last of them adds these up."""
+        """One launch. With split-K each block writes its accumulators to a workspace, and the last one adds them up."""
         count, threads = -(-problem.n // self.rows) * problem.tiles(self.tokens), self.num_threads(problem)
         shared = _spread(problem, count * self.splits, self.shared_memory(problem))
         most = _RESIDENT_THREADS // threads if self.tokens <= _MAX_BOUNDED_TOKENS else 1
@@ -125,10 +131,10 @@ class MulMatConfig:
 
 
 def _resident(problem: GgmlProblem, grid: int, most: int) -> int:
-    """Blocks of a multiprocessor, at most so many, for which the registers of one or two rows are bounded."""
+    """Blocks per SM, at most `most`, that bound the registers of the kernels for one or two rows."""
     if problem.choices is None:
         blocks = _each(problem, grid)
-        # Two find room anyway, and with fewer registers took longer.
+        # Two blocks fit anyway, and were slower with fewer registers.
         most = min(most, blocks) if blocks > 2 else 1
     return max(1, most)
 
@@ -139,8 +145,8 @@ class VecConfig:
 
     Attributes:
         tokens: rows of X of a block.
-        row_warps, k_warps: warps along 16 rows of W each, and along K.
-        stages: steps of K that are in shared memory or on the way there.
+        row_warps, k_warps: warps along W, each with 16 rows, and warps along K.
+        stages: k-tiles in shared memory or in flight.
     """
 
     tokens: int
@@ -149,7 +155,7 @@ class VecConfig:
     stages: int
 
     def shared_memory(self, problem: GgmlProblem) -> int:
-        """Bytes: the grid of the type, then stages."""
+        """Bytes of shared memory: the lookup table of the type, then stages."""
         stage = 16 * self.row_warps * problem.pitch(self.k_warps) + self.tokens * self.k_warps * UNIT * 2
         return 2 * problem.format.grid_size + self.stages * stage
 
@@ -183,15 +189,16 @@ class DigitsConfig:
     """The geometry of ggml_mul_mat_row.cu; the attributes are constants of the kernel.
 
     Attributes:
-        k_warps: warps, along K.
-        stages: steps of K that are in shared memory or on the way there.
+        k_warps: warps along K.
+        stages: k-tiles in shared memory or in flight.
     """
 
     k_warps: int
     stages: int
 
     def shared_memory(self, problem: GgmlProblem) -> int:
-        """Bytes: the grid of the type, zeros, stages of 16 rows of the weight, and two of the digits of a row of X."""
+        """Bytes of shared memory: the lookup table, zeros, stages of 16 rows of the weight, two stages of the digits of
+        a row of X."""
         digits = 3 * (self.k_warps * UNIT + 16) + self.k_warps * UNIT // 16 * 8
         return 2 * problem.format.grid_size + 128 + self.stages * 16 * problem.pitch(self.k_warps) + 2 * digits
 
@@ -225,7 +232,7 @@ class GgmlSimtConfig:
 
     Attributes:
         tokens: rows of X of a block.
-        units: of 256 elements of K, that a block copies to shared memory at a time.
+        units: units of 256 elements of K that a block copies to shared memory at a time.
         num_threads: threads of a block; a warp has a row of W.
     """
 
@@ -252,11 +259,11 @@ Config = VecConfig | DigitsConfig | MulMatConfig | GgmlSimtConfig
 
 
 def choose(problem: GgmlProblem, device: Device) -> Config:
-    """The kernel that multiplies format blocks, and its geometry. Equal for all problems of a bucket."""
+    """The kernel with fused dequantisation, and its geometry. Equal for all problems of a bucket."""
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
-    # WMMA of gfx11 takes the time of vector instructions: for few rows more than ggml_mul_mat_simt.cu spends on them.
+    # WMMA of gfx11 is as slow as vector instructions: for small M it takes longer than ggml_mul_mat_simt.cu.
     is_slow = device.arch.startswith("gfx11") and tokens <= _MAX_VEC_TOKENS
     if problem.X.dtype is float32 or not device.supports("products") or is_slow:
         return GgmlSimtConfig(min(_MAX_SIMT_TOKENS, tokens), units=4, num_threads=256)
@@ -276,17 +283,18 @@ def choose(problem: GgmlProblem, device: Device) -> Config:
 
 
 def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> MulMatConfig:
-    """The geometry on AMD. Blocks leave room for another in shared memory, which multiplies while they store what they
-    have loaded, unless there are no more blocks than compute units."""
+    """The geometry on AMD. Two blocks fit on a compute unit, so that one multiplies while the other stores its loads to
+    shared memory, unless there are at most as many blocks as compute units."""
     tiles = -(-problem.n // 16) * problem.tiles(tokens)
     is_small = tiles < 2 * device.multiprocessors
-    blocks = 1 if tiles <= device.multiprocessors else 2  # of a compute unit
+    blocks = 1 if tiles <= device.multiprocessors else 2  # blocks per compute unit
     found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
     return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
 
 
 def plan(problem: GgmlProblem) -> list[Launch]:
-    """The launches of a product: one for few rows of X, and for many one that dequantises the weight before it."""
+    """The launches: one with fused dequantisation for small M; for large M dequantisation of the weight, then a
+    GEMM."""
     out, device = problem.out, problem.out.device
     if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:
         return [tuning.config(out.op, problem, device, choose).launch(problem)]

@@ -1,4 +1,4 @@
-"""A product of rows and a matrix in one of GGUF's quantised types, as the kernels of `ggml_plan` take it."""
+"""A GEMM with a weight in a quantised type of GGUF, as the kernels of `ggml_plan` take it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ UNIT = 256  # elements of a row of the weight that a warp multiplies at a time
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """How rows of out belong to experts: ggml_rows.cuh.
+    """The experts of the rows of out: ggml_rows.cuh.
 
     Attributes:
         ids: the expert of each row of out; or, with `expert_ids`, rows of out in the order of their experts,
             `BLOCK_ROWS` of them for each expert of `expert_ids`.
-        num_experts: how many W has.
+        num_experts: experts of W.
         top_k: rows of out for each row of X.
     """
 
@@ -34,7 +34,8 @@ class Choices:
 
 
 def format_of(W: TensorArg, quant_type: int, num_rows: int, k: int) -> Format:
-    """The format of a weight of so many rows, checked to hold k elements of each, or more if rows are a dimension."""
+    """The format of a weight of `num_rows` rows, checked to hold k elements of each, or more if rows are a
+    dimension."""
     format, elements = ggml_formats.FORMATS.get(quant_type), k
     if format is not None and len(W.shape) > 1 and W.numel == num_rows * W.shape[-1]:
         elements = max(k, W.shape[-1] // format.nbytes * format.length)
@@ -43,9 +44,9 @@ def format_of(W: TensorArg, quant_type: int, num_rows: int, k: int) -> Format:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgmlProblem:
-    """``out = X @ W.T``: X [m, k] and out [m, n] of rows of one stride, W [n, k] in `format`.
+    """``out = X @ W.T``: X [m, k] and out [m, n] with one row stride, W [n, k] in `format`.
 
-    With `choices`, W has a matrix for each expert, and X as many rows as tokens.
+    With `choices`, W has a matrix for each expert, and X has one row per token.
     """
 
     out: TensorArg
@@ -68,12 +69,12 @@ class GgmlProblem:
 
     @property
     def num_rows(self) -> int:
-        """Of W, those of all experts."""
+        """Rows of W, of all experts."""
         return self.n * (1 if self.choices is None else self.choices.num_experts)
 
     @property
     def row_bytes(self) -> int:
-        """From one row of W to the next; what a row holds behind its first k elements is not multiplied."""
+        """Row stride of W, in bytes; elements of a row after the first k are not multiplied."""
         return self.W.numel // max(1, self.num_rows)
 
     @property
@@ -97,13 +98,13 @@ class GgmlProblem:
         return f"rows={tuning.power_of_two(self.m)} {weight} {self.X.dtype.name}{experts}"
 
     def pitch(self, units: int) -> int:
-        """Bytes of shared memory of a row's part of so many units, as ggml_tile.cuh places it."""
+        """Bytes in shared memory of a row's part of `units` units, as ggml_tile.cuh lays it out."""
         part = units * UNIT // self.format.length * self.format.nbytes
         pieces = -(-part // self.access) + (part % self.access != 0)
         return (pieces * self.access + 15) // 32 * 32 + 16
 
     def specialised(self, kernel: Kernel, tokens: int, **constants: Any) -> Specialisation:
-        """A kernel whose blocks take `tokens` rows of out."""
+        """A kernel with blocks that take `tokens` rows of out."""
         choices = self.choices
         return (kernel if choices is None else kernel.renamed(ids=choices.ids.name))(
             scalar_t=self.X.dtype,
@@ -116,14 +117,14 @@ class GgmlProblem:
         )
 
     def tiles(self, tokens: int) -> int:
-        """Blocks of `tokens` rows of out. Of an order by experts, places behind the last whole block never count."""
+        """Blocks of `tokens` rows of out. With sorted lists, slots after the last whole block never count."""
         choices = self.choices
         if self.m and choices is not None and choices.expert_ids is not None:
             return choices.ids.numel // tokens
         return -(-self.m // tokens)
 
     def arguments(self) -> dict[str, int]:
-        """What every kernel takes beside the op's tensors; null for those that there are not."""
+        """The arguments of every kernel except the op's tensors; null for absent tensors."""
         choices = self.choices
         absent = ["ids"] if choices is None else []
         absent += ["expert_ids", "num_tokens_post_padded"] if choices is None or choices.expert_ids is None else []

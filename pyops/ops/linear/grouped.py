@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts, rows sorted as `moe_align_block_size` does it."""
+"""Grouped GEMMs: rows times the weights of their experts, with rows sorted as `moe_align_block_size` does it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["grouped_gemm"]
 
-_LIMIT, _ALPHA = 7.0, 1.702  # of swigluoai and swiglustep
+_LIMIT, _ALPHA = 7.0, 1.702  # constants of swigluoai and swiglustep
 
 
 @op(inout="out", atol=experts_error)
@@ -39,32 +39,32 @@ def grouped_gemm(
     block_size: int = 64,
     activation: str = "none",
 ) -> None:
-    """Multiply rows by the weights of their experts: ``out[t] = f(weight[t] * (a[t // top_k] @ b[e].T + bias[e]))``.
+    """Grouped GEMM over experts: ``out[t] = f(weight[t] * (a[t // top_k] @ b[e].T + bias[e]))``.
 
-    e is the expert of row t. Sums are exact for int8 and in float32 for others, under scales as
-    `cutlass_scaled_mm` applies them; the rest is computed in float32 and rounded once. Rows that the lists do not
-    name, and those of experts that do not exist, are left as they are.
+    e is the expert of row t. Accumulation is exact for int8 and in float32 for other dtypes, with scales as
+    `cutlass_scaled_mm` applies them; the epilogue is computed in float32 and rounded once. Rows that the lists do not
+    name, and rows of experts that do not exist, are left as they are.
 
     Args:
         out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
         a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
         b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
             one stride.
-        sorted_token_ids: [places] int32, contiguous: rows of out, block by block; any other number for no row.
-        expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` places.
-        num_tokens_post_pad: one int32, the places that are in use.
+        sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
+        expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` slots.
+        num_tokens_post_pad: one int32, the number of slots in use.
         topk_weights: float32, contiguous, a weight for each row of out; or None.
-        a_scales: float32, contiguous, one or one for each row of a; or, of operands of 8 bits, [num_rows / top_k,
-            ceil(K / 128)] of any strides for blocks; or None.
-        b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or
-            [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides for blocks; or None.
+        a_scales: float32, contiguous, one element or one for each row of a; or, for 8-bit operands, block scales
+            [num_rows / top_k, ceil(K / 128)] of any strides; or None.
+        b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or block
+            scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
         bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
         top_k: rows of out that share a row of a.
-        block_size: places of a block, a multiple of 16; one of 64 is fast.
+        block_size: slots of a block, a multiple of 16; multiples of 64 are fast.
         activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
             ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
             rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
-            ``g = min(gate, 7)``, where gates and ups take turns.
+            ``g = min(gate, 7)``, with alternating rows of gates and ups.
     """
     num_rows, num_experts = out.shape[0], b.shape[0]
     places = min(max(int(num_tokens_post_pad), 0), len(expert_ids) * block_size, len(sorted_token_ids))
@@ -83,7 +83,7 @@ def grouped_gemm(
 
 
 def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, a_scales: Tensor | None, b_scales: Tensor | None) -> Tensor:
-    """float64 ``a[rows] @ b.T`` under scales."""
+    """float64 ``a[rows] @ b.T`` with scales."""
     if a_scales is not None and b_scales is not None and b_scales.ndim == 2 and b_scales.shape != (len(b), 1):
         return block_scaled_product(a[rows], b, a_scales[rows], b_scales)
     x = a[rows].double() @ b.double().T
@@ -96,7 +96,7 @@ def _scaled_product(a: Tensor, b: Tensor, rows: Tensor, a_scales: Tensor | None,
 
 
 def block_scaled_product(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
-    """float64 ``a @ b.T``, the products of each block of K under the scales of the block."""
+    """float64 ``a @ b.T`` with block scales: each block of K is multiplied by its scales."""
     x = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     of_rows = torch.arange(len(b), dtype=torch.int64, device=b.device) // SCALE_BLOCK
     for j in range(b_scales.shape[1]):
@@ -107,7 +107,7 @@ def block_scaled_product(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tenso
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
-    """An activation of `grouped_gemm` of rows, of which those with gates take twice the columns."""
+    """An activation of `grouped_gemm`; gated ones take rows with twice the columns."""
     silu, gelu, relu = torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.relu
     if activation == "swigluoai":
         gate, up = x[:, ::2].clamp(max=_LIMIT), x[:, 1::2].clamp(-_LIMIT, _LIMIT)
@@ -170,7 +170,7 @@ def plan_grouped_gemm(
 @grouped_gemm.bad_indices
 def bad_indices_grouped_gemm(out: Tensor, b: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor) -> dict[str, Tensor]:
     return {
-        "sorted_token_ids": (sorted_token_ids < 0) | (sorted_token_ids > len(out)),  # one behind the last is padding
+        "sorted_token_ids": (sorted_token_ids < 0) | (sorted_token_ids > len(out)),  # num_rows itself is padding
         "expert_ids": (expert_ids < -1) | (expert_ids >= len(b)),
     }
 

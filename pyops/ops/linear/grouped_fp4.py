@@ -1,4 +1,4 @@
-"""vLLM's grouped products of codes under block scales: NVFP4, MXFP4 and MXFP8."""
+"""vLLM's grouped GEMMs with block scales: NVFP4, MXFP4 and MXFP8."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _multiply(
     scale_offsets: Tensor,
     alphas: Tensor | None = None,
 ) -> None:
-    """References: ``out[t] = alphas[e] * (A[t] @ B[e].T)``. Rows whose scales do not exist have zeros for scales."""
+    """References: ``out[t] = alphas[e] * (A[t] @ B[e].T)``. The scales of a row are zeros if they do not exist."""
     n, size = out.shape[1], len(a_scales)
     b = by_rows(b, n, a.shape[1])
     b_scales = by_rows(b_scales, rounded_up(n, TILE_ROWS), a_scales.shape[1])
@@ -74,7 +74,8 @@ def _plan(
     scale_offsets: TensorArg,
     alphas: TensorArg | None = None,
 ) -> list[Launch]:
-    """The checks and the launches of every format: rows by experts, both matrices in bfloat16, their product."""
+    """The checks and the launches of every format: sorting of rows by expert, dequantization of both, a grouped
+    GEMM."""
     k = format.size(a)
     lists, launch, scale_rows = lists_of(check_rows(out, a, b), problem_sizes, expert_offsets, scale_offsets)
     assert scale_rows is not None
@@ -106,12 +107,12 @@ def _plan(
 
 
 def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
-    """Which offsets of scales are no row of a tile."""
+    """Which scale offsets are not the first row of a tile."""
     return (scale_offsets < 0) | (scale_offsets > len(a_scales)) | (scale_offsets % TILE_ROWS != 0)
 
 
 def _example(make: Any, format: BlockFormat, num_tokens: int, num_experts: int, n: int, k: int) -> dict[str, Any]:
-    """Experts of which the second has no rows; arguments by the names of `_plan`."""
+    """Experts, the second without rows; arguments by the names of `_plan`."""
     counts = example_counts(num_tokens, num_experts)
     offsets, sizes = example_sizes(make, counts, n, k)
     padded = [rounded_up(count, TILE_ROWS) for count in counts]
@@ -151,15 +152,15 @@ def cutlass_fp4_group_mm(
     expert_offsets: Tensor,
     sf_offsets: Tensor,
 ) -> None:
-    """Products of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
+    """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
-    A and B have the values of codes times scales: they are made in bfloat16, which holds them, in memory of the call.
+    A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
     Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
     experts must not be the same. After vLLM's op of this name.
 
     Args:
         out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a: [num_rows, K / 2] uint8, two codes of e2m1 to a byte, the first in its lower half; K a multiple of 16; rows
+        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
             of one stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
@@ -168,8 +169,8 @@ def cutlass_fp4_group_mm(
         alphas: float32, contiguous, num_experts elements.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
         expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
-        sf_offsets: [num_experts] int32, contiguous: the row of a_blockscale where those of an expert begin, a multiple
-            of 128. Rows whose scales would lie elsewhere have zeros for scales.
+        sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of 128.
+            The scales of a row are zeros if they would lie outside a_blockscale.
     """
     operands = out, a, b, a_blockscale, b_blockscales
     _multiply(NVFP4, *operands, problem_sizes, expert_offsets, sf_offsets, alphas)
@@ -223,16 +224,15 @@ def cutlass_mxfp4_group_mm(
     expert_offsets: Tensor,
     sf_offsets: Tensor,
 ) -> None:
-    """Products of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
+    """Grouped GEMM of MXFP4 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-    As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Codes times scales are rounded to
-    bfloat16: those of 2^128 and more become infinite. For few rows and an `out` of bfloat16, codes of weights become
-    bfloat16 where they are multiplied, not in memory. Rows of two experts must not be the same. After vLLM's op
-    of this name.
+    As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
+    bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
+    weights in its main loop, not to memory. Rows of two experts must not be the same. After vLLM's op of this name.
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
-        a: [num_rows, K / 2] uint8, two codes of e2m1 to a byte, the first in its lower half; K a multiple of 32; rows
+        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
             of one stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
@@ -286,9 +286,9 @@ def cutlass_mxfp8_grouped_mm(
     expert_offsets: Tensor,
     blockscale_offsets: Tensor,
 ) -> None:
-    """Products of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
+    """Grouped GEMM of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-    As `cutlass_mxfp4_group_mm`, for codes of e4m3. Rows of two experts must not be the same. After vLLM's op of this
+    As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. After vLLM's op of this
     name.
 
     Args:

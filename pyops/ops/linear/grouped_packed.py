@@ -1,4 +1,4 @@
-"""`grouped_gemm` with weights of 4 or 8 bits, whose codes lie along K."""
+"""`grouped_gemm` with K-major quantized weights of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -37,24 +37,27 @@ def grouped_gemm_packed(
     activation: str = "none",
     b_type: str = "uint4",
 ) -> None:
-    """Multiply rows by coded weights of their experts: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
+    """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
-    ``w = scale * (code - zero)``, rounded once to the dtype of a. e is the expert of row t; sums are float32, the rest
-    is as in `grouped_gemm`. Up to 64 rows of an expert, of 4 bits on Hopper 512, are multiplied by a kernel that reads
-    the codes; for more the weights are written in full to memory of the call.
+    ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
+    float32, the rest is as in `grouped_gemm`. Up to 64 rows per expert, with 4 bits on Hopper 512, are multiplied by a
+    kernel with fused dequantization; for more rows the weights are dequantized to a workspace first.
 
     Args:
         out: [num_rows, N], written; of the dtype of a. Rows of one stride.
         a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
         b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
-            gates and ups. Of 4 bits, the first of two codes is in the lower half of a byte.
-        b_scales: of "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; of "int8" [num_experts,
-            rows] float32; of "float4_e2m1f" [num_experts, rows, K / 32] exponents, uint8 or float8_e8m0fnu. Contiguous.
-        b_zeros: of "uint4" [num_experts, rows / 2, K / group size], that of the first of two rows in the lower half; of
-            "uint8" [num_experts, rows, K / group size]. uint8, contiguous. None for 8, and for 128.
+            gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
+        b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"
+            [num_experts, rows] float32; for "float4_e2m1f" [num_experts, rows, K / 32] exponents, uint8 or
+            float8_e8m0fnu.
+        b_zeros: uint8, contiguous; for "uint4" [num_experts, rows / 2, K / group size], the zero point of the first of
+            two rows in the lower half; for "uint8" [num_experts, rows, K / group size]. None: all are 8 (4 bits) or 128
+            (8 bits).
         sorted_token_ids, expert_ids, num_tokens_post_pad, topk_weights, bias, top_k, activation: as in `grouped_gemm`.
-        block_size: places of a block, a multiple of 8; of weights in full, of 16 or 64 it is faster.
-        b_type: the type of the codes: "uint4", "uint8", "int8" or "float4_e2m1f".
+        block_size: slots of a block, a multiple of 8; with weights that are dequantized first, multiples of 16 and of
+            64 are faster.
+        b_type: the type of the quants: "uint4", "uint8", "int8" or "float4_e2m1f".
     """
     weights = in_full(b, b_scales, b_zeros, b_type, a.dtype)
     lists = sorted_token_ids, expert_ids, num_tokens_post_pad
@@ -110,7 +113,7 @@ def bad_indices_grouped_gemm_packed(
     out: Tensor, b: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor
 ) -> dict[str, Tensor]:
     return {
-        "sorted_token_ids": (sorted_token_ids < 0) | (sorted_token_ids > len(out)),  # one behind the last is padding
+        "sorted_token_ids": (sorted_token_ids < 0) | (sorted_token_ids > len(out)),  # num_rows itself is padding
         "expert_ids": (expert_ids < -1) | (expert_ids >= len(b)),
     }
 
@@ -123,7 +126,8 @@ def example_grouped_gemm_packed(
     b_type: Literal["uint4", "uint8", "int8", "float4_e2m1f"] = "uint4",
     activation: Literal["silu", "none"] = "silu",
 ) -> tuple[Any, ...]:
-    """Without an activation there are zero points, where codes may, weights of rows and small blocks; else a bias."""
+    """Without an activation there are zero points, where b_type has them, weights of rows and small blocks; else a
+    bias."""
     num_experts, top_k, k, columns, dtype = 3, 2, 192, 64, "bfloat16"
     block_size = 8 if activation == "none" else 16
     rows = columns * (1 if activation == "none" else 2)

@@ -1,4 +1,4 @@
-"""Which kernel serves a grouped product, and how: a Config for each kernel, the choice among them, the launch."""
+"""Which kernel serves a grouped GEMM, and how: a Config for each kernel, the choice among them, the launch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ _hopper, _mma = Kernel("linear/grouped_gemm_sm90.cu"), Kernel("linear/grouped_ge
 _simt = Kernel("linear/grouped_gemm_simt.cu")
 
 _HOPPER_DTYPES = bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
-_STEP_BYTES = 128  # of a row, which a step takes; rows are swizzled by as many
-_STORE_BYTES = 64 * 128  # of a warpgroup of grouped_gemm_sm90.cu: 64 rows on their way to out
-_BARRIER_BYTES = 2 * 8  # of a stage
-_MAX_STAGES = 16
-_BYTES_IN_FLIGHT = 160 * 1024  # of weights to a multiprocessor; more make memory slower (docs/performance/products.md)
-_GROUP = 16  # row tiles of an expert that run together, so that the L2 cache holds what they share
-_MAX_BLOCKED_PART = 128  # rows of weights of a warpgroup whose sums a thread holds twice
-# Rows of an expert from which on tiles of 128 rows are faster than tiles of 64. With scales of blocks, where larger
-# tiles have half as many columns, tiles of 192 rows are faster while most experts have one each: from so many rows up
-# to so many. Measured on an H200: docs/performance/experts.md.
+_STEP_BYTES = 128  # bytes of K in a k-tile: one row of the 128-byte swizzle
+_STORE_BYTES = 64 * 128  # bytes of a warpgroup's staging buffer in the epilogue of grouped_gemm_sm90.cu: 64 rows
+_BARRIER_BYTES = 2 * 8  # bytes of the barriers of a stage
+_MAX_STAGES = 16  # most stages
+_BYTES_IN_FLIGHT = 160 * 1024  # bytes of weights in flight per SM; more are slower (docs/performance/products.md)
+# Row tiles of an expert that run together for each column tile, so that the L2 cache holds the rows that they share.
+_GROUP = 16
+_MAX_BLOCKED_PART = 128  # block scales: most weight rows of a warpgroup, because a thread holds its accumulators twice
+# Fewest rows per expert where tiles of 128 rows are faster than tiles of 64. With block scales larger tiles have half
+# as many columns; tiles of 192 rows are faster while most experts have one tile each: fewest and most rows per expert.
+# Measured on an H200: docs/performance/experts.md.
 _MANY_ROWS, _MANY_BLOCKED_ROWS, _MAX_BLOCKED_ROWS = 56, 56, 160
-_TILE_COST = 24  # rows of weights that a block could load while it begins and ends a tile
-# Rows of weights by which tiles whose columns lie under two scales of blocks must have fewer: what choosing costs.
-# Fitted to times of an H200: 224 and 256 rows of weights, 8 to 128 rows of DeepSeek-V3's second product.
+_TILE_COST = 24  # cost of a tile's prologue and epilogue, in weight rows that could be loaded meanwhile
+# Cost of a tile with columns under two block scales, in weight rows: choosing the scale takes time. Fitted to times of
+# an H200: tiles of 224 and 256 weight rows, 8 to 128 rows of DeepSeek-V3's second GEMM.
 _STRADDLING_COST = 16
 
 
@@ -38,9 +39,9 @@ class GroupedConfig:
     """The geometry of grouped_gemm_sm90.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m: rows of a tile: 64, whose two warpgroups divide tile_n, or 128 or 192, of which each warpgroup has 64.
-        tile_n: rows of weights of a tile.
-        group: row tiles of one expert that are counted down together.
+        tile_m: rows of a tile. 64: two warpgroups divide tile_n. 128 or 192: each warpgroup has 64 rows.
+        tile_n: weight rows of a tile.
+        group: row tiles of one expert that run together for each column tile.
     """
 
     tile_m: int
@@ -53,12 +54,12 @@ class GroupedConfig:
 
     @property
     def part_n(self) -> int:
-        """Rows of weights of a warpgroup."""
+        """Weight rows of a warpgroup."""
         return self.tile_n // (2 if self.tile_m == 64 else 1)
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
+        """Consumer warpgroups."""
         return max(2, self.tile_m // 64)
 
     def candidates(self, problem: GroupedProblem, device: Device) -> list[GroupedConfig]:
@@ -69,7 +70,7 @@ class GroupedConfig:
         return [one for one in found if one.fits(problem)]
 
     def fits(self, problem: GroupedProblem) -> bool:
-        """Whether it divides blocks of rows, and columns as scales do."""
+        """Whether the tile divides the blocks of the sorted lists, and its columns suit the block scales."""
         if problem.lists.block_size % self.tile_m or (self.tile_m == 192 and not problem.block_scaled):
             return False
         if not problem.block_scaled:
@@ -78,11 +79,11 @@ class GroupedConfig:
         return self.part_n <= _MAX_BLOCKED_PART and whole and not (problem.gated and self.straddles(problem))
 
     def straddles(self, problem: GroupedProblem) -> bool:
-        """Whether columns of a warpgroup may lie under two scales of blocks."""
+        """Whether the columns of a warpgroup may lie under two block scales."""
         return problem.block_scaled and SCALE_BLOCK % (self.part_n // (2 if problem.gated == 1 else 1)) != 0
 
     def launch(self, problem: GroupedProblem) -> Launch:
-        """As many blocks as the device holds, or as there may be tiles."""
+        """A persistent grid: at most as many blocks as SMs, or as possible tiles."""
         device, kernel = problem.device, problem.kernel(_hopper.for_arch(problem.device.arch_feature))
         halves = 2 if problem.gated == 1 else 1
         columns = -(-problem.b_rows // self.tile_n) if problem.gated else -(-problem.n // self.tile_n)
@@ -115,10 +116,10 @@ class GroupedMmaConfig:
     """The geometry of grouped_gemm_sm80.cu; the attributes are constants of the kernel.
 
     Attributes:
-        tile_m, tile_n: rows of a block's tile, and rows of its weights.
-        warps_m, warps_n: warps along them.
-        stages: steps of K that are in shared memory or on the way there.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        tile_m, tile_n: rows and weight rows of a block's tile.
+        warps_m, warps_n: warps along M and N.
+        stages: k-tiles in shared memory or in flight.
+        min_blocks: blocks per SM; bounds the registers.
     """
 
     tile_m: int
@@ -148,7 +149,7 @@ class GroupedMmaConfig:
         return [one for one in fits if problem.lists.block_size % one.tile_m == 0]
 
     def launch(self, problem: GroupedProblem) -> Launch:
-        """A block for each tile that there may be."""
+        """One block for each possible tile."""
         tiles = problem.max_tiles(self.tile_m) * -(-problem.b_rows // self.tile_n)
         num_threads = self.warps_m * self.warps_n * problem.device.warp_size
         kernel = problem.kernel(_mma)
@@ -172,7 +173,7 @@ class GroupedMmaConfig:
 
 @dataclass(frozen=True, slots=True)
 class GroupedSimtConfig:
-    """The geometry of grouped_gemm_simt.cu: rows and columns of a block's tile, of which a thread has 4 x 4."""
+    """The geometry of grouped_gemm_simt.cu: rows and columns of a block's tile; a thread has 4 x 4 accumulators."""
 
     tile_m: int
     tile_n: int
@@ -185,7 +186,7 @@ class GroupedSimtConfig:
         return [one for one in found if problem.lists.block_size % one.tile_m == 0]
 
     def launch(self, problem: GroupedProblem) -> Launch:
-        """A block for each tile that there may be."""
+        """One block for each possible tile."""
         tiles = problem.max_tiles(self.tile_m) * -(-problem.n // self.tile_n)
         kernel = problem.kernel(_simt)
         return kernel(**problem.constants(), TILE_M=self.tile_m, TILE_N=self.tile_n, GROUP=_GROUP).launch(
@@ -208,7 +209,7 @@ def serves(problem: GroupedProblem, device: Device) -> bool:
 
 
 def block_size_for(num_rows: int, num_experts: int, block_scaled: bool = False) -> int:
-    """Places of a block that suits so many rows: how `moe_align_block_size` is to sort them."""
+    """The block size with which `moe_align_block_size` should sort `num_rows` rows."""
     if block_scaled:
         return 192 if _MANY_BLOCKED_ROWS * num_experts <= num_rows <= _MAX_BLOCKED_ROWS * num_experts else 64
     return 128 if num_rows >= _MANY_ROWS * num_experts else 64
@@ -218,7 +219,7 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
     """The kernel for this problem, and its geometry. Equal for all problems of a bucket."""
     if serves(problem, device):
         return _choose_hopper(problem, device)
-    if problem.lists.block_size % 16:  # of products with packed weights alone
+    if problem.lists.block_size % 16:  # only with packed weights
         return GroupedSimtConfig(8, 64)
     rows = problem.rows_of_expert
     tile_m = next(
@@ -233,7 +234,7 @@ def choose(problem: GroupedProblem, device: Device) -> Config:
 
 
 def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
-    """The tile of which the busiest block loads the fewest rows of weights."""
+    """The tile with which the busiest SM loads the fewest weight rows."""
     places = problem.lists.block_size
     tile_m = 192 if problem.block_scaled and places % 192 == 0 else 128 if places % 128 == 0 else 64
     row_tiles = problem.row_tiles(tile_m)

@@ -1,4 +1,4 @@
-"""A grouped product, rows times the weights of their experts: the problem that its plan chooses a kernel by."""
+"""A grouped GEMM, rows times the weights of their experts: the problem that its plan chooses a kernel by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .gemm_problem import SCALE_BLOCK, Operand
 
-# {activation: how gates and ups lie in the rows of a weight: 0 no gates, 1 gates and then ups, 2 by turns}
+# {activation: order of gates and ups in the rows of a weight: 0 no gates, 1 all gates before all ups, 2 alternating}
 ACTIVATIONS = {
     "none": 0,
     "silu": 1,
@@ -28,12 +28,12 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLists:
-    """Rows sorted by experts, as `moe_align_block_size` writes them: arguments of the op, or what a launch has written.
+    """Rows sorted by experts, as `moe_align_block_size` writes them: arguments of the op, or outputs of a launch.
 
     Attributes:
         sorted_token_ids, expert_ids, num_tokens_post_pad: names and contents are those of `moe_align_block_size`.
-        block_size: places of a block.
-        num_blocks: for which the lists have room.
+        block_size: slots of a block.
+        num_blocks: capacity of the lists, in blocks.
     """
 
     sorted_token_ids: TensorArg | Scratch
@@ -52,7 +52,7 @@ class ExpertLists:
         name: str = "block_size",
         multiple: int = 16,
     ) -> ExpertLists:
-        """Those of the op's arguments; OpError for others."""
+        """The lists of the op's arguments; OpError for invalid ones."""
         for ids in (sorted_token_ids, expert_ids):
             check.sizes(ids, count=None)
             check.dtype(ids, int32)
@@ -67,18 +67,18 @@ class ExpertLists:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedProblem:
-    """Names and formula are those of grouped.cuh.
+    """A grouped GEMM: names and formula are those of grouped.cuh.
 
     Attributes:
         out: [num_rows, N], rows of one stride.
-        a: [num_rows / top_k, K]; b: [experts * b_rows, K], of the same element type.
-        num_experts: experts, whose rows of b lie one after another; k: elements of each sum.
+        a: [num_rows / top_k, K]; b: [experts * b_rows, K], of the same dtype.
+        num_experts: experts; their rows of b are contiguous. k: elements of K.
         lists: the rows of each expert.
         topk_weights: a weight for each row of out, or None; a_scales, b_scales, bias: tensors or None.
         top_k: rows of out that share a row of a.
         activation: one of `ACTIVATIONS`.
-        block_scaled: scales are those of blocks, applied while the kernel sums.
-        column_order: of the bias.
+        block_scaled: scales are block scales; the main loop applies them.
+        column_order: the column order of the bias.
     """
 
     out: TensorArg
@@ -139,17 +139,17 @@ class GroupedProblem:
 
     @property
     def chosen_experts(self) -> int:
-        """Experts that rows choose which choose at random."""
+        """The expected number of experts that have rows, if rows choose experts at random."""
         experts = max(1, self.num_experts)
         return max(1, round(experts * (1.0 - (1.0 - 1.0 / experts) ** tuning.power_of_two(self.num_rows))))
 
     @property
     def rows_of_expert(self) -> int:
-        """Rows of an expert that is chosen."""
+        """The expected rows of an expert that has any."""
         return -(-tuning.power_of_two(self.num_rows) // self.chosen_experts)
 
     def row_tiles(self, tile_m: int) -> int:
-        """Tiles of rows that are likely."""
+        """The expected row tiles."""
         return self.chosen_experts * -(-self.rows_of_expert // tile_m)
 
     def bucket(self) -> str:
@@ -180,13 +180,15 @@ class GroupedProblem:
         }
 
     def kernel(self, kernel: Kernel, **others: TensorArg | Scratch | None) -> Kernel:
-        """`kernel`, its pointers fed by the op's tensors and by `others`, or by names that no tensor of an op has."""
+        """`kernel` with its pointers fed by the op's tensors and by `others`, or by names that no tensor of an op
+        has."""
         tensors = {**self._tensors(), **others}
         fed = {name: one.name if isinstance(one, TensorArg) else f"no_{name}" for name, one in tensors.items()}
         return kernel.renamed(**fed)
 
     def arguments(self, kernel: Kernel, tile_m: int, **others: TensorArg | Scratch | None) -> dict[str, Any]:
-        """What `kernel` takes beside tensors of the op: sizes, strides and steps in elements, and other pointers."""
+        """The arguments of `kernel` except the op's tensors: sizes, strides and steps in elements, and other
+        pointers."""
         steps = dict.fromkeys(("a_scale_step", "a_scale_block_step", "b_scale_expert_step"), 0)
         steps |= dict.fromkeys(("b_scale_step", "b_scale_block_step"), 0)
         if self.block_scaled:
@@ -220,7 +222,7 @@ class GroupedProblem:
         return {name: value for name, value in (found | pointers).items() if name in taken}
 
     def max_tiles(self, tile_m: int) -> int:
-        """Tiles of rows for which the lists have room."""
+        """Capacity of the lists, in row tiles."""
         return self.lists.num_blocks * (self.lists.block_size // tile_m)
 
     def _tensors(self) -> dict[str, TensorArg | Scratch | None]:
@@ -242,7 +244,7 @@ class GroupedProblem:
 def check_scales(
     a: TensorArg, sizes: tuple[int, int, int], a_scales: TensorArg | None, b_scales: TensorArg | None
 ) -> bool:
-    """Check the scales of a [rows, K] and of weights [experts, b_rows, K]; returns whether they are those of blocks."""
+    """Check the scales of a [rows, K] and of weights [experts, b_rows, K]; returns whether they are block scales."""
     rows, (experts, b_rows, k) = a.shape[0], sizes
     columns = -(-k // SCALE_BLOCK)
     of_experts = (experts,), (experts, 1), (experts, 1, 1), (experts, b_rows), (experts, b_rows, 1)

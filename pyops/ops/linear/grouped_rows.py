@@ -1,4 +1,4 @@
-"""Rows of each expert that lie one after another, as offsets and sizes say: what vLLM's grouped products take."""
+"""Contiguous rows per expert, given by offsets and sizes: the arguments of vLLM's grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _group_rows = Kernel("linear/group_rows.cu")
-_NUM_THREADS = 256  # of group_rows.cu; no measurement of its own
+_NUM_THREADS = 256  # threads of a block of group_rows.cu; not yet measured
 
 
 def each_expert(out: Tensor, problem_sizes: Tensor, expert_offsets: Tensor) -> list[tuple[int, slice]]:
@@ -39,9 +39,9 @@ def lists_of(
     block_scaled: bool = False,
     block_size: int | None = None,
 ) -> tuple[ExpertLists, Launch, Scratch | None]:
-    """The rows of each expert, the launch that writes them, and where it writes the rows of scales.
+    """The sorted lists of rows, the launch that writes them, and the workspace of the rows of scales.
 
-    Blocks have `block_size` places, or as many as suit weights in full.
+    Blocks have `block_size` slots, or by default the number that suits dequantized weights.
     """
     check.sizes(problem_sizes, num_experts=None, sizes=3)
     num_experts, (num_rows, n) = problem_sizes.shape[0], out.shape
@@ -74,19 +74,19 @@ def lists_of(
 
 
 def by_rows(b: Tensor, n: int, k: int) -> Tensor:
-    """References: [num_experts, N, K], of which a transposed view [num_experts, K, N] may be given."""
+    """References: b as [num_experts, N, K]; it may be given as a transposed view [num_experts, K, N]."""
     return b.transpose(1, 2) if b.shape[1] != n or (n == k and b.stride(2) != 1) else b
 
 
 def swapped(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
-    """As `by_rows`, of a descriptor of any shape."""
+    """The same as `by_rows`, for a descriptor of any shape."""
     if b.shape != (num_experts, k, n) or (n == k and (b.strides[2] == 1 or k <= 1)):
         return b
     return replace(b, shape=(num_experts, n, k), strides=(b.strides[0], b.strides[2], b.strides[1]))
 
 
 def weights_of(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
-    """Check weights [num_experts, N, K], of which a transposed view [num_experts, K, N] may be given."""
+    """Check weights [num_experts, N, K]; they may be given as a transposed view [num_experts, K, N]."""
     b = swapped(b, num_experts, n, k)
     check.sizes(b, num_experts=num_experts, N=n, K=k)
     check.row_size(b)
@@ -94,7 +94,7 @@ def weights_of(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
 
 
 def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
-    """Check out [rows, N], a [rows, K] and what is common to weights of any layout; returns out."""
+    """Check out [rows, N], a [rows, K] and the properties common to weights of any layout; returns out."""
     check.sizes(a, num_rows=None, K=None)
     check.row_size(a)
     check.dtype(out, float16, bfloat16)
@@ -106,7 +106,7 @@ def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
 
 
 def check_strides(num_experts: int, *strides: TensorArg | None) -> None:
-    """Check what vLLM's callers say of the strides of each expert's matrices."""
+    """Check the int64 strides that vLLM's callers pass for each expert's matrices."""
     for one in strides:
         if one is not None:
             check.dtype(one, int64)
@@ -114,13 +114,13 @@ def check_strides(num_experts: int, *strides: TensorArg | None) -> None:
 
 
 def check_scale_counts(*counts: tuple[TensorArg, int]) -> None:
-    """Check float32 scales, of which each tensor has so many."""
+    """Check that each tensor has float32 scales, contiguous, with this number of elements."""
     for scales, count in counts:
         check.elements(scales, float32, count)
 
 
 def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict[str, Any]:
-    """For PYOPS_CHECK: experts whose rows do not exist, and those that begin in rows of another one."""
+    """For PYOPS_CHECK: experts with rows that do not exist, and experts that share rows with another one."""
     sizes = problem_sizes.long()
     rows = torch.where(sizes[:, 1] == out.shape[1], sizes[:, 0], sizes[:, 1])
     first = expert_offsets.long()
@@ -130,13 +130,13 @@ def bad_rows(out: Tensor, expert_offsets: Tensor, problem_sizes: Tensor) -> dict
 
 
 def example_counts(num_tokens: int, num_experts: int = 3) -> list[int]:
-    """The rows of each expert: none of the second, the last has what equal shares of the others leave."""
+    """The rows of each expert: none for the second; the last takes the remainder of equal shares."""
     counts = [0 if e == 1 else num_tokens // num_experts for e in range(num_experts)]
     counts[-1] += num_tokens - sum(counts)
     return counts
 
 
 def example_sizes(make: Any, counts: list[int], n: int, k: int) -> tuple[Any, Any]:
-    """(offsets, sizes) of experts with so many rows."""
+    """(offsets, sizes) of experts with these counts of rows."""
     offsets = make.values([sum(counts[:e]) for e in range(len(counts))], "int32")
     return offsets, make.values([[m, n, k] for m in counts], "int32")

@@ -1,4 +1,4 @@
-"""vLLM's grouped products of fp8: under scales of tensors, rows and columns, or of blocks."""
+"""vLLM's grouped GEMMs of fp8, with per-tensor, per-row and per-column scales, or with block scales."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def cutlass_moe_mm(
     per_act_token: bool,
     per_out_ch: bool,
 ) -> None:
-    """fp8 rows times the weights of their experts: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
+    """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
     Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. Sums are those of tensor cores for fp8 (`fp8_accumulation.py`). After vLLM's
-    op of this name.
+    experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). After vLLM's op of
+    this name.
 
     Args:
         out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
@@ -68,7 +68,8 @@ def cutlass_moe_mm(
         b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
         expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
-        a_strides, b_strides, c_strides: [num_experts] int64; or None. The tensors themselves say what is in them.
+        a_strides, b_strides, c_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+            strides.
         per_act_token, per_out_ch: see a_scales and b_scales.
     """
     b_tensors = by_rows(b_tensors, out_tensors.shape[1], a_tensors.shape[1])
@@ -99,7 +100,7 @@ def plan_cutlass_moe_mm(
     weights = weights_of(b_tensors, num_experts, n, k)
     check_strides(num_experts, a_strides, b_strides, c_strides)
     b_count = num_experts * (n if per_out_ch else 1)
-    if not per_act_token:  # callers in the format of batches repeat the scale for each expert
+    if not per_act_token:  # callers with batched activations repeat the scale for each expert
         check.at_least(a_scales, float32, 1)
         a_scales = replace(a_scales, shape=(1,), strides=(1,))
     check_scale_counts((a_scales, num_rows if per_act_token else 1), (b_scales, b_count))
@@ -147,7 +148,7 @@ def cutlass_blockwise_scaled_grouped_mm(
     problem_sizes: Tensor,
     expert_offsets: Tensor,
 ) -> None:
-    """`cutlass_moe_mm` under scales of 128 elements of a row of a, and of blocks of 128 x 128 of a weight.
+    """`cutlass_moe_mm` with block scales: 128 elements of a row of a, and blocks of 128 x 128 of a weight.
 
     Rows of two experts must not be the same.
 

@@ -1,4 +1,4 @@
-"""vLLM's grouped product of e4m3 rows with weights of signed 4-bit codes whose scales are e4m3."""
+"""vLLM's grouped GEMM of e4m3 rows with signed 4-bit weights that have e4m3 scales."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def cutlass_w4a8_moe_mm(
     group_scale_strides: Tensor | None,
     maybe_schedule: str | None = None,
 ) -> None:
-    """`cutlass_w4a8_mm` of rows and the weights of their experts.
+    """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
-    ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(code * scale)))``, e the expert of row t. The weights are
-    written in full, to memory of the call. Rows are those of `cutlass_moe_mm`; rows of two experts must
-    not be the same. After vLLM's op of this name.
+    ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
+    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. After
+    vLLM's op of this name.
 
     Args:
         out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
@@ -79,8 +79,8 @@ def cutlass_w4a8_moe_mm(
         b_group_size: elements of K under one scale; divides K.
         expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
         problem_sizes: [num_experts, 3] int32, contiguous: (N, rows, K), or (rows, N, K).
-        a_strides, c_strides: [num_experts] int64; b_strides, group_scale_strides: [num_experts, ...]; or None. The
-            tensors themselves say what is in them.
+        a_strides, c_strides: [num_experts] int64; b_strides, group_scale_strides: [num_experts, ...]; or None. They are
+            not read: the tensors have their own strides.
         maybe_schedule: vLLM's; it has no effect.
     """
     weights = _of_experts(b_tensors, b_group_scales, b_group_size)
@@ -113,7 +113,7 @@ def plan_cutlass_w4a8_moe_mm(
     num_experts, n, words = b_tensors.shape
     k = words * 8
     check_tiles(b_tensors, k, n)
-    same = replace(b_tensors, dtype=a_tensors.dtype)  # what is common to weights of all kinds
+    same = replace(b_tensors, dtype=a_tensors.dtype)  # for the checks common to weights of all kinds
     lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, same), problem_sizes, expert_offsets)
     num_rows = out_tensors.shape[0]
     check.sizes(problem_sizes, num_experts=num_experts, sizes=3)

@@ -1,4 +1,4 @@
-"""vLLM's grouped product of 16-bit rows with weights of 4 or 8 bits."""
+"""vLLM's grouped GEMM of 16-bit rows with weights of 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["moe_wna16_gemm"]
 
 _zero_rows = Kernel("linear/zero_rows.cu")
-_NUM_THREADS, _PER_THREAD = 256, 8  # of zero_rows.cu, and the elements of a thread
-_PLACES = 16  # places of a block that kernels take are a multiple of
+_NUM_THREADS, _PER_THREAD = 256, 8  # zero_rows.cu: threads of a block, elements of a thread
+_PLACES = 16  # kernels take block sizes that are a multiple of this number of slots
 
 
 @op(out="output", atol=2.0**-18)
@@ -43,26 +43,28 @@ def moe_wna16_gemm(
     BLOCK_SIZE_K: int,
     bit: int,
 ) -> None:
-    """Rows times weights of 4 or 8 bits: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``, e the row's expert.
+    """Grouped GEMM with 4- or 8-bit weights: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``.
 
-    ``W = (code - zero) * scale``, rounded to the dtype of input; as in `grouped_gemm_packed`. Rows that the lists do
-    not name, and those of experts that do not exist, become 0. After vLLM's op of this name.
+    e is the expert of row t. ``W = (quant - zero) * scale``, rounded to the dtype of input; as in
+    `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. After
+    vLLM's op of this name.
 
     Args:
         input: [num_tokens, K] float16 or bfloat16; rows of one stride.
         output: [..., N] of the same dtype, num_tokens * top_k rows of one stride, written.
-        b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; of 4 bits, the first of two codes is in the lower
+        b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the lower
             half of a byte.
         b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.
-        b_qzeros: uint8, contiguous, [num_experts, N / 2, K / group size] of 4 bits, that of the first of two rows in
-            the lower half; of 8 bits [num_experts, N, K / group size]. None for 8, and for 128.
+        b_qzeros: uint8, contiguous; with 4 bits [num_experts, N / 2, K / group size], the zero point of the first of
+            two rows in the lower half; with 8 bits [num_experts, N, K / group size]. None: all are 8 (4 bits) or 128 (8
+            bits).
         topk_weights: float32, contiguous, a weight for each row of output; or None.
         sorted_token_ids, experts_ids, num_tokens_post_pad: as `moe_align_block_size` writes them for blocks of
             BLOCK_SIZE_M.
         top_k: rows of output that share a row of input.
-        BLOCK_SIZE_M: places of a block, of any number; blocks of a multiple of 16 need no lists of their own.
+        BLOCK_SIZE_M: slots of a block, any number; multiples of 16 need no second lists.
         BLOCK_SIZE_N, BLOCK_SIZE_K: tiles of vLLM's kernel; not used.
-        bit: of a code, 4 or 8.
+        bit: bits of a quant, 4 or 8.
     """
     weights = in_full(b_qweight, b_scales, b_qzeros, f"uint{bit}", input.dtype)
     rows = torch.zeros(len(input) * top_k, weights.shape[1], dtype=output.dtype, device=output.device)
@@ -107,7 +109,7 @@ def plan_moe_wna16_gemm(
 
 
 def _cleared(out: TensorArg, lists: ExpertLists) -> tuple[Launch, ExpertLists]:
-    """The launch that writes zeros to out, and lists whose blocks have as many places as kernels take."""
+    """The launch that writes zeros to out, and lists with a block size that kernels take."""
     (num_rows, n), size = out.shape, -(-lists.block_size // _PLACES) * _PLACES
     ids, count, places = None, None, lists.num_blocks * size
     padded = lists

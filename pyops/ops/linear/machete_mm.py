@@ -1,7 +1,7 @@
-"""Matrix products with weights that `machete_prepack_B` has packed.
+"""GEMMs with weights that `machete_prepack_B` has packed.
 
-What it returns is a weight of GPTQ in Marlin's tiles, in the shape of what it was given, and contiguous. `machete_mm`
-refuses any other strides: so a weight that was not packed, whose columns lie one after another, is refused.
+`machete_prepack_B` returns a GPTQ weight in Marlin's tiles, contiguous and in the shape of its argument. `machete_mm`
+refuses any other strides: a column-major weight that was not packed is refused.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SCHEDULES = ("default",)
 def machete_prepack_B(
     B: Tensor, a_type: torch.dtype | None, b_type: int, group_scales_type: torch.dtype | None, *, out: Tensor
 ) -> None:
-    """A weight of GPTQ as `machete_mm` takes it: in Marlin's tiles, of the same shape.
+    """A GPTQ weight in Marlin's tiles and in its own shape, as `machete_mm` takes it.
 
     Args:
-        B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. A column is a string of codes, from
-            the lowest bit of its first word on.
+        B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
+            starting at the lowest bit of its first word.
         a_type: dtype of the activations, float16 or bfloat16; None for either.
-        b_type: type of the codes, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
+        b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
             uint8.
         group_scales_type: dtype of the scales, as `a_type`.
         out: of the shape of B, int32, contiguous, returned; new unless given.
@@ -71,7 +71,7 @@ def plan_machete_prepack_B(B: TensorArg, a_type: Any, b_type: int, group_scales_
 
 
 def _check_weight(B: TensorArg, b_type: int) -> tuple[ScalarType, tuple[int, int]]:
-    """Type of the codes, and size [K, N], of a weight of this shape."""
+    """The type of the quants, and the size [K, N], of a weight of this shape."""
     kind = next((one for one in _TYPES if one.id == b_type), None)
     if kind is None:
         names = " or ".join(f"{one} ({one.id})" for one in _TYPES)
@@ -121,23 +121,23 @@ def machete_mm(
     *,
     out: Tensor,
 ) -> None:
-    """A product with a weight of `machete_prepack_B`: ``out = A @ (code * scale + zero)``.
+    """A GEMM with a weight of `machete_prepack_B`: ``out = A @ (quant * scale + zero)``.
 
-    Weights may be rounded to the dtype of A, unless a column has one scale and no zero, by which its sum is multiplied
-    then. Sums are in float32, and rounded once.
+    Weights may be rounded to the dtype of A, unless a column has one scale and no zero; then the epilogue applies the
+    scale. Accumulation is in float32; the result is rounded once.
 
     Args:
         A: [M, K] float16 or bfloat16; rows of one stride.
         B: [K * bits / 32, N] int32, contiguous, as `machete_prepack_B` returns it.
-        b_type: type of the codes, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
+        b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
             group_zeros, uint4 or uint8 with them.
         out_type: None or the dtype of A.
         group_scales: [ceil(K / group_size), N] of the dtype of A, contiguous.
-        group_zeros: the same, added to the scaled codes: minus the zero point, times the scale.
+        group_zeros: the same, added to the scaled quants: minus the zero point, times the scale.
         group_size: rows under one scale; None or -1 for K.
         channel_scales, token_scales: None.
         schedule: None, or one of `machete_supported_schedules`; it has no effect.
-        out: [M, N] of the dtype of A, returned; elements of a row lie one after another; new unless given.
+        out: [M, N] of the dtype of A, returned; elements of a row are contiguous; new unless given.
     """
     weight = _machete_weight(A, B, b_type, group_scales, group_zeros, group_size)
     multiply(out, A, weight, b_scales=group_scales if weight.scales is None else None)
@@ -250,13 +250,13 @@ def machete_supported_schedules(
     token_scales_type: Any = None,
     out_type: Any = None,
 ) -> list[str]:
-    """What `machete_mm` takes as a schedule for these types; an empty list for types that it does not multiply.
+    """The schedules that `machete_mm` takes for these types; an empty list for types that it does not multiply.
 
     Args:
         a_type: dtype of A.
-        b_type: type of the codes, a number of vLLM's scalar types.
-        group_scales_type, group_zeros_type, channel_scales_type, token_scales_type: dtypes; None for what is absent.
-        out_type: of the result; None for that of A.
+        b_type: type of the quants, a number of vLLM's scalar types.
+        group_scales_type, group_zeros_type, channel_scales_type, token_scales_type: dtypes; None for absent arguments.
+        out_type: dtype of the result; None for that of A.
     """
     dtype: DType | None = dtypes.of(a_type)
     kind = next((one for one in _TYPES if one.id == b_type), None)

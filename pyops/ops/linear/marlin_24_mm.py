@@ -1,4 +1,4 @@
-"""Matrix products with 2:4 sparse weights of 4 and 8 bits in Marlin's layout for them."""
+"""GEMMs with 2:4 sparse weights of 4 and 8 bits in Marlin's 2:4 layout."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ def gptq_marlin_24_gemm(
     *,
     out: Tensor,
 ) -> None:
-    """A product with a weight of which two in four rows are kept: ``out = a @ (code * scale)``.
+    """A GEMM with a 2:4 sparse weight, two of four rows stored: ``out = a @ (quant * scale)``.
 
-    Weights may be rounded to the dtype of a, unless a column has one scale, by which its sum is multiplied. Sums are in
-    float32, and rounded once. `_shared/packed_layouts.py` says where the codes of kept rows lie (marlin_24). Where
-    b_meta names one place for both rows of a quad, the second is there.
+    Weights may be rounded to the dtype of a, unless a column has one scale; then the epilogue applies it. Accumulation
+    is in float32; the result is rounded once. `_shared/packed_layouts.py` has the layout of the stored rows
+    (marlin_24). If b_meta has the same position for both rows of a group of four, the second row counts.
 
     Args:
         a: [M, K] float16 or bfloat16; rows of one stride.
         b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
-        b_meta: [K / 32, 2 N] int16, contiguous: four bits for a quad of rows, the place of the first and of the second.
-        b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. Of several groups, columns are
+        b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
+            rows.
+        b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
             permuted.
         workspace: vLLM's; it has no effect.
         b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
         size_m, size_n, size_k: M, N, K.
-        out: [M, N] of the dtype of a, returned; elements of a row lie one after another; new unless given.
+        out: [M, N] of the dtype of a, returned; elements of a row are contiguous; new unless given.
     """
     weight = _weight(b_q_weight, b_meta, b_scales, b_q_type, size_n, size_k)
     multiply(out, a, weight, b_scales=b_scales if weight.scales is None else None)

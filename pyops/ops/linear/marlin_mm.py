@@ -1,4 +1,4 @@
-"""Matrix products with weights in Marlin's layout."""
+"""GEMMs with weights in Marlin's layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _absolute_error(
     is_zp_float: bool,
     c: Tensor,
 ) -> float:
-    """That of rounding weights; of fp8 under one scale for each column that of tensor cores' sums, too."""
+    """The error of rounding weights; for fp8 with one scale per column also that of the tensor cores' accumulation."""
     weight, _ = marlin_weight(
         a, b_q_weight, b_scales, global_scale, b_zeros, g_idx, perm, b_type_id, size_n, size_k, is_k_full, is_zp_float
     )
@@ -81,15 +81,15 @@ def marlin_gemm(
     *,
     c: Tensor,
 ) -> None:
-    """A product with a weight in Marlin's layout: ``c = a_scales * global_scale * (a @ w) + b_bias``.
+    """A GEMM with a weight in Marlin's layout: ``c = a_scales * global_scale * (a @ w) + b_bias``.
 
-    ``w = (code - zero) * scale``. Sums are in float32, and exact for integers under one scale for each column, by which
-    sums are multiplied; else w may be rounded to 16 bits, the dtype of c. The result is rounded once. Codes lie as
-    `gptq_marlin_repack` and `awq_marlin_repack` leave them (Frantar et al. 2024, arXiv:2408.11743), for activations of
-    16 or 8 bits; columns of scales, zero points and bias are permuted (`_shared/packed_layouts.py` has the places):
+    ``w = (quant - zero) * scale``. Accumulation is in float32, and exact for integers with one scale per column, which
+    the epilogue applies; else w may be rounded to 16 bits, the dtype of c. The result is rounded once. The layout of
+    quants is that of `gptq_marlin_repack` and `awq_marlin_repack` (Frantar et al. 2024, arXiv:2408.11743), for
+    activations of 16 or 8 bits; columns of scales, zero points and bias are permuted (`_shared/packed_layouts.py`):
 
     ============ ============== =========================================== ======================================
-    activations  codes          scales [num_groups, N]                      zero points
+    activations  quants         scales [num_groups, N]                      zero points
     ============ ============== =========================================== ======================================
     16 bits      uint4b8,       dtype of a                                  none
                  uint8b128
@@ -104,12 +104,12 @@ def marlin_gemm(
     int8         uint4b8,       float16 or bfloat16; of several groups      none; [num_groups, N / 8] int32
                  uint8b128,     integers in their bits
                  uint4
-    e4m3         uint4b8, uint4 float16 or bfloat16, times 2^9; codes are   none; [num_groups, N / 8] int32
+    e4m3         uint4b8, uint4 float16 or bfloat16, times 2^9; quants are  none; [num_groups, N / 8] int32
                                 those of `marlin_int4_fp8_preprocess`
     e4m3         e2m1           e8m0, times 2^6                             none
     ============ ============== =========================================== ======================================
 
-    A code of e4m3 that is NaN, which no checkpoint has, counts as 480 with its sign.
+    An e4m3 weight that is NaN, which no checkpoint has, counts as 480 with its sign.
 
     Args:
         a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
@@ -119,16 +119,16 @@ def marlin_gemm(
         b_scales: see above, contiguous; num_groups divides K.
         a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
         global_scale: one element, where scales are e4m3; else None.
-        b_zeros: see above, contiguous; empty or None where there are none.
+        b_zeros: see above, contiguous; empty or None without zero points.
         g_idx, perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
-            ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. What leads nowhere counts as zeros.
+            ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
         workspace, use_atomic_add, use_fp32_reduce: vLLM's; they have no effect.
-        b_type_id: the type of the codes, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.
+        b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.
         size_m, size_n, size_k: M, N, K.
-        is_k_full: groups are consecutive; otherwise the weight is a part of one whose groups g_idx knows.
+        is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.
         is_zp_float: zero points are floats.
-        c: [M, N], returned; elements of a row lie one after another; new unless given. Its dtype is that of a, or with
-            8-bit activations that of b_scales, or with e8m0 either of 16 bits, a new one bfloat16.
+        c: [M, N], returned; elements of a row are contiguous; new unless given. Its dtype is that of a; with 8-bit
+            activations that of b_scales; with e8m0 scales either 16-bit float, by default bfloat16.
     """
     weight, scales = marlin_weight(
         a, b_q_weight, b_scales, global_scale, b_zeros, g_idx, perm, b_type_id, size_n, size_k, is_k_full, is_zp_float
@@ -202,7 +202,7 @@ def example_marlin_gemm(
     permuted: bool = False,
     with_bias: bool = False,
 ) -> tuple[Any, ...]:
-    """Codes of 8-bit activations are those of 4-bit integers; only 16-bit activations are permuted."""
+    """With 8-bit activations weights are 4-bit integers; only 16-bit activations are permuted."""
     k, n, is_a_8bit = 128, 64, quant_dtype in ("int8", "float8_e4m3fn")
     if is_a_8bit and codes != "uint4":
         codes = "uint4b8"
@@ -214,7 +214,7 @@ def example_marlin_gemm(
         if quant_dtype == "int8"
         else make.randn(num_tokens, k, dtype=quant_dtype)
     )
-    moved = {"float16": 8, "bfloat16": 120}[dtype] if codes == "float8_e4m3fn" else 0  # of the scales' exponents
+    moved = {"float16": 8, "bfloat16": 120}[dtype] if codes == "float8_e4m3fn" else 0  # added to the scales' exponents
     scales = make.randn(groups, n, dtype=dtype, scale=2.0 ** (moved - 8))
     if codes == "float4_e2m1f":
         scales = make.full(groups, n, value=1.5, dtype="float8_e4m3fn")
@@ -243,4 +243,4 @@ def example_marlin_gemm(
     )
 
 
-gptq_marlin_gemm = marlin_gemm  # vLLM's name of it until 0.13
+gptq_marlin_gemm = marlin_gemm  # vLLM's name until 0.13

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts in Marlin's layout."""
+"""Grouped GEMMs with weights in Marlin's layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["moe_wna16_marlin_gemm"]
 def _of_experts(
     b_q_weight: Tensor, b_bias: Tensor | None, *others: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None, tuple[Any, ...]]]:
-    """For each expert its codes, its bias, and what else it has."""
+    """The quants, the bias and the other tensors of each expert."""
     given = [None if one is None or not one.numel() else one for one in others]
     return [
         (codes, None if b_bias is None else b_bias[e], tuple(None if one is None else one[e] for one in given))
@@ -59,7 +59,7 @@ def _absolute_error(
     is_k_full: bool,
     is_zp_float: bool,
 ) -> float:
-    """The largest of experts' errors of rounding weights."""
+    """The largest error of any expert from rounding weights."""
     errors = [2.0**-18]
     scale = None if global_scale is None else global_scale.view(-1, 1)
     for codes, _, others in _of_experts(b_q_weight, None, b_scales, scale, b_zeros, g_idx, perm):
@@ -101,16 +101,15 @@ def moe_wna16_marlin_gemm(
     thread_n: int = -1,
     blocks_per_sm: int = -1,
 ) -> None:
-    """Rows times weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
+    """Grouped GEMM with weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
-    e is the expert of row t. What `marlin_gemm` says of weights, their scales and zero points holds of every expert's.
-    Rows that the lists do not name, and those of experts that do not exist, are left as they are. For activations of 8
-    bits weights are written in full to memory of the call, under all of their scales, in the dtype of c. After vLLM's
-    op of this name.
+    e is the expert of row t. The rules of `marlin_gemm` for weights, scales and zero points hold for every expert. Rows
+    that the lists do not name, and rows of experts that do not exist, are left as they are. With 8-bit activations the
+    weights are dequantized to a workspace, with all of their scales, in the dtype of c. After vLLM's op of this name.
 
     Args:
         a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
-        c: [M * top_k, N] of the dtype that `marlin_gemm` says, written; rows of one stride.
+        c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; rows of one stride.
         b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit
             activations, N of 64.
         b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.
@@ -123,7 +122,7 @@ def moe_wna16_marlin_gemm(
         sorted_token_ids, expert_ids, num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of
             moe_block_size.
         topk_weights: float32, contiguous, a weight for each row of c, where mul_topk_weights is true.
-        moe_block_size: places of a block, a multiple of 8.
+        moe_block_size: slots of a block, a multiple of 8.
         top_k: rows of c that share a row of a.
         b_type_id, is_k_full, is_zp_float: as in `marlin_gemm`; no uint8b128 with int8.
         size_m, size_n, size_k: M, N, K.
@@ -151,7 +150,7 @@ def moe_wna16_marlin_gemm(
 
 
 def _of_one(arg: TensorArg | None, num_experts: int) -> TensorArg | None:
-    """The descriptor of what one of the experts has in a contiguous tensor; None for an empty one."""
+    """The descriptor of one expert's part of a contiguous tensor; None for an empty one."""
     if arg is None or 0 in arg.shape[1:] or arg.shape == (0,):
         return None
     check.contiguous(arg)
@@ -163,7 +162,7 @@ def _of_one(arg: TensorArg | None, num_experts: int) -> TensorArg | None:
 def _of_all(
     weight: PackedWeight, of_sums: dict[str, Any], tensors: dict[TensorArg | None, TensorArg | None]
 ) -> tuple[PackedWeight, dict[str, Any]]:
-    """What has been checked and described as one expert's, by the tensors of all of them."""
+    """The weight and epilogue arguments of all experts, from those checked for one expert."""
     names = "codes", "scales", "zeros", "g_idx", "perm"
     changes: dict[str, Any] = {name: tensors[getattr(weight, name)] for name in names if getattr(weight, name)}
     return replace(weight, **changes), {name: tensors.get(one, one) for name, one in of_sums.items()}
@@ -196,7 +195,7 @@ def plan_moe_wna16_marlin_gemm(
     is_zp_float: bool,
 ) -> list[Launch]:
     kind = check_types(a, b_type_id)
-    if a.dtype is int8 and kind == uint8b128:  # products of such codes and scales leave the range of float16
+    if a.dtype is int8 and kind == uint8b128:  # products of 8-bit quants and scales leave the range of float16
         raise check.refuse(a, "b_type_id", f"expected codes of 4 bits with int8 activations, got {kind}")
     if not 1 <= top_k <= 1024:
         raise check.refuse(a, "top_k", f"expected 1 to 1024, got {top_k}")
@@ -267,7 +266,7 @@ def example_moe_wna16_marlin_gemm(
     permuted: bool = False,
     with_bias: bool = False,
 ) -> tuple[Any, ...]:
-    """Codes that are permuted are those of integers without zero points."""
+    """Only integer weights without zero points are permuted."""
     num_experts, top_k, k, n, dtype = 3, 2, 128, 64, "bfloat16"
     kind, num_rows = SCALAR_TYPES[codes], num_tokens * top_k
     groups = k // 16 if codes == "float4_e2m1f" else 4

@@ -1,4 +1,4 @@
-"""Codes of 4 bits for products with activations of e4m3, as Marlin takes them."""
+"""4-bit weights for GEMMs with e4m3 activations, as Marlin takes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["marlin_int4_fp8_preprocess", "marlin_int4_fp8_preprocess_out"]
 
 _preprocess = Kernel("linear/marlin_int4_fp8_preprocess.cu")
-_NUM_THREADS = 256  # each with a word
+_NUM_THREADS = 256  # threads of a block; a thread has a word
 
 
 def marlin_int4_fp8_preprocess(qweight: Any, qzeros_or_none: Any = None, inplace: bool = False) -> Any:
@@ -31,9 +31,9 @@ def marlin_int4_fp8_preprocess(qweight: Any, qzeros_or_none: Any = None, inplace
 
 @op(out="out", in_place={"out": "qweight"}, ulps=0)
 def marlin_int4_fp8_preprocess_out(out: Tensor, qweight: Tensor, qzeros_or_none: Tensor | None = None) -> None:
-    """Codes of 4 bits, recoded so that few operations make e4m3 of them: for `marlin_gemm` with activations of e4m3.
+    """4-bit quants, recoded for a cheap conversion to e4m3: for `marlin_gemm` with activations of e4m3.
 
-    A code v becomes ``v - zero`` where that is not negative, else ``15 - v``.
+    A quant v becomes ``v - zero`` where that is not negative, else ``15 - v``.
 
     Args:
         out: the shape of qweight, int32, contiguous, written; may be qweight itself.

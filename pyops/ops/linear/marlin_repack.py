@@ -37,16 +37,16 @@ def gptq_marlin_repack(
     *,
     out: Tensor,
 ) -> None:
-    """A weight of GPTQ in Marlin's layout, which `marlin_gemm` takes (Frantar et al. 2024, arXiv:2408.11743).
+    """A GPTQ weight in Marlin's layout, which `marlin_gemm` takes (Frantar et al. 2024, arXiv:2408.11743).
 
-    Row k becomes row ``perm[k]`` of the given weight, or 0 if that row does not exist. `_shared/packed_layouts.py` says
-    where codes lie.
+    Row k becomes row ``perm[k]`` of the given weight, or 0 if that row does not exist. `_shared/packed_layouts.py` has
+    the layouts.
 
     Args:
         b_q_weight: [K * num_bits / 32, N] int32, contiguous; K a multiple of 16, N of 64.
         perm: [K] int32, contiguous; empty or None: rows keep their order, as they must with is_a_8bit.
         size_k, size_n: K, N.
-        num_bits: of a code: 4 or 8.
+        num_bits: bits of a quant: 4 or 8.
         is_a_8bit: tiles are those for activations of 8 bits; K is a multiple of 32.
         out: [K / 16, N * num_bits / 2] int32, contiguous, returned; new unless given.
     """
@@ -58,13 +58,13 @@ def gptq_marlin_repack(
 def awq_marlin_repack(
     b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False, *, out: Tensor
 ) -> None:
-    """A weight of AWQ in Marlin's layout, which `marlin_gemm` takes.
+    """An AWQ weight in Marlin's layout, which `marlin_gemm` takes.
 
     Args:
         b_q_weight: [K, N * num_bits / 32] int32, contiguous, the even columns of a word in its lower half; K a multiple
             of 16, N of 64.
         size_k, size_n: K, N.
-        num_bits: of a code: 4 or 8.
+        num_bits: bits of a quant: 4 or 8.
         is_a_8bit: tiles are those for activations of 8 bits; K is a multiple of 32.
         out: [K / 16, N * num_bits / 2] int32, contiguous, returned; new unless given.
     """
@@ -87,7 +87,7 @@ def gptq_marlin_moe_repack(
     Args:
         b_q_weight: [num_experts, K * num_bits / 32, N] int32, contiguous.
         perm: [num_experts, K] int32, contiguous; None, or without columns: rows keep their order.
-        size_k, size_n, num_bits, is_a_8bit: as there.
+        size_k, size_n, num_bits, is_a_8bit: as in `gptq_marlin_repack`.
         out: [num_experts, K / 16, N * num_bits / 2] int32, contiguous, returned; new unless given.
     """
     for i, expert in enumerate(b_q_weight):
@@ -111,7 +111,7 @@ def awq_marlin_moe_repack(
     Args:
         b_q_weight: [num_experts, K, N * num_bits / 32] int32, contiguous.
         perm: vLLM's; it has no effect.
-        size_k, size_n, num_bits, is_a_8bit: as there.
+        size_k, size_n, num_bits, is_a_8bit: as in `awq_marlin_repack`.
         out: [num_experts, K / 16, N * num_bits / 2] int32, contiguous, returned; new unless given.
     """
     for i, expert in enumerate(b_q_weight):
@@ -166,7 +166,7 @@ def _plan(
     perm: TensorArg | None = None,
     experts: tuple[int, ...] = (),
 ) -> Launch:
-    """The launch for one weight, or for as many as there are experts."""
+    """The launch for one weight, or for the weights of all experts."""
     result = _result(b_q_weight, *size, num_bits, experts)
     k, n = size
     if is_a_8bit and k % 32:
@@ -238,7 +238,7 @@ def bad_indices_gptq_marlin_moe_repack(perm: Tensor | None, size_k: int) -> dict
 
 
 def _example(make: Any, source: str, num_tokens: int, bits: int, experts: tuple[int, ...]) -> tuple[Any, Any, int, int]:
-    """A weight of `num_tokens` tiles of 32 rows, and memory for what becomes of it."""
+    """A weight of `num_tokens` tiles of 32 rows, and memory for the repacked weight."""
     k, n = 32 * num_tokens, 128
     rows, columns = (k * bits // 32, n) if source == "gptq" else (k, n * bits // 32)
     codes = make.randint(-(2**31), 2**31, *experts, rows, columns, dtype="int32")

@@ -1,4 +1,4 @@
-"""Weights in Marlin's layout: what ops that multiply them check, and what callers have made of scales for Marlin."""
+"""Weights in Marlin's layout: the checks of ops that multiply them, and how callers prepare scales for Marlin."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TYPES: dict[DType, tuple[ScalarType, ...]] = {
     int8: (uint4b8, uint4, uint8b128),
     float8_e4m3fn: (uint4b8, uint4, float4_e2m1f),
 }
-# Marlin moves the bits of e4m3 and e2m1 to where a float of 16 bits has its own, which divides numbers by two to the
-# difference of the exponents' biases; scales make up for it.
+# Marlin moves the bits of e4m3 and e2m1 to the bits of a 16-bit float. This divides the numbers by two to the
+# difference of the exponent biases, and callers multiply the scales by the inverse.
 _FP8_EXPONENTS: dict[DType | None, int] = {float16: 8, bfloat16: 120}
 _FP4_EXPONENTS: dict[DType | None, int] = {float16: 14, bfloat16: 126}
-_NVFP4_EXPONENT = 7  # of a scale of a block, and taken from that of the tensor
-_INT4_AS_FP8_EXPONENT = 9  # of scales, of codes that become subnormal numbers of e4m3
+_NVFP4_EXPONENT = 7  # NVFP4: exponent that callers add to block scales and take from the global scale
+_INT4_AS_FP8_EXPONENT = 9  # exponent of scales for int4 weights that become subnormal e4m3 numbers
 _MXFP4_AS_FP8_EXPONENT = 6
-_INT16_EXPONENT = 12  # of the largest scale, where it is an integer
+_INT16_EXPONENT = 12  # int8 activations: exponent of the largest scale, where scales are integers
 E8M0 = (float8_e8m0fnu, uint8)
 
 
@@ -44,7 +44,7 @@ def marlin_weight(
     is_k_full: bool,
     is_zp_float: bool,
 ) -> tuple[PackedWeight, dict[str, Any]]:
-    """The weight, of tensors or their descriptors, and what the epilogue has of its scales."""
+    """The weight, of tensors or their descriptors, and the epilogue arguments for its scales."""
     kind, dtype, groups = ScalarType.of(b_type_id), dtypes.of(a.dtype), b_scales.shape[0]
     is_a_8bit, is_mxfp8 = dtype is not None and dtype.itemsize == 1, kind == fp8 and dtypes.of(b_scales.dtype) in E8M0
     grouped = groups > 1 or is_zp_float or kind == float4_e2m1f
@@ -52,7 +52,7 @@ def marlin_weight(
     form: ScaleKind = "float"
     exponent = 0
     scales: dict[str, Any] = {}
-    if is_mxfp8:  # Marlin multiplies the codes itself there, which scales so small could not make up for
+    if is_mxfp8:  # Marlin multiplies the e4m3 values themselves: scales of this range could not make up for the shift
         form = "e8m0"
     elif kind == fp8:
         exponent = -_FP8_EXPONENTS[dtype]
@@ -63,7 +63,7 @@ def marlin_weight(
             scales = {"a_scales": global_scale, "scale_exponent": _NVFP4_EXPONENT - _FP4_EXPONENTS[dtype]}
     elif dtype is float8_e4m3fn:
         exponent = -_INT4_AS_FP8_EXPONENT
-    elif dtype is int8 and grouped:  # of a size that a product with a code fits into float16
+    elif dtype is int8 and grouped:  # integer scales; their products with quants fit into float16
         form, exponent, scales = "int16", -_INT16_EXPONENT, {"scale_exponent": _INT16_EXPONENT}
     if not grouped:
         scales = {"b_scales": b_scales, "scale_exponent": exponent}
@@ -91,12 +91,12 @@ def marlin_weight(
 
 
 def given(tensor: Any) -> Any:
-    """None for a tensor of shape (0,), which vLLM's layers pass where there is nothing."""
+    """None for a tensor of shape (0,), which vLLM's layers pass for an absent tensor."""
     return None if tensor is None or tuple(tensor.shape) == (0,) else tensor
 
 
 def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> ColumnOrder:
-    """The order of the columns of scales of a weight of codes of a type, in so many groups of rows."""
+    """The column order of the scales of a weight of this type with `groups` groups."""
     if is_a_8bit:
         return "marlin_32"
     if kind == float4_e2m1f:
@@ -105,7 +105,7 @@ def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> Colum
 
 
 def check_types(a: TensorArg, b_type_id: int) -> ScalarType:
-    """The type of the codes, checked to be one that a multiplies."""
+    """The type of the weight, checked to be one that a multiplies."""
     check.dtype(a, *TYPES)
     kind = next((one for one in TYPES[a.dtype] if one.id == b_type_id), None)
     if kind is None:
@@ -115,7 +115,7 @@ def check_types(a: TensorArg, b_type_id: int) -> ScalarType:
 
 
 def check_sizes(a: TensorArg, size_m: int, size_n: int, size_k: int) -> None:
-    """Check that a is [size_m, size_k], and that Marlin's tiles divide a weight of the other sizes."""
+    """Check that a is [size_m, size_k], and that Marlin's tiles divide the weight's sizes."""
     check.sizes(a, size_m=size_m, size_k=size_k)
     for name, size, multiple in (("size_k", size_k, 16 if a.dtype.itemsize > 1 else 32), ("size_n", size_n, 64)):
         if size % multiple or size < 0:
@@ -123,7 +123,8 @@ def check_sizes(a: TensorArg, size_m: int, size_n: int, size_k: int) -> None:
 
 
 def check_out(c: TensorArg, a: TensorArg, b_scales: TensorArg, num_rows: int, n: int) -> None:
-    """Check c: of the dtype of a, or with 8-bit activations that of scales, and with those of e8m0 any of 16 bits."""
+    """Check c: of the dtype of a; with 8-bit activations of the dtype of the scales, or any 16-bit float with e8m0
+    scales."""
     any_dtype = b_scales.dtype in E8M0 and a.dtype is float8_e4m3fn
     check.dtype(c, *((float16, bfloat16) if any_dtype else (out_dtype(a, b_scales),)))
     check.sizes(c, num_rows=num_rows, N=n)

@@ -1,4 +1,4 @@
-"""Few rows times the MXFP4 weights of their experts, by the kernel that reads codes; scales leave their tiles first."""
+"""Small-M grouped GEMMs with MXFP4 weights, by the kernel with fused dequantization; scales are untiled first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .grouped_problem import GroupedProblem
 from .grouped_rows import lists_of
 
 _untile_scales = Kernel("linear/untile_scales.cu")
-_NUM_THREADS = 256  # of untile_scales.cu, each with four scales; no measurement of its own
+_NUM_THREADS = 256  # threads of a block of untile_scales.cu; a thread has four scales; not yet measured
 
 
 def few_rows(
@@ -30,7 +30,7 @@ def few_rows(
     expert_offsets: TensorArg,
     scale_offsets: TensorArg,
 ) -> list[Launch] | None:
-    """The launches of a product of `cutlass_mxfp4_group_mm`, checked; None where weights in full serve it better."""
+    """The launches of a checked `cutlass_mxfp4_group_mm`; None where dequantizing the weights first is faster."""
     (num_rows, n), num_experts, k = out.shape, problem_sizes.shape[0], 2 * a.shape[1]
     if out.dtype is not bfloat16 or check.row_stride(b) != b.shape[2] or not num_experts:
         return None

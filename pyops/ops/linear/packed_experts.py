@@ -1,4 +1,4 @@
-"""Products of rows with the packed weights of their experts: which kernel serves them, and its launches."""
+"""Grouped GEMMs with packed quantized weights: which kernel serves them, and its launches."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from .packed_plan import (
 )
 from .packed_problem import PackedExperts, PackedProblem
 
-# Rows of an expert up to which wq_gemm_sm80.cu takes less time than wq_gemm_sm90.cu, where that runs (4 and 8 rows of
-# Mixtral, 8 of gpt-oss: docs/performance/experts.md, "Marlin's experts"), and than weights in full, by products
-# without experts.
+# Most rows per expert where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu, where that runs (4 and 8 rows of Mixtral, 8
+# of gpt-oss: docs/performance/experts.md, "Marlin's experts"); and where it is faster than dequantizing first, as
+# measured without experts.
 _MAX_FEW_ROWS, _MAX_ROWS = 4, 64
-_MIN_WARPS = 4  # of a block of wq_gemm_sm80.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1
-# {rows of a tile of wq_gemm_sm90.cu: its columns}, of which registers allow no more: a step takes the cycles of its
-# products and those of codes, which are made numbers once for all rows (docs/performance/experts.md).
+# Fewest warps of a block of wq_gemm_sm80.cu: one token of Mixtral takes 38.5 us, and with 2 warps 45.1 us.
+_MIN_WARPS = 4
+# {tile M: tile N} of wq_gemm_sm90.cu. A k-tile takes the cycles of its MMAs and of dequantization, which happens once
+# for all rows of a tile, so that the largest accumulator tile that registers allow is best
+# (docs/performance/experts.md).
 TILES = {160: 128, 128: 128, 96: 256, 64: 256, 48: 256, 32: 256, 16: 256}
-_BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # places of a block of lists
-_MANY_ROWS_BLOCK = 96  # places of a block of experts whose rows fill several: 1700 us where 160 took 1755 on an H200
-_FULL = 0.9  # of a block, up to which it is large enough for the rows of an expert
+_BLOCK_SIZES = 8, 16, 32, 48, 64, 96, 128, 160  # slots of a block of the sorted lists
+# Block size of experts with rows for several blocks: 1700 us, and with 160 slots 1755 us, on an H200.
+_MANY_ROWS_BLOCK = 96
+_FULL = 0.9  # a block is large enough for an expert if the mean of its rows fills at most this part
 
 
 def block_size_of_packed(num_rows: int, num_experts: int, most: int = _BLOCK_SIZES[-1]) -> int:
-    """Places of a block, up to `most`, as suit so many rows of experts with packed weights: for `moe_align_block_size`.
+    """The block size, up to `most`, with which `moe_align_block_size` should sort `num_rows` rows for packed weights.
 
-    It has room for all rows of most experts, where such a block is there.
+    It is the smallest size that holds all rows of most experts, if there is one.
     """
     fits = (size for size in _BLOCK_SIZES if size <= most and num_rows < _FULL * size * max(1, num_experts))
     return next(fits, min(most, _MANY_ROWS_BLOCK))
 
 
 def plan(problem: PackedProblem) -> list[Launch]:
-    """The launches of a kernel that reads codes itself, or of a grouped product with weights written in full."""
+    """The launches of a kernel with fused dequantization, or of dequantization and a grouped GEMM."""
     experts = problem.experts
     assert experts is not None
     if 0 in (problem.m, problem.weight.n, experts.num_experts, experts.lists.num_blocks):
@@ -64,7 +67,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def serves(problem: PackedProblem, device: Device) -> bool:
-    """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weights."""
+    """Whether a kernel with fused dequantization takes this problem and is faster than dequantizing first."""
     rows = problem.rows_of_weight
     if _serves_tile(problem, device):
         return rows <= packed_tile.MAX_ROWS
@@ -87,9 +90,9 @@ def serves_many(problem: PackedProblem, device: Device) -> bool:
 
 
 def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) -> tuple[list[Launch], PackedProblem]:
-    """The launch that writes each row's activations in the order of its weight's rows, and the problem of these.
+    """The launch that permutes the columns of the activations by `perm`, and the problem with these activations.
 
-    Without that order there is nothing to write, unless rows are to be in the order of places.
+    Without `perm` there is no launch, unless the rows are to be gathered in the order of the sorted lists (`by_place`).
     """
     w, a, lists = problem.weight, problem.a, experts.lists
     if w.perm is None and not by_place:
@@ -102,7 +105,8 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
 def choose(problem: PackedProblem, device: Device) -> Config:
     """The kernel for a problem that one `serves`, and its geometry: tiles that divide the lists' blocks.
 
-    Tiles of wq_gemm_sm80.cu have as many rows as an expert is likely to have, those of wq_gemm_sm90.cu all they can.
+    Tiles of wq_gemm_sm80.cu have the expected number of rows of an expert; those of wq_gemm_sm90.cu are as large as
+    blocks allow.
     """
     experts, w, rows = problem.experts, problem.weight, problem.rows_of_weight
     assert experts is not None
@@ -122,9 +126,9 @@ def choose(problem: PackedProblem, device: Device) -> Config:
 
 
 def _written_in_full(problem: PackedProblem) -> list[Launch]:
-    """Launches that write the weights, and activations of 8 bits in the dtype of the weights, and of their product.
+    """Launches that dequantize the weights and upcast 8-bit activations, and the grouped GEMM.
 
-    Weights have all scales but those of activations.
+    The weights are multiplied by all scales except those of the activations.
     """
     w, e, dtype, experts = problem.weight, problem.epilogue, problem.compute_dtype, problem.experts
     assert experts is not None
@@ -132,7 +136,7 @@ def _written_in_full(problem: PackedProblem) -> list[Launch]:
     scales, of_rows = (None, e.a_scales) if problem.a.dtype.itemsize == 1 else (e.a_scales, None)
     if w.scales is None:
         w = replace(w, scales=e.b_scales, scale_exponent=e.scale_exponent)
-    else:  # a_scales, of which there is one of each weight or of each row, have the exponent
+    else:  # a_scales, one per weight or per row, take the exponent
         w = replace(w, scale_exponent=w.scale_exponent + e.scale_exponent)
     dense = Scratch(max(1, experts.num_experts * w.n * w.k) * dtype.itemsize)
     product = GroupedProblem(

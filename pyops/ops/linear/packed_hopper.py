@@ -1,4 +1,4 @@
-"""Products with packed weights by wgmma on compute capability 9.0: wq_gemm_sm90.cu, its geometry and tensor maps."""
+"""GEMMs with packed weights by WGMMA on compute capability 9.0: the geometry and tensor maps of wq_gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from .packed_problem import PackedProblem
 
 _wq_gemm_sm90 = Kernel("linear/wq_gemm_sm90.cu")
 
-_ROW_BYTES = 128  # of a, of a step
-_TABLE_BYTES = 8  # of a column of W4A8, in a group
-_WARPS = 8  # that multiply
-_BARRIER_BYTES = 8
-_MAX_STAGES = 8
-_MAX_SUMS = 128 * 128  # of a tile, for which no warpgroup gives registers away; of the halves of a tile twice as large
-_MAX_SHARED_ROWS = 64  # of a tile whose sums several blocks add up, or threads store
-# From how many rows on neighbours share rows of a: measured (docs/performance/packed.md); W4A8 gains nothing.
+_ROW_BYTES = 128  # bytes of a row of a in one box: the 128-byte swizzle
+_TABLE_BYTES = 8  # W4A8: bytes of the scale table per column and group
+_WARPS = 8  # consumer warps
+_BARRIER_BYTES = 8  # bytes of an mbarrier
+_MAX_STAGES = 8  # most stages
+# Largest accumulator tile without register reallocation between warpgroups; twice as large with it.
+_MAX_SUMS = 128 * 128
+# Largest tile M for cluster split-K, and for direct stores in the epilogue; larger tiles are stored by TMA.
+_MAX_SHARED_ROWS = 64
+# Smallest M where two CTAs of a cluster multicast rows of a: measured (docs/performance/packed.md); W4A8 gains nothing.
 _ROWS_OF_NEIGHBOURS = 1024
-_STORE_BYTES = 2 * 16  # rows of 32 bytes, for every 16 columns of a warp
+_STORE_BYTES = 2 * 16  # bytes of a warp's staging buffer per 16 columns: rows of 32 bytes
 
-# The model of the device, fitted to a few measurements on an H200: docs/performance/packed.md.
-_PRODUCT_CYCLES = 1.11 / 2048  # of a multiply-add
-_CODE_CYCLES = 70.0 / (16 * 64)  # of a code that is made a number
-_TABLE_CODE_CYCLES = 75.0 / (32 * 128)  # of a code of W4A8, by a count of instructions
-_CODES_BESIDE = 0.155  # of these, of codes that are made numbers while the tensor cores are busy
-_L2_BYTES = 48.0  # a cycle, to one multiprocessor
-_TILE_CYCLES = 3000.0  # to begin and to end a tile
-_EXCHANGE_CYCLES = 1200.0  # for every doubling of the blocks that share a tile
-_ARRIVAL_CYCLES = 1000.0  # to write or to read sums of a part of a tile, beside those of their bytes
-_DOUBT = 1.03  # what cut tiles must take less by the model
-_MAX_PARTS = 4  # of a tile of the last round: the last block to arrive reads the sums of all others
+# The cost model of the device, fitted to a few measurements on an H200: docs/performance/packed.md.
+_PRODUCT_CYCLES = 1.11 / 2048  # cycles per multiply-add of the tensor cores
+_CODE_CYCLES = 70.0 / (16 * 64)  # cycles to dequantize one weight
+_TABLE_CODE_CYCLES = 75.0 / (32 * 128)  # W4A8: cycles to dequantize one weight, by a count of instructions
+_CODES_BESIDE = 0.155  # part of the dequantization cycles that the tensor cores do not hide
+_L2_BYTES = 48.0  # bytes per cycle from the L2 cache to one SM
+_TILE_CYCLES = 3000.0  # cycles of a tile's prologue and epilogue
+_EXCHANGE_CYCLES = 1200.0  # cycles to reduce a tile, for each doubling of the split-K CTAs
+_ARRIVAL_CYCLES = 1000.0  # stream-K: cycles to write or read one partial tile, in addition to the cycles for its bytes
+_DOUBT = 1.03  # stream-K: the cost model must predict a gain of at least 3 %
+_MAX_PARTS = 4  # stream-K: most parts of a tile; the last CTA to arrive reads the accumulators of all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,12 @@ class PackedConfig:
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
-        chunk: products of 16 rows of the weight in flight.
-        splits: blocks of a cluster that share a tile, each with a part of K.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
-        max_parts: parts of a tile of the last round, along K; 1: none is cut.
-        boxes: of 128 bytes of a row of a, in a step.
-        neighbours: blocks of a cluster whose tiles lie side by side, and which share the rows of a that they load.
+        chunk: WGMMA k-blocks (16 rows of the weight) in flight.
+        splits: CTAs of a cluster that share a tile (split-K); each takes a part of K.
+        min_blocks: CTAs per SM; bounds the registers.
+        max_parts: stream-K: most parts, along K, of a tile of the last wave; 1: no stream-K.
+        boxes: TMA boxes of 128 bytes of a row of a, in a k-tile.
+        neighbours: CTAs of a cluster with adjacent column tiles; they multicast the rows of a that they share.
     """
 
     tile_m: int
@@ -75,7 +77,7 @@ class PackedConfig:
             raise ValueError(f"no geometry of wq_gemm_sm90.cu: {self}")
 
     def candidates(self, problem: PackedProblem, device: Device) -> list[PackedConfig]:
-        """Other tiles, splits, and products in flight."""
+        """Other tiles, splits, and MMAs in flight."""
         return [
             one
             for one in tuning.varied(
@@ -96,11 +98,11 @@ class PackedConfig:
         ]
 
     def tiles(self, rows: int, columns: int) -> int:
-        """Of an output of this size; those of neighbours count as one."""
+        """Tiles of an output of this size; the adjacent tiles of a cluster count as one."""
         return -(-rows // self.tile_m) * -(-columns // (self.tile_n * self.neighbours))
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
-        """A block, or a cluster of them, for each tile, or as many blocks as the device holds at a time."""
+        """One CTA or cluster per tile with split-K; else a persistent grid."""
         weight, device, constants, apart = problem.weight, problem.device, problem.constants(), sums_apart(problem)
         size, step = constants["GROUP_SIZE"], self.boxes * step_rows(weight.layout)
         groups = step // size if 0 < size < step else 1
@@ -117,7 +119,7 @@ class PackedConfig:
         tiles, clusters = self.tiles(problem.places, weight.n), device.multiprocessors // self.neighbours
         rest = tiles % clusters if self.max_parts > 1 else 0
         blocks = sharers(self, rest, -(-weight.k // step), clusters, weight.layout)
-        parts = rest + blocks - 1 if blocks > rest > 0 else 0  # of all tiles of the rest
+        parts = rest + blocks - 1 if blocks > rest > 0 else 0  # parts of all stream-K tiles
         grid = tiles if self.splits > 1 else min(max(tiles, blocks), clusters * self.min_blocks)
         kernel = problem.kernel(_wq_gemm_sm90.for_arch(device.arch_feature))
         launch = kernel(
@@ -146,17 +148,17 @@ class PackedConfig:
 
 
 def sums_apart(problem: PackedProblem) -> bool:
-    """Whether threads add up the sums of tensor cores for fp8, for results of float16."""
+    """Whether fp8 accumulators are promoted to float32 registers: for a float16 output."""
     return problem.a.dtype is float8_e4m3fn and problem.epilogue.out.dtype is float16
 
 
 @cache
 def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = False) -> PackedConfig:
-    """The config that takes the least time by the model, for at most `m` rows, a power of two.
+    """The config with the least time by the cost model, for at most `m` rows, a power of two.
 
-    `apart`: there are registers for two sets of sums.
+    `apart`: promotion needs registers for a second set of accumulators.
     """
-    # With more products in flight, the larger tiles are slower, or have no registers for AWQ's words.
+    # With two MMAs in flight the larger tiles are slower, or AWQ's words do not fit into registers.
     most = _MAX_SUMS if layout == "awq" else 2 * _MAX_SUMS
     step_k = step_rows(layout)
 
@@ -194,7 +196,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
 
 @cache
 def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: str) -> int:
-    """Of `blocks` blocks, those that share the `rest` tiles of the last round: as many where none is cut; 1 of none."""
+    """CTAs, of `blocks`, that share the `rest` tiles of the last wave: `rest` without stream-K; 1 if `rest` is 0."""
     sums = config.tile_m * config.tile_n * 4 / _L2_BYTES + _ARRIVAL_CYCLES
 
     def cycles(count: int) -> float:
@@ -202,7 +204,8 @@ def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: st
         parts = max(-(-(tile + 1) * count // rest) - tile * count // rest for tile in range(rest))
         return own if parts == 1 else _DOUBT * (own + _TILE_CYCLES + parts * sums)
 
-    # Whole parts of a tile, and those whose runs begin anew with every few tiles: few blocks then have a third part.
+    # Counts that cut each tile into equal parts, and counts where the cuts repeat every few tiles: both keep the parts
+    # of a tile few.
     counts = {rest * parts for parts in range(1, config.max_parts + 1)}
     counts |= {rest * parts // (parts - 1) for parts in range(3, 10) if rest % (parts - 1) == 0}
     most = min(blocks, rest * min(steps, config.max_parts))
@@ -210,12 +213,12 @@ def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: st
 
 
 def step_rows(layout: str) -> int:
-    """Rows of a weight in this layout that a step has, as many as 128 bytes of a row of a: 16 bits, of W4A8 8 bits."""
+    """Rows of a weight in this layout in one box of a (128 bytes of a row): 64 for 16-bit activations, 128 for W4A8."""
     return 128 if layout == "w4a8" else 64
 
 
 def max_boxes(problem: PackedProblem) -> int:
-    """2 where K is of whole steps of two boxes, each of whole groups or within one; else 1."""
+    """2 where K is a multiple of a two-box k-tile and this holds whole groups or lies within one; else 1."""
     w = problem.weight
     step = 2 * step_rows(w.layout)
     fits = w.groups == 1 or w.group_size % step == 0 or step % w.group_size == 0
@@ -223,7 +226,7 @@ def max_boxes(problem: PackedProblem) -> int:
 
 
 def _step_cycles(config: PackedConfig, layout: str) -> float:
-    """Of a step of a tile, by the model."""
+    """Cycles of one k-tile of a tile, by the cost model."""
     is_table, step_k = layout == "w4a8", step_rows(layout)
     product_cycles, code_cycles = _PRODUCT_CYCLES, _CODE_CYCLES
     if is_table:
@@ -234,11 +237,11 @@ def _step_cycles(config: PackedConfig, layout: str) -> float:
 
 
 def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: int, neighbours: int) -> dict[str, Any]:
-    """The boxes of a step, and of what is stored. The map of a stands for those that there are not."""
+    """The tensor maps of loads and of the output. The map of a stands in for absent tensors."""
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     maps = load_maps(problem, tile_m // neighbours, step_rows(weight.layout), tile_n, step, groups)
     if problem.experts is not None:
-        return {**maps, "out_map": maps["a_map"]}  # rows of experts are stored by threads
+        return {**maps, "out_map": maps["a_map"]}  # with experts, threads store the rows
     columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
     return {**maps, "out_map": TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)}
 
@@ -246,10 +249,11 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: i
 def load_maps(
     problem: PackedProblem, a_rows: int, a_columns: int, tile_n: int, step: int, groups: int = 1
 ) -> dict[str, Any]:
-    """Boxes of a, rows of 128 bytes, and of `step` rows and `groups` groups of `tile_n` columns of the weight."""
+    """The tensor maps of a (boxes with rows of 128 bytes) and of the weight (`step` rows, `groups` groups, `tile_n`
+    columns)."""
     weight, a = problem.weight, problem.a
     n, k, bits, itemsize = weight.n, weight.k, weight.bits, a.dtype.itemsize
-    # The stride of a single row says nothing.
+    # A tensor of one row may have any row stride.
     a_pitch = a.stride * itemsize if a.rows > 1 else -(-k * itemsize // 16) * 16
     a_map = TensorMap(a.source, a.dtype, (k, a.rows), (a_pitch,), (a_columns, a_rows), _ROW_BYTES)
 
@@ -274,7 +278,7 @@ def load_maps(
 
 
 def _codes_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
-    """As packed_weight.cuh describes it."""
+    """The tensor map of the packed weights, in the layouts that packed_weight.cuh describes."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0
     if weight.layout in ("w4a8", "marlin_8"):

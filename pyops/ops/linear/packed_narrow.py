@@ -1,4 +1,4 @@
-"""Products of few rows with packed weights by wgmma (compute capability 9.0): wq_gemm_sm90_small_m.cu, its geometry."""
+"""GEMMs of at most 16 rows with packed weights by WGMMA (compute capability 9.0): wq_gemm_sm90_small_m.cu."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .packed_problem import PackedProblem, PackedWeight
 
 _wq_gemm_sm90_small_m = Kernel("linear/wq_gemm_sm90_small_m.cu")
 
-MAX_ROWS = 16  # of a tile
-STEP = 128  # rows of a weight
-_TILE_N, _WARP_COLUMNS = 256, 64
-_WARPS = 16  # that multiply
-_BARRIER_BYTES = 8
-_TURNS = 4  # warpgroups, which take steps in turn
-_STAGES = (4, 8)  # that shared memory has room for
+MAX_ROWS = 16  # rows of a tile
+STEP = 128  # weight rows of a k-tile
+_TILE_N, _WARP_COLUMNS = 256, 64  # columns of a tile, columns of a warp
+_WARPS = 16  # consumer warps
+_BARRIER_BYTES = 8  # bytes of an mbarrier
+_TURNS = 4  # consumer warpgroups; each takes every fourth k-tile
+_STAGES = (4, 8)  # numbers of stages that fit into shared memory
 _LAYOUTS = ("marlin", "awq", "exllama")
 # Share of SMs with a tile from which on the kernel is faster than wq_gemm_sm80.cu: measured on an
 # H200 (docs/performance/packed.md, "M of 9 to 16 by WGMMA").
@@ -30,7 +30,7 @@ class PackedNarrowConfig:
     """The geometry of wq_gemm_sm90_small_m.cu.
 
     Attributes:
-        stages: steps in shared memory, of which a warpgroup has every fourth.
+        stages: k-tiles in shared memory; each warpgroup takes every fourth.
     """
 
     stages: int = 8
@@ -44,7 +44,7 @@ class PackedNarrowConfig:
         return tuning.varied(self, stages=_STAGES)
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
-        """A block for each tile."""
+        """One block for each tile."""
         weight, device = problem.weight, problem.device
         loads = MAX_ROWS * STEP * 2 + (STEP * weight.bits + problem.group_bits()) * _TILE_N // 8
         stage = -(-loads // 1024) * 1024 + 2 * _BARRIER_BYTES
@@ -68,11 +68,11 @@ class PackedNarrowConfig:
 
 
 def takes(weight: PackedWeight) -> bool:
-    """Whether the kernel has an instance for a weight whose codes kernels read."""
+    """Whether the kernel has an instance for a packed weight that kernels with fused dequantization read."""
     whole = weight.groups == 1 or weight.group_size % STEP == 0
     return weight.layout in _LAYOUTS and weight.bits == 4 and whole
 
 
 def fills(weight: PackedWeight, device: Device) -> bool:
-    """Whether the tiles of a weight are one round of blocks, which leaves few multiprocessors without a tile."""
+    """Whether the tiles of a weight are one wave that leaves few SMs idle."""
     return _MIN_FULL * device.multiprocessors <= -(-weight.n // _TILE_N) <= device.multiprocessors

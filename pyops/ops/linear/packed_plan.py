@@ -1,8 +1,8 @@
-"""Which kernel serves a product with a weight of packed codes, and how: a Config for each, the choice, the launches.
+"""Which kernel serves a GEMM with a packed quantized weight, and how: a Config for each, the choice, the launches.
 
-Four kernels read the codes themselves: wq_gemm_sm80.cu for few rows, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
-compute capability 9.0, and wq_gemm_cdna.cu on AMD. What they do not serve is written in full and multiplied
-(`dequantize_packed`).
+Four kernels fuse the dequantization: wq_gemm_sm80.cu for small M, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
+compute capability 9.0, and wq_gemm_cdna.cu on AMD. For other problems the weight is dequantized first and then
+multiplied (`dequantize_packed`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .packed_tile import PackedTileConfig
 
 _wq_gemm_sm80 = Kernel("linear/wq_gemm_sm80.cu")
 
-_TILE_N = 64  # columns that every tile divides, or has
-_MIN_STAGES, _MAX_STAGES = 2, 3  # steps of a warp in shared memory
-_WORDS = 512  # bits of the words of a lane in a step: eight words, four times
-_SHORT_STEP = 128  # rows of a step of 3-bit codes, and of codes of two in four rows
+_TILE_N = 64  # smallest tile N; N must be a multiple of it
+_MIN_STAGES, _MAX_STAGES = 2, 3  # stages: k-tiles of a warp in shared memory
+_WORDS = 512  # rows * bits of a k-tile with 64 columns: 32 words per lane
+_SHORT_STEP = 128  # rows of a k-tile of 3-bit weights and of 2:4 sparse weights
 _BITS = {
     "marlin": (4, 8),
     "marlin_24": (4, 8),
@@ -37,24 +37,25 @@ _BITS = {
     "n32k16": (8,),
     "marlin_8": (4,),
 }
-_TILE_ROWS = {"marlin": 16, "n32k16": 16, "marlin_24": 32}  # of the layouts' tiles
-_ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}  # the zero points that kernels read
+_TILE_ROWS = {"marlin": 16, "n32k16": 16, "marlin_24": 32}  # rows of a tile of the layout
+# {layout: the layout of zero points that kernels read}
+_ZEROS = {"marlin": "marlin", "awq": "awq", "gptq": "gptq", "exllama": "gptq"}
 # Measured on an H200: docs/performance/packed.md.
-_MAX_WARPS = 8  # of a block
-_WARPS_OF_MANY = 4  # of a block, where there are more blocks than a device holds; one took a quarter longer
-# Warps of a multiprocessor that registers allow, by rows and columns of a tile.
+_MAX_WARPS = 8  # most warps of a CTA
+_WARPS_OF_MANY = 4  # warps of a CTA where the grid exceeds one wave; with one warp it took a quarter longer
+# Warps per SM that registers allow, by rows and columns of a tile.
 _RESIDENT = {(1, 64): 16, (2, 64): 16, (4, 64): 16, (8, 64): 16, (16, 64): 12}
 _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128): 8}
-_RESIDENT_OF_GROUPS = 8  # the same, where a step has several groups
-# Up to how many rows lanes hold codes of the next step in registers, by layouts and bits.
+_RESIDENT_OF_GROUPS = 8  # warps per SM that registers allow where a k-tile has several groups
+# {(layout, bits): most rows where lanes hold the packed words of the next k-tile in registers}.
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
-_MAX_HELD_NIBBLES = 8  # the same of bfloat16 and integers of 8 bits: 16 rows would spill registers
-_MAX_HALF_ROWS = 8  # up to which wq_gemm_sm80.cu is faster than wq_gemm_sm90_small_m.cu, or as fast
-# Chosen by arithmetic, measured nowhere yet.
-_LONG_PART = 4  # steps of each warp, from which on a block has as many warps as a multiprocessor holds
-_MAX_FEW_ROWS = 16  # up to which wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu
-_MAX_ROWS = 64  # up to which it is faster than writing the weight in full
-_MAX_APART_ROWS = 512  # up to which wq_gemm_sm90.cu is, where threads add up sums of fp8
+_MAX_HELD_NIBBLES = 8  # the same for bfloat16 with 8-bit integers: 16 rows would spill registers
+_MAX_HALF_ROWS = 8  # most rows where wq_gemm_sm80.cu is at least as fast as wq_gemm_sm90_small_m.cu
+# Chosen by arithmetic, not yet measured.
+_LONG_PART = 4  # k-tiles per warp from which a CTA takes all warps that an SM holds
+_MAX_FEW_ROWS = 16  # most rows where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu
+_MAX_ROWS = 64  # most rows where wq_gemm_sm80.cu is faster than dequantizing the whole weight first
+_MAX_APART_ROWS = 512  # the same for wq_gemm_sm90.cu with fp8 accumulators that are promoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,10 @@ class PackedMmaConfig:
 
     Attributes:
         tile_m, tile_n: rows and columns of a tile.
-        warps: of a block, each with a part of K.
-        splits: blocks of a cluster, each with a part of K.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
-        held: lanes hold codes of the next step in registers; else codes come through shared memory.
+        warps: warps of a CTA; each takes a part of K.
+        splits: CTAs of a cluster; each takes a part of K.
+        min_blocks: CTAs per SM; bounds the registers.
+        held: lanes hold the packed words of the next k-tile in registers; else they go through shared memory.
     """
 
     tile_m: int
@@ -95,24 +96,25 @@ class PackedMmaConfig:
         return [one for one in found if one.fits(problem, device)]
 
     def _stage_bytes(self, problem: PackedProblem) -> int:
-        """Bytes of a step of a warp: codes, rows of a, scales and zero points."""
+        """Bytes of a stage of a warp: quantized weights, rows of a, scales and zero points."""
         step, size = rows_of_step(problem.weight, self.tile_n), problem.constants()["GROUP_SIZE"]
         groups = step // size if 0 < size < step else 1
         terms = -(-groups * problem.group_bits() * self.tile_n // 128) * 16
         codes = 0 if self.held else step * self.tile_n * problem.weight.bits // 8
         places = 0
-        if problem.weight.places is not None:  # half of the rows have codes
+        if problem.weight.places is not None:  # 2:4: half of the rows are stored, with metadata
             codes, places = codes // 2, step // 32 * self.tile_n * 4
         return codes + self.tile_m * step * 2 + terms + places
 
     def fits(self, problem: PackedProblem, device: Device) -> bool:
-        """Whether a block has shared memory for the fewest stages."""
+        """Whether the fewest stages fit into the shared memory of a CTA."""
         return self.warps * _MIN_STAGES * self._stage_bytes(problem) <= device.shared_memory
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
-        """A cluster of blocks for each tile."""
+        """A cluster of CTAs for each tile."""
         weight, device, stage = problem.weight, problem.device, self._stage_bytes(problem)
-        own = ((device.shared_memory + 1024) // self.min_blocks - 1024) // self.warps  # of a warp
+        # Bytes of shared memory of a warp.
+        own = ((device.shared_memory + 1024) // self.min_blocks - 1024) // self.warps
         stages = max(_MIN_STAGES, min(_MAX_STAGES, own // stage))
         sums = self.tile_n * max(8, self.tile_m) * 4
         kernel = problem.kernel(_wq_gemm_sm80)
@@ -149,7 +151,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def serves(problem: PackedProblem, device: Device) -> bool:
-    """Whether a kernel that reads codes itself is there for this problem, and faster than writing the weight."""
+    """Whether a kernel with fused dequantization takes this problem and is faster than dequantizing first."""
     tile = serves_tile(problem, device) and problem.m <= packed_tile.MAX_ROWS
     return tile or _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
@@ -168,7 +170,8 @@ def choose(problem: PackedProblem, device: Device) -> Config:
         several, max_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, max_rows=max_rows)
         max_held = _HELD.get((w.layout, w.bits), 0)
-        if w.type.is_integer and w.bits == 8 and problem.compute_dtype is bfloat16:  # whose nibbles are numbers apart
+        # Both nibbles of a byte are held as numbers.
+        if w.type.is_integer and w.bits == 8 and problem.compute_dtype is bfloat16:
             max_held = min(max_held, _MAX_HELD_NIBBLES)
         held = config.splits == 1 and m <= max_held
         return fitting(replace(config, held=held), problem, device)
@@ -176,34 +179,34 @@ def choose(problem: PackedProblem, device: Device) -> Config:
 
 
 def fitting(config: PackedMmaConfig, problem: PackedProblem, device: Device) -> PackedMmaConfig:
-    """`config`, with as many warps of a block as it has shared memory for."""
+    """`config` with fewer warps per CTA where shared memory requires it."""
     while config.warps > 1 and not config.fits(problem, device):
         config = replace(config, warps=config.warps - 1)
     return config
 
 
 def rows_of_step(weight: PackedWeight, tile_n: int) -> int:
-    """Rows of the weight of a step of wq_gemm_sm80.cu, whose tiles have `tile_n` columns."""
+    """Weight rows of a k-tile of wq_gemm_sm80.cu with `tile_n` columns."""
     return _SHORT_STEP if _is_for_few(weight) else _WORDS // weight.bits * 64 // tile_n
 
 
 def _is_for_few(weight: PackedWeight) -> bool:
-    """Whether no kernel but wq_gemm_sm80.cu reads these codes."""
+    """Whether only wq_gemm_sm80.cu reads this weight."""
     return weight.bits == 3 or weight.layout == "marlin_24"
 
 
 def _rows_of_words(weight: PackedWeight) -> int:
-    """Rows of the fewest words that hold whole codes: those of a tile, or of a column."""
+    """Fewest weight rows that fill whole packed words: rows of a tile of the layout, or of a column's words."""
     return _TILE_ROWS.get(weight.layout) or unit(weight.bits)[1]
 
 
 def _is_wide(weight: PackedWeight) -> bool:
-    """Whether tiles of wq_gemm_sm80.cu may have 128 columns: rows of AWQ, of which 64 are 32 bytes."""
+    """Whether wq_gemm_sm80.cu may have 128 columns in a tile: for AWQ, where 64 columns are only 32 bytes of a row."""
     return weight.layout == "awq" and weight.n % 128 == 0 and fits(weight, rows_of_step(weight, 128))
 
 
 def _may_hold(weight: PackedWeight) -> bool:
-    """Whether lanes of wq_gemm_sm80.cu may hold codes: of layouts where this was faster for some rows."""
+    """Whether wq_gemm_sm80.cu may hold packed words in registers: for layouts where this was measured faster."""
     return (weight.layout, weight.bits) in _HELD
 
 
@@ -214,13 +217,13 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:
-    """Whether wq_gemm_cdna.cu serves this problem: on AMD, where no other kernel reads codes."""
+    """Whether wq_gemm_cdna.cu serves this problem: on AMD, where no other kernel fuses the dequantization."""
     w = problem.weight
     return device.supports("matrix_cores") and reads_codes(problem) and not _is_for_few(w) and packed_tile.takes(w)
 
 
 def _serves_narrow(problem: PackedProblem, device: Device, m: int) -> bool:
-    """Whether wq_gemm_sm90_small_m.cu takes less time for at most `m` rows than wq_gemm_sm80.cu."""
+    """Whether wq_gemm_sm90_small_m.cu is faster than wq_gemm_sm80.cu for at most `m` rows."""
     w = problem.weight
     served = device.supports("wgmma") and packed_narrow.takes(w) and _is_mapped(problem)
     return m > _MAX_HALF_ROWS and served and packed_narrow.fills(w, device)
@@ -228,7 +231,7 @@ def _serves_narrow(problem: PackedProblem, device: Device, m: int) -> bool:
 
 def _serves_many(problem: PackedProblem, device: Device) -> bool:
     w = problem.weight
-    # Integers of 13 bits, and powers of two beyond those of float16, are no scales of 16 bits.
+    # Integer scales of 13 bits, and powers of two out of float16's range, are not exact in the 16-bit scale.
     rounds = w.layout == "marlin_8" and not (
         w.scale_kind == "float" or (w.scale_kind == "e8m0" and problem.compute_dtype is bfloat16)
     )
@@ -253,19 +256,21 @@ def choose_mma(
     max_rows: int = 16,
     min_warps: int = 1,
 ) -> PackedMmaConfig:
-    """As many warps as the device holds at a time, and their parts of K, for m rows of each of `weights` weights.
+    """The config of wq_gemm_sm80.cu for m rows of each of `weights` weights: K is split over as many warps as the
+    device holds at a time.
 
-    Eight warps to a block at most, unless blocks that clusters do not fit for would leave half of a device's warps out.
-    `max_rows`: of a tile. Of several groups in a step, or of scales that are integers, a thread has more in registers,
-    and one of 16 rows would spill. `min_warps`: of a block, as far as steps and registers allow.
+    A CTA has at most eight warps, unless the warps of the device would otherwise stay half idle because clusters do not
+    fit.
+    `max_rows`: most rows of a tile. With several groups in a k-tile, or integer scales, a thread needs more registers,
+    and 16 rows would spill. `min_warps`: fewest warps of a CTA, as far as k-tiles and registers allow.
     """
     tile_m = min(m, 8 if several_groups else max_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = weights * -(-m // tile_m) * (n // tile_n)
     clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
-    blocks = -(-tiles * splits // device.multiprocessors)  # of a multiprocessor
-    # Where not all blocks are there at once, the last round of them is shorter with several warps to a tile.
+    blocks = -(-tiles * splits // device.multiprocessors)  # CTAs per SM
+    # In a grid of more than one wave, several warps per tile make the last wave shorter.
     warps = resident // blocks or _WARPS_OF_MANY
     max_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS
     warps = max(1, min(max_warps, resident, max(warps, min_warps), -(-steps // splits)))
@@ -273,12 +278,13 @@ def choose_mma(
 
 
 def rounds_once(w: PackedWeight) -> bool:
-    """Whether wq_gemm_sm90.cu rounds a weight once: not a difference from a float, then its product with a scale."""
+    """Whether wq_gemm_sm90.cu rounds a weight once: float zero points would round the difference, then its product with
+    the scale."""
     return w.zero_kind != "floats" or w.scales is None
 
 
 def reads_codes(problem: PackedProblem) -> bool:
-    """Whether kernels that read codes themselves have an instance for this problem."""
+    """Whether kernels with fused dequantization have an instance for this problem."""
     w, e, a = problem.weight, problem.epilogue, problem.a
     kind = w.bits in _BITS.get(w.layout, ()) and not (w.type.is_integer and w.type.signed)
     kind = kind and (w.recoding == "none" or (w.layout == "marlin_8" and w.type == uint4b8))
@@ -288,7 +294,7 @@ def reads_codes(problem: PackedProblem) -> bool:
     zeros = zeros and not (w.layout == "marlin" and w.bits == 8 and w.zero_kind == "codes")
     scales = w.scale_kind != "products" and (w.scales is not None or w.zero_kind != "added")
     rows = w.g_idx is None and w.k % _rows_of_words(w) == 0
-    # Activations of 8 bits are widened first, but those of experts.
+    # 8-bit activations are upcast first, except with experts.
     dtype = a.dtype if problem.experts is not None else problem.compute_dtype
     aligned = (a.dtype.itemsize == 1 or a.vec_size(w.k) == 8) and all(
         one.alignment == 16 for one in (w.codes, w.scales, w.zeros, w.places) if one is not None
@@ -309,21 +315,21 @@ def _reads_tables(problem: PackedProblem) -> bool:
 
 
 def _is_plain(problem: PackedProblem) -> bool:
-    """Whether the epilogue is one of the kernels that read codes."""
+    """Whether the kernels with fused dequantization support the epilogue."""
     e = problem.epilogue
     return e.out.dtype in (float16, bfloat16) and not (e.is_gated or e.has_matrix_bias or e.block_scaled or e.azp_adj)
 
 
 def fits(weight: PackedWeight, step: int) -> bool:
-    """Whether a step of so many rows is of whole groups, or within one."""
+    """Whether a k-tile of `step` rows holds whole groups or lies within one."""
     size = weight.group_size
-    # Of 4 bits 32, as products of W4A8 have.
+    # The smallest group is 32 rows for 4 bits, as the scale tables of W4A8 require.
     smallest = 16 if weight.layout == "marlin" else step if weight.bits == 3 else 128 // weight.bits
     smallest = smallest if weight.places is None else 2 * smallest
     return weight.groups == 1 or size % step == 0 or (step % size == 0 and size % smallest == 0)
 
 
 def _is_mapped(problem: PackedProblem) -> bool:
-    """Whether rows of out begin at multiples of 16 bytes, as a map and stores of 16 bytes ask."""
+    """Whether rows of out begin at multiples of 16 bytes, as TMA and 16-byte stores require."""
     out = problem.epilogue.out
     return out.alignment == 16 and (problem.m == 1 or check.row_stride(out) % 8 == 0)

@@ -1,16 +1,16 @@
-"""A product with a weight of packed codes: the problem that `packed_plan` chooses kernels by.
+"""A GEMM with a packed quantized weight: the problem that `packed_plan` chooses kernels by.
 
-``out = epilogue(a' @ w)`` for a weight w [K, N] whose codes, zero points and scales lie as checkpoints have them (the
-layouts and orders are those of `_shared/packed_layouts.py`), and a' the activations, their columns permuted if the
-weight's rows are:
+``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales as checkpoints have them (the
+layouts and orders are those of `_shared/packed_layouts.py`), and the activations a', with permuted columns if the
+weight's rows are permuted:
 
-    w[k, n] = scale * (code[k, n] - zero)            which a kernel may round once, to `PackedProblem.compute_dtype`
+    w[k, n] = scale * (quant[k, n] - zero)           which a kernel may round once, to `PackedProblem.compute_dtype`
     scale, zero: of group g(k), column n
     g(k) = k // group_size, or g_idx[k]
     a'[m, k] = a[m, k], or a[m, perm[k]]
 
-Where the weight has no scales, there is one for each column or none, and the epilogue has them: w is the exact
-difference then. A row whose group is out of range is 0, and so is a column of a' that is out of range.
+A weight without scales is the exact difference, and the epilogue has a per-column scale or none. A row of w is 0 if its
+group is out of range, and so is a column of a' if its index is out of range.
 """
 
 from __future__ import annotations
@@ -28,39 +28,40 @@ from .._shared.scalar_type import ScalarType
 from .gemm_problem import Epilogue, Operand
 from .grouped_problem import ExpertLists
 
-# What an entry of scales is: a float of 16 bits; the upper bits of a float16 without its sign (Marlin's NVFP4); a power
-# of two by its exponent; an integer in the bits of a float of 16 bits (Marlin's int8 activations); the products of a
-# scale of e4m3 with -8 ... -1, rounded to e4m3, as all products with codes are (W4A8).
+# The format of a scale: a 16-bit float; the upper bits of a float16 without its sign (Marlin's NVFP4); the exponent of
+# a power of two; an integer in the bits of a 16-bit float (Marlin's int8 activations); a lookup table with the products
+# of an e4m3 scale and -8 ... -1, rounded to e4m3, as all products with quants are (W4A8).
 ScaleKind = Literal["float", "e5m3", "e8m0", "int16", "products"]
-# What zero points are: none; codes in words; floats in the order of the scales; the same, added to code * scale.
+# The format of zero points: none; quants in words; floats in the order of the scales; floats that are added to quant *
+# scale.
 ZeroKind = Literal["none", "codes", "floats", "added"]
-# What becomes of a code before its zero point is taken: nothing, or the inverse of `marlin_int4_fp8_preprocess`.
+# The transform of a quant before its zero point is subtracted: none, or the inverse of `marlin_int4_fp8_preprocess`.
 Recoding = Literal["none", "marlin_fp8"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [K, N] of packed codes.
+    """A packed quantized weight [K, N].
 
     Attributes:
-        codes: int32 words or uint8 bytes, contiguous.
-        layout: where the code of a row and a column lies.
-        type: what number a code is, before its zero point is taken.
+        codes: the quants in int32 words or uint8 bytes, contiguous.
+        layout: the position of the quant of each row and column.
+        type: the type of a quant, before its zero point is subtracted.
         k, n: rows and columns.
-        groups: of rows; those of scales and zero points.
+        groups: groups of rows, each with its own scales and zero points.
         group_size: rows of a group; K for one group.
-        scales: [groups, N], contiguous, columns in `scale_order`; None: the epilogue has a scale for each column. Of
+        scales: [groups, N], contiguous, columns in `scale_order`; None: the epilogue has a per-column scale. With
             "products" [groups, N, 8], in any shape.
-        scale_kind: what an entry of scales is.
-        scale_exponent: a scale is its entry times two to this.
-        zeros: codes [groups, N bits / 32] int32 in `zero_layout`, or floats [groups, N] in `scale_order`.
-        zero_kind: what they are.
-        zero_offset: added to a zero point that is a code.
+        scale_kind: the format of a scale.
+        scale_exponent: a stored scale is multiplied by two to this power.
+        zeros: quants [groups, N bits / 32] int32 in `zero_layout`, or floats [groups, N] in `scale_order`.
+        zero_kind: the format of zero points.
+        zero_offset: is added to a zero point that is a quant.
         g_idx: [K] int32, the group of each row, where groups are not consecutive.
         perm: [K] int32: row k of the weight multiplies column perm[k] of the activations.
-        recoding: what was made of the codes.
-        places: of marlin_24: [K / 16, N] int16, which two of four rows the codes are of, as `gptq_marlin_24_gemm` has
-            them; the codes are those of a weight [K / 2, N].
+        recoding: the transform that the quants have gone through.
+        places: metadata of marlin_24 (2:4 sparsity): [K / 16, N] int16, the two of every four rows that are stored, in
+            the format of `gptq_marlin_24_gemm`; the quants are those of a weight [K / 2, N].
     """
 
     codes: TensorArg
@@ -85,16 +86,16 @@ class PackedWeight:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a quant."""
         return self.type.size_bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedExperts:
-    """Rows of out that belong to experts, each with a weight; those of a `PackedWeight` lie one after another.
+    """Rows of out that belong to experts, each with its own weight; the weights of a `PackedWeight` are contiguous.
 
     Attributes:
-        num_experts: how many weights there are.
+        num_experts: number of weights.
         lists: the rows of each expert.
         top_k: rows of out that share a row of a.
         topk_weights: a weight for each row of out, or None.
@@ -113,9 +114,9 @@ class PackedProblem:
     Attributes:
         a: [M, K], float16, bfloat16, int8 or float8_e4m3fn.
         weight: w.
-        epilogue: what becomes of the sums. Scales of columns, where the weight has none, and a bias are in
-            `Epilogue.column_order`. Of experts: a scale of rows is that of a whole weight, for each of them.
-        experts: to which rows belong; or None.
+        epilogue: the epilogue. Per-column scales, where the weight has none, and a bias are in `Epilogue.column_order`.
+            With experts a_scales has one scale for each whole weight.
+        experts: the experts of the rows, or None.
     """
 
     a: Operand
@@ -125,10 +126,11 @@ class PackedProblem:
 
     @property
     def compute_dtype(self) -> DType:
-        """The dtype of what is multiplied, where the weight is written in full.
+        """The dtype of the operands of the GEMM where the weight is dequantized first.
 
-        That of the activations; of 8-bit activations and a weight under several scales, or of experts, the dtype of
-        out, in which the activations are exact. Products of W4A8 are of float8_e4m3fn, by the rule of its scales.
+        It is that of the activations; for 8-bit activations and a weight with several scales, or with experts, it is
+        the dtype of out, which holds the activations exactly. W4A8 multiplies in float8_e4m3fn, as the rule of its
+        scales demands.
         """
         w, is_one = self.weight, self.experts is None
         if self.a.dtype.itemsize == 2 or (is_one and w.scales is None) or w.scale_kind == "products":
@@ -150,17 +152,17 @@ class PackedProblem:
 
     @property
     def num_weights(self) -> int:
-        """Weights, which lie one after another: one, or one of each expert."""
+        """Number of weights, which are contiguous: one, or one per expert."""
         return 1 if self.experts is None else self.experts.num_experts
 
     @property
     def places(self) -> int:
-        """Rows of out, or places of the lists that experts have them in."""
+        """Rows of out, or slots of the sorted lists of experts."""
         return self.m if self.experts is None else self.experts.lists.num_blocks * self.experts.lists.block_size
 
     @property
     def rows_of_weight(self) -> int:
-        """Rows of out that a weight is likely to have if it has any, a power of two: rows choose at random."""
+        """The expected rows of out of a weight that has any, a power of two: rows choose experts at random."""
         rows = tuning.power_of_two(self.m)
         if self.experts is None:
             return rows
@@ -178,15 +180,15 @@ class PackedProblem:
         ]
         return " ".join(words)
 
-    # For kernels that read codes themselves: wq_gemm_sm90.cu and wq_gemm_sm80.cu.
+    # For kernels with fused dequantization: wq_gemm_sm90.cu and wq_gemm_sm80.cu.
 
     def kernel(self, kernel: Kernel) -> Kernel:
-        """`kernel`, its pointers fed by the op's tensors, or by names that no tensor of an op has."""
+        """`kernel` with its pointers fed by the op's tensors, or by names that no tensor of an op has."""
         fed = {name: one.name if isinstance(one, TensorArg) else f"no_{name}" for name, one in self._tensors().items()}
         return kernel.renamed(**fed)
 
     def arguments(self, kernel: Kernel) -> dict[str, Any]:
-        """Those arguments that the kernel takes, beside the op's tensors."""
+        """The arguments that the kernel takes, except the op's tensors."""
         w, taken = self.weight, {name for _, name in kernel.signature.parameters}
         sizes = {"m": self.places, "n": w.n, "k": w.k, "groups": w.groups, "a_stride": self.a.stride}
         sizes |= {"num_rows": self.m, "num_experts": self.num_weights, "block_size": 1, "top_k": 1}
@@ -198,7 +200,7 @@ class PackedProblem:
         return {name: one for name, one in {**sizes, **steps, **others}.items() if name in taken}
 
     def constants(self) -> dict[str, Any]:
-        """What such a kernel is compiled for."""
+        """Compile-time constants of such a kernel."""
         w = self.weight
         return {
             "scalar_t": self.a.dtype,
@@ -222,7 +224,7 @@ class PackedProblem:
         }
 
     def group_bits(self) -> int:
-        """Bits of what a column has in a group: its scale and its zero point."""
+        """Bits of a column's scale and zero point in a group."""
         w = self.weight
         zero = {"none": 0, "codes": w.bits}.get(w.zero_kind, 8 * self.a.dtype.itemsize)
         entries = 8 if w.scale_kind == "products" else 1

@@ -1,6 +1,6 @@
-"""A product with a packed weight in PyTorch: the reference of the ops whose plans are those of `packed_problem`.
+"""A GEMM with a packed quantized weight in PyTorch: the reference of the ops that plan with `packed_problem`.
 
-What is called `weight`, or `w`, is a `PackedWeight` that holds tensors where those of plans hold descriptors.
+The arguments `weight` and `w` are a `PackedWeight` with tensors; plans have one with descriptors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
-    """What rounding weights to `dtype` changes in sums, as a fraction of the largest sum that `dtype` holds.
+    """The error of results when weights are rounded to `dtype`, as a fraction of the largest result that `dtype` holds.
 
-    Weights under scales of groups are rounded, or not: the kernel decides. The difference is found here by rounding
-    them. It is half a unit of the largest sum at least: a usual sum of many has 0.41 of that, the worst of ten thousand
-    sums four times as much, where the largest sum is twice a usual one or more. Sums that cancel have more.
+    Weights with group scales are rounded or not, as the kernel decides. The difference is computed here by rounding
+    them. At least half a unit of the largest result is allowed: a usual result of a long dot product has 0.41 of that,
+    the worst of ten thousand results four times as much, where the largest result is at least twice a usual one.
+    Results with cancellation have more.
     """
     x, w = (one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for one in (_activations(a, weight), values(weight)))
     rounded = w.float().to(dtype).double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
@@ -36,7 +37,7 @@ def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
 
 
 def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> Tensor:
-    """int64 codes [K, N] of a weight of words or bytes."""
+    """int64 quants [K, N] of a weight in words or bytes."""
     k, n = (
         torch.arange(size[0], dtype=torch.int64, device=packed.device)[:, None],
         torch.arange(size[1], dtype=torch.int64, device=packed.device)[None],
@@ -45,7 +46,7 @@ def unpack(packed: Tensor, layout: Layout, bits: int, size: tuple[int, int]) -> 
 
 
 def pack(codes: Tensor, layout: Layout, bits: int, size: tuple[int, int], num_words: int) -> Tensor:
-    """int32 words of int64 codes, which are those of the first columns of a weight of this size."""
+    """int32 words of int64 quants, which are the first columns of a weight of this size."""
     k, n = (torch.arange(count, dtype=torch.int64, device=codes.device) for count in codes.shape)
     words = torch.zeros(num_words, dtype=torch.int64, device=codes.device)
     for j in range(bits):
@@ -55,10 +56,10 @@ def pack(codes: Tensor, layout: Layout, bits: int, size: tuple[int, int], num_wo
 
 
 def _codes(packed: Tensor, bits: int, place_of: Any) -> Tensor:
-    """Codes whose bit j is at `place_of(j)`."""
+    """Quants with bit j at `place_of(j)`."""
     flat, width = packed.reshape(-1), packed.element_size() * 8
     first = place_of(0)
-    if bits != 3:  # whole codes are in one word
+    if bits != 3:  # a word holds whole quants
         return flat[first // width] >> first % width & (1 << bits) - 1
     found = torch.zeros_like(first)
     for j in range(bits):
@@ -78,9 +79,9 @@ def multiply(
     scale_exponent: int = 0,
     rounds: bool = False,
 ) -> None:
-    """Write the product; the arguments that follow `weight` are those of `Epilogue`.
+    """Write the product; the arguments after `weight` are those of `Epilogue`.
 
-    If `rounds`, weights are rounded to the dtype of `out`, as by every kernel that writes a weight in full.
+    If `rounds`, weights are rounded to the dtype of `out`, as by every kernel that dequantizes the weight first.
     """
     w = values(weight)
     sums = _activations(a, weight) @ (w.float().to(out.dtype).double() if rounds else w)
@@ -105,7 +106,7 @@ def _activations(a: Tensor, weight: Any) -> Tensor:
 
 
 def values(weight: Any) -> Tensor:
-    """w [K, N] in float64, which holds it."""
+    """w [K, N] in float64, which holds it exactly."""
     w, device = weight, weight.codes.device
     rows, columns = (
         torch.arange(w.k, dtype=torch.int64, device=device),
@@ -135,7 +136,7 @@ def values(weight: Any) -> Tensor:
 
 
 def _numbers(w: Any, zero: Tensor) -> Tensor:
-    """float64 of the codes, less their zero points."""
+    """The quants less their zero points, in float64."""
     kept_rows = w.k if w.places is None else w.k // 2
     codes = unpack(w.codes, w.layout, w.bits, (kept_rows, w.n)).long()
     kind = w.type
@@ -157,7 +158,8 @@ def _numbers(w: Any, zero: Tensor) -> Tensor:
 
 
 def _spread(codes: Tensor, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Codes of two rows of four in the places of all rows, and whether a row has one."""
+    """2:4 sparsity: the stored quants (two of every four rows) at the positions of all rows, and whether a row is
+    stored."""
     columns = codes.shape[1]
     quad, n = (
         torch.arange(rows // 4, dtype=torch.int64, device=codes.device)[:, None],
@@ -172,10 +174,10 @@ def _spread(codes: Tensor, places: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def places_word(columns: int, quad: Any, n: Any) -> Any:
-    """The word of `PackedWeight.places` that has those of a quad of rows: four bits, from bit ``quad % 4 * 4`` on."""
+    """The word of `PackedWeight.places` with the metadata of four rows: four bits, starting at bit ``quad % 4 * 4``."""
     line = n // 64 * 64 + n % 2 * 2 + n % 8 // 4 + n % 4 // 2 * 32 + n % 64 // 8 * 4
     word = quad // 4
-    moved = (line + word) % 2  # of a square of four words, two are exchanged
+    moved = (line + word) % 2  # in each square of 2 x 2 words, two words are exchanged
     line, word = line ^ moved, word ^ moved
     return word // 2 * 2 * columns + 2 * line + word % 2
 

@@ -1,4 +1,4 @@
-"""Products with packed weights on AMD's matrix cores: wq_gemm_cdna.cu, and its geometry."""
+"""GEMMs with packed weights on AMD's matrix cores: wq_gemm_cdna.cu, and its geometry."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from .packed_problem import PackedProblem, PackedWeight
 
 _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")
 
-STEP = 64  # rows of the weight of a step
-_ROW_BYTES = 128  # of a row of a stage
-_STAGES = 2
-_TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # rows of a layout's tiles, which lie in memory as a whole
-_LINES = {"awq": 4}  # rows of the words of a piece, of other layouts; of a word of GPTQ 32 / bits, four times
-# Chosen by arithmetic, no AMD GPU has run them: docs/performance/amd.md.
-MAX_ROWS = 512  # of a weight, up to which making numbers of its codes in every tile takes less time than writing them
-_FEW_THREADS = 128  # of a block of few rows: each has one piece of four words of 4-bit codes
-_DEPTH = 4  # steps whose codes are on their way
-_MAX_SPLITS = 8  # blocks that share a tile
-_MIN_SPLIT_STEPS = 4  # steps of each of these blocks
+STEP = 64  # weight rows of a k-tile
+_ROW_BYTES = 128  # bytes of a row of a stage in shared memory
+_STAGES = 2  # stages in shared memory
+_TILES = {"marlin": 16, "n32k16": 16, "marlin_8": 32}  # {layout: rows of its tile}; a tile is contiguous in memory
+_LINES = {"awq": 4}  # rows of the words that a piece loads, for row layouts; GPTQ: 4 words of 32 / bits rows
+# Chosen by arithmetic, not yet run on an AMD GPU: docs/performance/amd.md.
+MAX_ROWS = 512  # most rows of a where dequantizing in every tile is faster than dequantizing the weight first
+_FEW_THREADS = 128  # threads of a CTA for small M: each loads one piece of four words of 4-bit weights
+_DEPTH = 4  # k-tiles with packed weights in flight
+_MAX_SPLITS = 8  # split-K: most CTAs that share a tile
+_MIN_SPLIT_STEPS = 4  # split-K: fewest k-tiles of each CTA
 
 
 @dataclass(frozen=True, slots=True)
 class TileGeometry:
-    """What kernels that make numbers of codes in a tile have in common; the attributes are their constants.
+    """The common geometry of kernels that dequantize in the tile; the attributes are their constants.
 
     Attributes:
-        tile_m, tile_n: rows of a, and columns or rows of the weight, of a block's tile of sums.
-        warps_m, warps_n: warps along them.
-        depth: steps of K whose codes are on their way.
+        tile_m, tile_n: rows of a, and columns or rows of the weight, in a CTA's accumulator tile.
+        warps_m, warps_n: warps along M and N.
+        depth: k-tiles with packed weights in flight.
     """
 
     tile_m: int
@@ -50,14 +50,15 @@ class TileGeometry:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes of a block: two stages of rows of a and of numbers."""
+        """Bytes of shared memory of a CTA: two stages of a and of dequantized weights."""
         return _STAGES * (self.tile_m + self.tile_n) * _ROW_BYTES
 
     def num_threads(self, device: Device) -> int:
         return self.warps_m * self.warps_n * device.warp_size
 
     def constants(self, places: int) -> dict[str, int]:
-        """Of a kernel whose tiles have so many places of the lists of experts, or rows of a."""
+        """The compile-time constants; `places` is the rows of a tile that are used: rows of a, or slots of the sorted
+        token ids."""
         return {
             "TILE_M": self.tile_m,
             "TILE_N": self.tile_n,
@@ -74,7 +75,7 @@ class PackedTileConfig(TileGeometry):
     """The geometry of wq_gemm_cdna.cu.
 
     Attributes:
-        splits: blocks that share a tile, each with a part of K.
+        splits: CTAs that share a tile (split-K); each takes a part of K.
     """
 
     splits: int
@@ -91,20 +92,20 @@ class PackedTileConfig(TileGeometry):
         return [one for one in found if one.fits(problem, device)]
 
     def fits(self, problem: PackedProblem, device: Device) -> bool:
-        """Whether a block has the shared memory, and each part of K a step."""
-        whole = self.splits == 1 and problem.experts is None  # others have flags or rows in shared memory, too
+        """Whether shared memory suffices, and each part of K has a k-tile."""
+        whole = self.splits == 1 and problem.experts is None  # else flags or row indices take static shared memory
         room = device.shared_memory - (0 if whole else _ROW_BYTES * _STAGES)
         rows = problem.experts is None or places_of(problem.experts.lists.block_size, self.tile_m) > 0
         return rows and self.shared_memory <= room and self.splits <= -(-problem.weight.k // STEP)
 
     def launches(self, problem: PackedProblem) -> list[Launch]:
-        """One launch. Blocks that share a tile leave their sums in a workspace, and the last of them adds these up."""
+        """One launch. With split-K each CTA writes its accumulators to a workspace, and the last one adds them up."""
         weight, out = problem.weight, problem.epilogue.out
         places = self.tile_m
         if problem.experts is not None:
             places = places_of(problem.experts.lists.block_size, self.tile_m)
         tiles = -(-problem.places // places) * -(-weight.n // self.tile_n)
-        splits = min(self.splits, -(-weight.k // STEP))  # a step for each
+        splits = min(self.splits, -(-weight.k // STEP))  # each split has a k-tile
         partial: dict[str, Any] = {"partial": 0, "arrived": 0}
         if splits > 1:
             partial["partial"] = Scratch(tiles * splits * self.tile_m * self.tile_n * 4)
@@ -128,12 +129,13 @@ class PackedTileConfig(TileGeometry):
 
 
 def places_of(block_size: int, tile_m: int) -> int:
-    """Places of a tile of so many rows, of lists with blocks of `block_size`: 0 where none divides a block."""
+    """Slots of the sorted token ids in a tile of `tile_m` rows, for lists with blocks of `block_size`; 0: does not
+    divide."""
     return tile_m if block_size % tile_m == 0 else 8 if tile_m == 16 and block_size % 8 == 0 else 0
 
 
 def takes(weight: PackedWeight) -> bool:
-    """Whether the codes of each piece lie under one scale, and a tile of the layout is there as a whole."""
+    """Whether each lane's piece lies under one scale, and K is a multiple of the layout's tile."""
     tile = _TILES.get(weight.layout, 1)
     span = tile if tile > 1 else _LINES.get(weight.layout, 128 // weight.bits)
     size = STEP if weight.groups == 1 else weight.group_size
@@ -141,17 +143,17 @@ def takes(weight: PackedWeight) -> bool:
 
 
 def _in_pairs(problem: PackedProblem) -> bool:
-    """Whether a code less its zero point, and its scale, are numbers of float16, whose product is rounded once."""
+    """Whether float16 holds quant minus zero point, and the scale, exactly, so that their product is rounded once."""
     w = problem.weight
     scaled = w.scales is None or (w.scale_kind == "float" and w.scale_exponent == 0 and w.scales.dtype is float16)
     return problem.a.dtype is float16 and w.type.is_integer and w.zero_kind in ("none", "codes") and scaled
 
 
 def choose(m: int, k: int, n: int, device: Device, weights: int = 1, block_size: int = 0) -> PackedTileConfig:
-    """The largest tile that leaves no multiprocessor idle; where none does, blocks share tiles.
+    """The largest tile that leaves no SM idle; else split-K.
 
-    For `m` rows, a power of two, of each of `weights` weights [k, n]. `block_size`: of experts' lists, which tiles
-    divide.
+    For `m` rows, a power of two, of each of `weights` weights [k, n]. `block_size`: block size of the experts' lists; a
+    multiple of the tile's rows.
     """
     steps = -(-k // STEP)
 

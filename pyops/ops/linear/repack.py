@@ -1,4 +1,4 @@
-"""Packed weights in other layouts: one launch of repack_weight.cu, for one weight or for those of experts."""
+"""Repacking of weights into other layouts: one launch of repack_weight.cu, for one weight or for those of experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _repack_weight = Kernel("linear/repack_weight.cu")
-_NUM_THREADS, _WORDS = 256, 4  # words of a thread, which divide what a tile of any layout has
-TILE_COLUMNS = 64  # of Marlin's tiles, of which a row of words holds whole ones
+# Threads of a block, words of a thread; a tile of any layout is a multiple of these words.
+_NUM_THREADS, _WORDS = 256, 4
+TILE_COLUMNS = 64  # columns of Marlin's tiles; a row of words holds whole tiles
 
 
 def repack(
@@ -29,16 +30,16 @@ def repack(
     columns: int | None = None,
     strides: tuple[int, int] | None = None,
 ) -> Launch:
-    """The launch that packs codes of weights of this size [K, N] anew.
+    """The launch that repacks the quants of weights of this size [K, N].
 
     Args:
         packed: written, contiguous, words or bytes of the second layout.
-        codes: words or bytes of the first layout, contiguous unless `strides` are given.
-        layouts: of codes, and of packed.
+        codes: quants in words or bytes of the first layout, contiguous unless `strides` are given.
+        layouts: layouts of codes, and of packed.
         perm: [experts, K] int32: row k is row perm[k] of codes.
-        experts: how many weights there are.
-        columns: of the weight in packed, with those that fill tiles; None for N.
-        strides: from a row of words to the next and from a column to the next, of gptq.
+        experts: number of weights.
+        columns: columns of the weight in packed, padded to whole tiles; None for N.
+        strides: strides of codes in layout gptq: of a row of words, and of a column.
     """
     k, n = size
     columns = n if columns is None else columns

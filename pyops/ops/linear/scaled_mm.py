@@ -1,4 +1,4 @@
-"""Matrix products of int8 and fp8 under scales, with zero points and bias; and what these products support."""
+"""GEMMs of int8 and fp8 with scales, zero points and bias; and the queries for what these GEMMs support."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ __all__ = [
 def cutlass_scaled_mm(
     out: Tensor, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None = None
 ) -> None:
-    """A product of 8-bit matrices under scales: ``out = a_scales * (b_scales * (a @ b)) + bias``.
+    """A GEMM of 8-bit matrices with scales: ``out = a_scales * (b_scales * (a @ b)) + bias``.
 
-    Sums are exact for int8 and in float32 for fp8; the rest is computed in float32 and rounded once. Scales of a whole
-    matrix, of rows of a and of columns of b may be mixed. Scales of any other number of elements are those of blocks:
+    Accumulation is exact for int8 and in float32 for fp8; the epilogue is computed in float32 and rounded once.
+    Per-tensor scales, per-row scales of a and per-column scales of b may be mixed. Scales with any other number of
+    elements are block scales:
     ``out[m, n] = sum_j a_scales[m, j] * b_scales[j, n // 128] * (a[m, j-th 128] . b[j-th 128, n])``.
 
-    Tensor cores of Hopper keep 14 bits of what they add up of fp8 (`fp8_accumulation.py`). For a float16 out they
-    add up 64 elements of K, and float32 the rest; for bfloat16 likewise 128 where M is at most 64 or scales are
-    those of blocks. There the largest error is less than 1.5 times that of rounding once. Otherwise they add up all
-    of K, as in CUTLASS's FastAccum: of random numbers, the largest error is 1.1 times that of rounding to bfloat16
-    for 1024 elements, 2.2 times for 4096 and 2.5 times for 14336.
+    Hopper's tensor cores keep 14 bits of an fp8 accumulator (`fp8_accumulation.py`). For a float16 out, accumulators
+    are promoted to float32 after every 64 elements of K; for bfloat16 after every 128 if M is at most 64 or scales are
+    block scales. Then the largest error is less than 1.5 times that of rounding once. Otherwise all of K is
+    accumulated, as with CUTLASS's FastAccum: for random numbers, the largest error is 1.1 times that of rounding to
+    bfloat16 for 1024 elements, 2.2 times for 4096 and 2.5 times for 14336.
 
     Args:
-        out: [M, N] float16 or bfloat16, written; elements of a row lie one after another.
+        out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
         a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, of any strides; row-major is fast.
         b: [K, N] of the same dtype, of any strides; column-major is fast.
         a_scales: float32, contiguous, M or 1 elements; or [M, ceil(K / 128)] of any strides.
         b_scales: float32, contiguous, N or 1 elements; or [ceil(K / 128), ceil(N / 128)] of any strides.
-        bias: of the dtype of out, contiguous, N elements; or None, as it must be with scales of blocks.
+        bias: of the dtype of out, contiguous, N elements; or None, as it must be with block scales.
     """
     if a_scales.numel() in (1, a.shape[0]) and b_scales.numel() in (1, b.shape[1]):
         out.copy_(scaled(a.double() @ b.double(), a_scales, b_scales, bias))
@@ -65,7 +66,7 @@ def cutlass_scaled_mm(
 
 
 def scaled(sums: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None) -> Tensor:
-    """float32 ``a_scales * (b_scales * sums) + bias``, of scales for rows and columns or of one."""
+    """float32 ``a_scales * (b_scales * sums) + bias``; scales are per row and per column, or have one element."""
     x = a_scales.reshape(-1, 1) * (b_scales.reshape(1, -1) * sums.float())
     return x if bias is None else x + bias.reshape(-1).float()
 
@@ -82,7 +83,7 @@ def check_product(out: TensorArg, a: TensorArg, b: TensorArg, *dtypes: Any) -> t
 
 
 def check_scales(problem_rows: int, scales: TensorArg) -> None:
-    """Check contiguous scales, one or as many as there are rows."""
+    """Check contiguous scales: one, or one for each row."""
     check.dtype(scales, float32)
     if scales.numel not in (1, problem_rows):
         raise scales.error(f"expected 1 or {problem_rows} elements, got shape {scales.shape}")
@@ -156,15 +157,15 @@ def cutlass_scaled_mm_azp(
 ) -> None:
     """`cutlass_scaled_mm` of int8 with zero points of a: ``out = a_scales * (b_scales * (a @ b - z)) + bias``.
 
-    ``z = azp[m] * azp_adj[n]`` where azp is given, and ``azp_adj[n]`` where it is None. The difference is exact in
-    int32, in which it wraps around.
+    ``z = azp[m] * azp_adj[n]`` where azp is given, and ``azp_adj[n]`` where it is None. The difference is computed in
+    int32, with wraparound.
 
     Args:
-        out: [M, N] float16 or bfloat16, written; elements of a row lie one after another.
+        out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
         a: [M, K] int8, of any strides; row-major is fast.
         b: [K, N] int8, of any strides; column-major is fast.
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
-        azp_adj: int32, contiguous, N elements: the sums of the columns of b, times the zero point if azp is None.
+        azp_adj: int32, contiguous, N elements: the sum of each column of b, times the zero point if azp is None.
         azp: int32, contiguous, M elements: a zero point for each row; or None.
         bias: of the dtype of out, contiguous, N elements; or None.
     """
@@ -220,7 +221,7 @@ def example_cutlass_scaled_mm_azp(
 
 
 def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
-    """Whether `cutlass_scaled_mm` multiplies fp8 on tensor cores of a GPU, by their fp8 or as float16.
+    """Whether `cutlass_scaled_mm` multiplies fp8 on the tensor cores of a GPU, as fp8 or as float16.
 
     Args:
         cuda_device_capability: ten times the major number, plus the minor one, as 90.
@@ -229,7 +230,7 @@ def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
 
 
 def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
-    """Whether `cutlass_scaled_mm` multiplies fp8 under scales of blocks on tensor cores of a GPU.
+    """Whether `cutlass_scaled_mm` multiplies fp8 with block scales on the tensor cores of a GPU.
 
     Args:
         cuda_device_capability: ten times the major number, plus the minor one, as 90.
@@ -238,7 +239,7 @@ def cutlass_scaled_mm_supports_block_fp8(cuda_device_capability: int) -> bool:
 
 
 def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
-    """Whether `cutlass_scaled_fp4_mm` runs on tensor cores of a GPU, where it multiplies bfloat16.
+    """Whether `cutlass_scaled_fp4_mm` runs on the tensor cores of a GPU, where it multiplies bfloat16.
 
     Args:
         cuda_device_capability: ten times the major number, plus the minor one, as 90.
@@ -247,7 +248,7 @@ def cutlass_scaled_mm_supports_fp4(cuda_device_capability: int) -> bool:
 
 
 def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:
-    """Whether `cutlass_moe_mm` is an op of this library and runs on tensor cores of a GPU.
+    """Whether `cutlass_moe_mm` is an op of this library and runs on the tensor cores of a GPU.
 
     Args:
         cuda_device_capability: ten times the major number, plus the minor one, as 90.
@@ -256,7 +257,7 @@ def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:
 
 
 def cutlass_sparse_scaled_mm_supported(cuda_device_capability: int) -> bool:
-    """Whether `cutlass_scaled_sparse_mm` runs on tensor cores of a GPU.
+    """Whether `cutlass_scaled_sparse_mm` runs on the tensor cores of a GPU.
 
     Args:
         cuda_device_capability: ten times the major number, plus the minor one, as 90.

@@ -21,11 +21,11 @@ __all__ = ["skinny_linear"]
 
 _gemv = Kernel("linear/gemv.cu")
 # Measured on an H200: docs/performance/products.md, "`skinny_linear`".
-_MAX_TOKENS = 4  # tokens of a block; a lane has a sum for each of them in registers
-_MAX_BATCH = 4  # vectors that a lane multiplies with while it waits for as many others
-_MIN_WARPS = 4  # warps of a block
+_MAX_TOKENS = 4  # rows of the input of a block; a lane has an accumulator for each of them
+_MAX_BATCH = 4  # vectors that a lane multiplies while it waits for the next ones
+_MIN_WARPS = 4  # fewest warps of a block
 _SPLITS = 1, 2, 4, 8  # warps that share a row of the weight
-_RESIDENT = 1024, 512  # threads per multiprocessor that registers allow: for one token, and for more
+_RESIDENT = 1024, 512  # threads per SM that registers allow: for one row of the input, and for more
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SkinnyConfig:
         split: warps that share a row of the weight.
         batch: vectors that a lane loads at a time.
         num_threads: threads of a block.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: blocks per SM; bounds the registers.
     """
 
     vec_size: int
@@ -49,12 +49,12 @@ class SkinnyConfig:
     min_blocks: int
 
     def num_blocks(self, output_size: int, device: Device) -> int:
-        """Blocks for each group of tokens. They go over the weight together, so that one wave is enough."""
+        """Blocks for each group of rows. All groups go over the weight together, so that one wave is enough."""
         block_rows = self.num_threads // device.warp_size // self.split
         return min(-(-output_size // block_rows), device.multiprocessors * self.min_blocks)
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[SkinnyConfig]:
-        """Other warps for a row, vectors in flight, registers, and tokens of a block if there are several."""
+        """Other warps per row, vectors in flight, registers, and rows of the input per block if there are several."""
         found = [tuning.resized(self, device.warp_size * max(_MIN_WARPS, split), split=split) for split in _SPLITS]
         return found + tuning.varied(
             self,
@@ -64,7 +64,7 @@ class SkinnyConfig:
         )
 
     def launch(self, problem: GemmProblem) -> Launch:
-        """The launch for a problem whose sums become elements of out by conversion, and at most a bias."""
+        """The launch for a problem with a plain epilogue: conversion, and at most a bias."""
         given = (problem.epilogue.out, problem.a.source, problem.b.source, problem.epilogue.bias)
         pairs = dict(zip(("out", "input", "weight", "bias"), given, strict=True))
         kernel = _gemv.renamed(**{name: one.name for name, one in pairs.items() if isinstance(one, TensorArg)})
@@ -115,12 +115,12 @@ def _choose(hidden_size: int, vec_size: int, several: bool, warp_size: int) -> S
 
 @op(out="out", atol=2.0**-18)
 def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """A linear layer for few rows: ``out = input @ weight.T + bias``, summed in float32 and rounded once.
+    """A linear layer for few rows: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
     Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-    a matrix product on tensor cores is faster (`linear`). Lanes of a warp each sum a part of a row; then their sums are
-    added. A result whose products have magnitudes that add up to more than the largest float32 is right, infinite or
-    NaN: a part of its sum may be infinite where the whole is not.
+    a GEMM on tensor cores is faster (`linear`). Each lane of a warp accumulates a part of a dot product; then the
+    partial sums are added. If the magnitudes of the products add up to more than the largest float32, the result may be
+    right, infinite or NaN: a partial sum may be infinite where the whole is not.
 
     Args:
         out: [..., output_size], written; rows of one stride.

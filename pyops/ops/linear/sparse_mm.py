@@ -1,4 +1,4 @@
-"""Matrix products with a weight that is 2:4 sparse: of four neighbours of a row, at most two are not zero."""
+"""GEMMs with a 2:4 sparse weight: of four adjacent elements of a row, at most two are not zero."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["cutlass_scaled_sparse_mm", "cutlass_sparse_compress"]
 
 _sparse_compress, _sparse_expand = Kernel("linear/sparse_compress.cu"), Kernel("linear/sparse_expand.cu")
-_NUM_THREADS = 256  # of both, each with eight elements
+_NUM_THREADS = 256  # threads of a block of both kernels; a thread has eight elements
 _DTYPES = (bfloat16, float16, float8_e4m3fn, int8)
 
 
 @op(returns=("a_nzs", "a_meta"), ulps=0)
 def cutlass_sparse_compress(a: Tensor, *, a_nzs: Tensor, a_meta: Tensor) -> None:
-    """Two of every four neighbouring elements of a row, and where they were: for `cutlass_scaled_sparse_mm`.
+    """The two kept elements of every four in a row, and their 2:4 metadata, for `cutlass_scaled_sparse_mm`.
 
-    Kept are those that are not zero, in their order, the first two if there are more, and zeros if there are fewer. A
-    byte of a_meta has the places of four kept elements, two bits each, the first in the lowest bits.
+    Kept are the elements that are not zero, in their order: the first two if there are more, and zeros if there are
+    fewer. A byte of a_meta has the positions of four kept elements, two bits each, the first in the lowest bits.
 
     Args:
         a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; rows of one stride.
@@ -123,18 +123,18 @@ def cutlass_scaled_sparse_mm(
     b_scales: Tensor,
     bias: Tensor | None = None,
 ) -> None:
-    """A product with a sparse weight: ``out = a_scales * (b_scales * (a @ B.T)) + bias``.
+    """A GEMM with a 2:4 sparse weight: ``out = a_scales * (b_scales * (a @ B.T)) + bias``.
 
-    B is what was compressed, written in full to memory of the call. Sums are exact for int8 and in float32 for other
-    types; the rest is computed in float32 and rounded once. Where bt_meta names one place for both elements of a group,
-    which compression does not, the second is there.
+    B is the weight before compression; it is expanded to a workspace. Accumulation is exact for int8 and in float32 for
+    other dtypes; the epilogue is computed in float32 and rounded once. If bt_meta has the same position for both
+    elements of a group, which compression never writes, the second element counts.
 
     Args:
-        out: [M, N] written, of the dtype of a if that has 16 bits, else float16 or bfloat16; elements of a row lie one
-            after another.
+        out: [M, N] written, of the dtype of a if that has 16 bits, else float16 or bfloat16; elements of a row are
+            contiguous.
         a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, of any strides; row-major is fast.
-        bt_nzs: [N, K / 2] of the same dtype, and bt_meta: [N, K / 8] uint8, as `cutlass_sparse_compress` makes them of
-            B [N, K]; rows of one stride.
+        bt_nzs: [N, K / 2] of the same dtype, and bt_meta: [N, K / 8] uint8, as `cutlass_sparse_compress` writes them
+            for B [N, K]; rows of one stride.
         a_scales: float32, contiguous, M or 1 elements; b_scales: likewise, N or 1.
         bias: of the dtype of out, contiguous, N elements; or None.
     """

@@ -1,8 +1,8 @@
-"""Matrix products of e4m3 activations with weights of signed 4-bit codes whose scales are e4m3.
+"""GEMMs of e4m3 activations with signed 4-bit weights that have e4m3 scales.
 
-`cutlass_encode_and_reorder_int4b` returns tiles of its own (`w4a8` of packed_layouts.py), in the shape of what it was
-given, and contiguous. `cutlass_w4a8_mm` refuses any other strides: so a weight that was not reordered, whose columns
-lie one after another, is refused.
+`cutlass_encode_and_reorder_int4b` returns a weight in its own tiles (`w4a8` of packed_layouts.py), contiguous and in
+the shape of its argument. `cutlass_w4a8_mm` refuses any other strides: a column-major weight that was not reordered is
+refused.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ __all__ = [
 ]
 
 _pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
-_NUM_THREADS = 256  # of it, each with a scale
-PRODUCTS = 8  # of a scale, with -8 ... -1
-TILE_ROWS, HALF_TILE = 32, 16  # rows of a tile, and the columns of half of one
+_NUM_THREADS = 256  # threads of a block of this kernel; a thread has one scale
+PRODUCTS = 8  # products of a scale: with -8 ... -1
+TILE_ROWS, HALF_TILE = 32, 16  # rows of a tile, and columns of half a tile
 _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
 
 
 @op(returns="out", ulps=0)
 def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
-    """A weight of signed 4-bit codes as `cutlass_w4a8_mm` takes it.
+    """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
     Args:
-        B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. A column is a string of codes, from the
-            lowest bits of its first word on.
+        B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+            at the lowest bits of its first word.
         out: of the shape of B, int32, contiguous, returned; new unless given.
     """
     size = B.shape[0] * 8, B.shape[1]
@@ -73,7 +73,7 @@ def plan_cutlass_encode_and_reorder_int4b(B: TensorArg, out: TensorArg) -> Launc
 
 
 def check_tiles(weight: TensorArg, k: int, n: int) -> None:
-    """Check that tiles, the last of which may be half of one, divide a weight [K, N]."""
+    """Check that K and N of a weight [K, N] are multiples of tiles; the last tile may be half."""
     if k % TILE_ROWS or n % HALF_TILE:
         raise weight.error(f"expected K a multiple of {TILE_ROWS} and N of {HALF_TILE}, got {k} and {n}")
 
@@ -125,9 +125,9 @@ def example_cutlass_encode_and_reorder_int4b_experts(make: Any, *, num_tokens: i
 
 
 def cutlass_encode_and_reorder_int4b_grouped(b_tensors: Any) -> tuple[Any, Any]:
-    """(`cutlass_encode_and_reorder_int4b_experts` of `b_tensors`, what describes the layout of each).
+    """(`cutlass_encode_and_reorder_int4b_experts` of `b_tensors`, a description of each expert's layout).
 
-    The layout is one and the same: its description is [num_experts, 0] int32.
+    All experts have the same layout: the description is [num_experts, 0] int32.
     """
     packed = cutlass_encode_and_reorder_int4b_experts(b_tensors)
     return packed, new(b_tensors, (b_tensors.shape[0], 0), "int32")
@@ -186,12 +186,11 @@ def cutlass_w4a8_mm(
     *,
     out: Tensor,
 ) -> None:
-    """A product with signed 4-bit codes: ``out = token_scales * (channel_scales * (A @ e4m3(code * scale)))``.
+    """A GEMM with a signed 4-bit weight: ``out = token_scales * (channel_scales * (A @ e4m3(quant * scale)))``.
 
-    The products of codes and scales are read from ``group_scales``; those of positive codes are those of negative ones
-    with the other sign.
+    ``group_scales`` is a lookup table of scale * q for q = -8 ... -1; positive q use the negated entry.
 
-    Sums are those of tensor cores for fp8 (`fp8_accumulation.py`); the result is rounded once.
+    Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`); the result is rounded once.
 
     Args:
         A: [M, K] float8_e4m3fn; rows of one stride.
@@ -200,9 +199,10 @@ def cutlass_w4a8_mm(
             returns them.
         group_size: rows under one scale; divides K.
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
-        out_type: of a new out: bfloat16 or float16, whose sums take longer (`fp8_accumulation.py`); None for bfloat16.
+        out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
+            bfloat16.
         maybe_schedule: None, or a name of vLLM's; it has no effect.
-        out: [M, N] bfloat16 or float16, returned; elements of a row lie one after another; new unless given.
+        out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, A, weight_of(B, B.shape[1], A.shape[1], group_scales, group_size), token_scales, channel_scales)
 
