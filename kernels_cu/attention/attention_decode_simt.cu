@@ -114,15 +114,15 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
         }
         logit = logit_of<HAS_SOFTCAP>(lane_reduce<Sum, WARP_SIZE>(logit), unit, logits_soft_cap);
         if (HAS_ALIBI) logit = fmaf(slope, float(token + 1 - splits.length), logit);
-        const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
+        const float larger = fmaxf(max_logit, logit), correction = relative_exp2(max_logit, larger);
         const float probability = relative_exp2(logit, larger) * (1.0f / FULL_SCALE<float>);
         max_logit = larger;
-        exp_sum = fmaf(exp_sum, shrink, probability);
+        exp_sum = fmaf(exp_sum, correction, probability);
 #pragma unroll
         for (int i = 0; i < VALUE_DIMS; ++i) {
             const int dim = dim_of(i);
             const int64_t at = PACKED ? int64_t(dim) * BLOCK_SIZE + slot : slot * value_token_stride + dim;
-            if (has_value(i)) o[i] = fmaf(o[i], shrink, probability * to_float(values[at]));
+            if (has_value(i)) o[i] = fmaf(o[i], correction, probability * to_float(values[at]));
         }
     }
 

@@ -83,11 +83,11 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
         float larger = max_logit;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) larger = fmaxf(larger, logit[i]);
-        const float shrink = relative_exp(max_logit, larger);
+        const float correction = relative_exp(max_logit, larger);
         max_logit = larger;
-        exp_sum *= shrink;
+        exp_sum *= correction;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= shrink;
+        for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= correction;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const float factor = weight[i] * relative_exp(logit[i], larger);
@@ -125,9 +125,9 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
     }
     max_logit *= LOG2_E;
     exp_sum *= FULL_SCALE<float>;
-    const float shrink = HAS_SINKS ? count_sink(sinks[head], max_logit, exp_sum) : 1.0f;
+    const float correction = HAS_SINKS ? count_sink(sinks[head], max_logit, exp_sum) : 1.0f;
     const float scale =
-        shrink / (exp_sum + 1e-6f) * (FULL_SCALE<float> * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f));
+        correction / (exp_sum + 1e-6f) * (FULL_SCALE<float> * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f));
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= scale;
     if (column < HEAD_SIZE) {

@@ -95,11 +95,11 @@ private:
         float larger = max_logit;
 #pragma unroll
         for (int i = 0; i < JOIN_BATCH; ++i) larger = fmaxf(larger, batch.logit[i]);
-        const float shrink = relative_exp2(max_logit, larger);
+        const float correction = relative_exp2(max_logit, larger);
         max_logit = larger;
-        exp_sum *= shrink;
+        exp_sum *= correction;
 #pragma unroll
-        for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] *= shrink;
+        for (int e = 0; e < LANE_ELEMENTS; ++e) sum[e] *= correction;
 #pragma unroll
         for (int i = 0; i < JOIN_BATCH; ++i) {
             if (first + i >= count) continue;

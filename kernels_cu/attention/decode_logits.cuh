@@ -137,15 +137,15 @@ DEVICE void take_probabilities(const logits_t& s, int column, const float (&larg
 #pragma unroll
     for (int i = 0; i < LANE_HEADS; ++i) grows |= larger[i] > max_logit[i];
     if (any_lane(grows)) {
-        float shrink[LANE_HEADS];
+        float correction[LANE_HEADS];
 #pragma unroll
         for (int i = 0; i < LANE_HEADS; ++i) {
-            shrink[i] = relative_exp2(max_logit[i], larger[i]);
-            exp_sum[i] *= shrink[i];
+            correction[i] = relative_exp2(max_logit[i], larger[i]);
+            exp_sum[i] *= correction[i];
             max_logit[i] = larger[i];
         }
 #pragma unroll
-        for (int i = 0; i < ROWS * PRODUCT_SUMS; ++i) o[i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i % LANE_HEADS];
+        for (int i = 0; i < ROWS * PRODUCT_SUMS; ++i) o[i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= correction[i % LANE_HEADS];
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {

@@ -211,9 +211,9 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         }
 #pragma unroll
         for (int mask = 1; mask < ROW_THREADS; mask *= 2) larger = fmaxf(larger, shfl_xor(larger, mask));
-        const float shrink = relative_exp2(max_logit, larger);
+        const float correction = relative_exp2(max_logit, larger);
         max_logit = larger;
-        exp_sum *= shrink;
+        exp_sum *= correction;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const float low = probability_of<product_t>(logits[2 * i], max_logit);
@@ -223,7 +223,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
             product_t* const to = probabilities + own_head * PROBABILITY_PITCH + 2 * (i * ROW_THREADS + own_pair);
             if (has_head) *reinterpret_cast<uint32_t*>(to) = pair;
         }
-        if (has_head && own_pair == 0) factors[own_head] = shrink;
+        if (has_head && own_pair == 0) factors[own_head] = correction;
         __syncthreads();
 
         // O += P V: heads are rows, elements of the latent vector are columns.

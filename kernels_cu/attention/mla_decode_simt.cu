@@ -86,12 +86,12 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
             logit = fmaf(q[i], entry[i], logit);
         }
         logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);
-        const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
+        const float larger = fmaxf(max_logit, logit), correction = relative_exp2(max_logit, larger);
         const float probability = relative_exp2(logit, larger) * (1.0f / FULL_SCALE<float>);
         max_logit = larger;
-        exp_sum = fmaf(exp_sum, shrink, probability);
+        exp_sum = fmaf(exp_sum, correction, probability);
 #pragma unroll
-        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, probability * entry[i]);
+        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], correction, probability * entry[i]);
     }
 
     __shared__ float warp_max[NUM_WARPS];

@@ -202,16 +202,16 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             x[n][i % 4] = found >> (8 * n + 2 * t + i % 2) & 1 ? x[n][i % 4] * unit : minus_infinity();
             top[upper] = fmaxf(top[upper], x[n][i % 4]);
         }
-        float shrink[2];
+        float correction[2];
         uint32_t a[4];
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 1));
             top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 2));
             const float larger = fmaxf(max_logit[upper], top[upper]);
-            shrink[upper] = relative_exp2(max_logit[upper], larger);
+            correction[upper] = relative_exp2(max_logit[upper], larger);
             max_logit[upper] = larger;
-            exp_sum[upper] *= shrink[upper];
+            exp_sum[upper] *= correction[upper];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float low = probability_of<query_t>(x[n][2 * upper], larger);
@@ -222,9 +222,9 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
         }
 
         // O += P V of the warp's part.
-        if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+        if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-            for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= shrink[i / 2 % 2];
+            for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= correction[i / 2 % 2];
         }
 #pragma unroll
         for (int i = 0; i < PANELS * 8; ++i) {

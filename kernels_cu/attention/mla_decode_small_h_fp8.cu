@@ -206,15 +206,15 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
             pages[0] = page_at(start + 2 * TOKENS, 0);
             pages[1] = page_at(start + 2 * TOKENS, 1);
         }
-        float shrink[2];
+        float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float larger = max_logit[half];
 #pragma unroll
             for (int w = 0; w < NUM_WARPS; ++w) larger = fmaxf(larger, warp_max[w][g + 8 * half]);
-            shrink[half] = relative_exp2(max_logit[half], larger);
+            correction[half] = relative_exp2(max_logit[half], larger);
             max_logit[half] = larger;
-            exp_sum[half] *= shrink[half];
+            exp_sum[half] *= correction[half];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float low = probability_of<product_t>(logit[n][2 * half], larger);
@@ -228,9 +228,9 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
         __syncthreads();
 
         // O += P V, the warp's elements.
-        if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+        if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-            for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= shrink[i / 2 % 2];
+            for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= correction[i / 2 % 2];
         }
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {

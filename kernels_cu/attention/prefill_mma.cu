@@ -216,7 +216,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         uint32_t probabilities[ROW_TILES][TOKENS / 16][SHORT_WORDS];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
-            float base[LANE_ROWS], shrink[LANE_ROWS];
+            float base[LANE_ROWS], correction[LANE_ROWS];
             bool shrinks = false;
             float largest_base = 0.0f;
 #pragma unroll
@@ -232,16 +232,16 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
                 larger = fmaxf(max_logit[r][half], larger * factor);
                 base[half] = probability_base<scalar_t>(larger);
-                shrink[half] = relative_exp2(max_logit[r][half], larger);
-                exp_sum[r][half] *= shrink[half];
+                correction[half] = relative_exp2(max_logit[r][half], larger);
+                exp_sum[r][half] *= correction[half];
                 max_logit[r][half] = larger;
-                shrinks |= shrink[half] != 1.0f;
+                shrinks |= correction[half] != 1.0f;
                 largest_base = half == 0 ? fabsf(base[half]) : fmaxf(largest_base, fabsf(base[half]));
             }
             if (any_lane(shrinks)) {
 #pragma unroll
                 for (int i = 0; i < OUT_SUMS; ++i) {
-                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i / ROW_SUMS % LANE_ROWS];
+                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= correction[i / ROW_SUMS % LANE_ROWS];
                 }
             }
             // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
@@ -301,9 +301,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
         if (row >= num_rows) continue;
         const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
-        const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+        const float correction = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
         const float factor =
-            shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
+            correction / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
         scalar_t* const to = out + token * out_stride + head * VALUE_SIZE + t;
 #pragma unroll
         for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {
