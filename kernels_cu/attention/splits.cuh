@@ -37,9 +37,9 @@ struct Splits {
 // with few CTAs leaves memory bandwidth idle. More than two waves of sequences need no balancing. All lanes of a warp
 // must call every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
-// Of mixed lengths, tokens of a split where one wave takes all: below SHORT_SPLIT one wave pays, if it has two splits for
-// each sequence; from LONG_SPLIT on three do, and so they do for more sequences than a wave has splits.
-// docs/performance/decode.md, "Mixed lengths run in whole waves"
+// Mixed lengths, by the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest if it has two
+// splits for each sequence. From LONG_SPLIT on, three waves are fastest, and also if there are more sequences than
+// splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
 constexpr int MIN_WHOLE_HEAD = 128;  // elements of a head from which whole waves pay
 
