@@ -48,7 +48,7 @@ constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_
 //     HAS_ALIBI *        launch               here, sm90 kernel            slopes are valid; scores_unscaled is false
 //     HAS_SPLITS *       launch               here, loader, epilogue       no BY_MAGNITUDE, no HAS_REGISTERS
 //     HAS_LSE            launch               here, epilogue               row sums before rounding; no SHORT_SERIES
-//     BY_MAGNITUDE       epilogue: HAS_SPLITS here, epilogue               row_max of small scores is MAX_MAGNITUDE
+//     BY_MAGNITUDE       epilogue: soft cap   here, epilogue               row_max of small scores is MAX_MAGNITUDE
 //     SHORT_SERIES       here: BY_MAGNITUDE   here                         by_short_series may be true
 //     CONVERTS_QUERIES   here: product_t      here, sm90 kernel            q_descale is valid; one scale per row
 //     HAS_REGISTERS      here: VALUE_SIZE     here, sm90 kernel            registers are left for row sums by WGMMA
