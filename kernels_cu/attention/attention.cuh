@@ -1,12 +1,12 @@
-// attention.cuh: what the attention kernels share: split-KV (splits.cuh), pieces of the online softmax, and the join of
-// partial results.
+// attention.cuh: what the attention kernels share: split-KV (splits.cuh), parts of the online softmax, and the combine
+// of partial results.
 //
-// Split-KV: the tokens of a sequence are cut into splits, and one block computes one split. For every query head the
-// block leaves a partial result: the largest logit, the sum of the exponentials relative to that logit, and the mean of
-// the values under these exponentials. decode_combine.cu joins the partial results of a sequence.
+// Split-KV: the tokens of a sequence are divided into splits, and one CTA computes one split. For every query head the
+// CTA stores a partial result: the row max, the sum of the exponentials relative to it (row sum), and the mean of the
+// values weighted by these exponentials. decode_combine.cu combines the partial results of a sequence.
 //
-// Logits are in units of log 2, so that the exponential of a logit is one instruction. A `probability` below is such an
-// exponential, relative to the largest logit met so far: the division by the sum of all of them comes last.
+// Logits are in units of log 2, so that the exponential of a logit is one instruction (ex2). A `probability` below is
+// such an exponential relative to the running row max; the division by the row sum comes last.
 #pragma once
 #include "splits.cuh"
 
@@ -15,8 +15,8 @@ DEVICE float relative_exp2(float x, float max_logit) {
     return estimate_exp2(x - (max_logit == minus_infinity() ? 0.0f : max_logit));
 }
 
-// Counts a sink, a logit without a value, in a row's largest logit (in units of log 2) and its sum of exponentials.
-// Returns the factor that brings what was summed up under the old largest logit to the new one.
+// Adds an attention sink, a logit without a value, to a row's max (in units of log 2) and its row sum. Returns the
+// correction factor for what was accumulated relative to the old row max.
 DEVICE float count_sink(float sink, float& max_logit, float& exp_sum) {
     const float logit = sink * LOG2_E, larger = fmaxf(max_logit, logit);
     const float factor = relative_exp2(max_logit, larger);
@@ -25,22 +25,22 @@ DEVICE float count_sink(float sink, float& max_logit, float& exp_sum) {
     return factor;
 }
 
-// The log-sum-exp of a row, from its largest logit (in units of log 2) and the sum of exponentials relative to it.
+// The log-sum-exp of a row, from its row max (in units of log 2) and its row sum.
 DEVICE float log_sum_exp(float max_logit, float exp_sum) {
     return exp_sum == 0.0f ? minus_infinity() : max_logit * LN_2 + logf(exp_sum);
 }
 
-// Values may be as large as floats are: a sum of them under probabilities would overflow, although their mean is a float.
-// Probabilities that values are multiplied by, in products of type T, are therefore scaled down by 2^HEADROOM<T>: a
-// sequence has fewer than 2^32 tokens. float16 has no room for such probabilities, and no values that need them. e4m3,
-// whose largest value is 448 and whose least is 2^-9, has probabilities that are scaled up by 2^8.
+// HEADROOM: values may be as large as floats are, so that their weighted sum could overflow although their mean is a
+// float. Probabilities of type T, an operand of P V, are therefore scaled down by 2^HEADROOM<T>: a sequence has fewer
+// than 2^32 tokens. float16 cannot represent such small probabilities, and has no values that need them. e4m3 (largest
+// 448, smallest 2^-9) has probabilities scaled up by 2^8.
 template <typename T> constexpr int HEADROOM = is_same<T, half_t> ? 0 : is_same<T, fp8_e4m3_t> ? -8 : 32;
-// 2^HEADROOM<T>, by which sums of probabilities, and of values under probabilities, are scaled up in the end.
+// 2^HEADROOM<T>: the final factor of row sums and accumulators.
 template <typename T> constexpr float FULL_SCALE = power_of_two(HEADROOM<T>);
 
-// max_logit + HEADROOM<T>, which is subtracted from logits before the exponential. The floats next to a huge max_logit
-// are further apart than HEADROOM. Rounded up, the sum would leave no probability; rounded down, it is max_logit itself:
-// probabilities are not scaled down then, and no logit but the largest has one.
+// max_logit + HEADROOM<T>, which is subtracted from logits before the exponential. Floats next to a huge max_logit are
+// more than HEADROOM apart. Rounded up, the base would make every probability 0; rounded down, it is max_logit itself:
+// then probabilities are not scaled down, and only the largest logit has one.
 template <typename T>
 DEVICE float probability_base(float max_logit) {
     const float finite = max_logit == minus_infinity() ? 0.0f : max_logit;
@@ -54,8 +54,8 @@ DEVICE float probability_of(float x, float max_logit) {
     return estimate_exp2(x - probability_base<T>(max_logit));
 }
 
-// tanh(z) with a relative error below 2^-20: near zero by its series, else 1 - 2 / (1 + exp(2z)). This takes fewer
-// registers than tanhf does; kernels for large heads have none to spare.
+// tanh(z) with a relative error below 2^-20: near zero by its series, else 1 - 2 / (1 + exp(2z)). It takes fewer
+// registers than tanhf; kernels with large heads are at their register limit.
 DEVICE float hyperbolic_tangent(float z) {
     const float square = z * z;
     const float series = fmaf(fmaf(fmaf(62.0f / 2835, square, -17.0f / 315), square, 2.0f / 15), square, -1.0f / 3);
@@ -63,8 +63,8 @@ DEVICE float hyperbolic_tangent(float z) {
     return fabsf(z) < 0.3f ? fmaf(z * square, series, z) : fmaf(-2.0f, share, 1.0f);
 }
 
-// A logit in units of log 2 from the product of a query and a key: logit_of(product, logit_unit(scale, softcap),
-// softcap). The formula is product * scale, or softcap * tanh(product * scale / softcap).
+// The logit, in units of log 2, of a score q . k: logit_of(score, logit_unit(scale, softcap), softcap). The formula is
+// score * scale, or with a soft cap softcap * tanh(score * scale / softcap).
 template <bool HAS_SOFTCAP>
 DEVICE float logit_unit(float scale, float softcap) {
     return HAS_SOFTCAP ? scale / softcap : scale * LOG2_E;
@@ -74,26 +74,26 @@ DEVICE float logit_of(float product, float unit, float softcap) {
     return HAS_SOFTCAP ? softcap * LOG2_E * hyperbolic_tangent(product * unit) : product * unit;
 }
 
-// The same by a polynomial of 2, 3 or 5 terms, for products whose magnitude is below `limit`. The relative error is below
-// 2^-19 with 3 or 5 terms; with 2 the logit's absolute error, and so the relative one of its probability, is at most
-// MAX_LOGIT_ERROR: a 16th of what rounding to bfloat16 changes a probability by.
+// The logit under a soft cap by a polynomial of 2, 3 or 5 terms, for scores with a magnitude below `limit`. The
+// relative error is below 2^-19 with 3 or 5 terms. With 2 terms the absolute error of the logit, and so the relative
+// error of its probability, is at most MAX_LOGIT_ERROR: a 16th of the rounding error of bfloat16.
 constexpr float MAX_LOGIT_ERROR = 0x1p-13f;
 
 template <int TERMS>
 struct CapSeries {
     static_assert(TERMS == 2 || TERMS == 3 || TERMS == 5);
     float terms[TERMS];  // the logit of x is x * (terms[0] + terms[1] * x^2 + terms[2] * x^4 + ...)
-    float limit;         // 0 where terms are no normal numbers
+    float limit;         // 0 if a term is not a normal number
 
     DEVICE CapSeries(float scale, float softcap) {
-        // tanh(z) / z by powers of z^2: of all polynomials of this degree, that of the least relative error up to max_z.
+        // tanh(z) / z in powers of z^2: the minimax polynomial (relative error) of this degree up to max_z.
         float of_z[] = {TERMS == 3 ? 0.9999983f : 0.9999990f, TERMS == 3 ? -0.33303373f : -0.33325372f,
                         TERMS == 3 ? 0.12541972f : 0.13230564f, -0.049180104f, 0.0121001f};
         float max_z = TERMS == 3 ? 0.32f : 0.8f;
         if constexpr (TERMS == 2) {
-            // With q = z^2 up to Q, the line through the values at q = Q / 2 * (1 -+ sqrt(1 / 2)), which differs from
-            // tanh(z) / z by at most Q^2 / 8 times half of the second derivative, 2 / 15 at 0 and less behind: by
-            // Q^2 / 60. A logit up to softcap * sqrt(Q) is then wrong by softcap * Q^2.5 / 60.
+            // With q = z^2 <= Q: the line through the values at q = Q / 2 * (1 -+ sqrt(1 / 2)). It differs from tanh(z)
+            // / z by at most Q^2 / 8 times half of the second derivative, which is 2 / 15 at 0 and less beyond: by Q^2
+            // / 60. A logit up to softcap * sqrt(Q) then has an error of softcap * Q^2.5 / 60.
             max_z = fminf(exp2f(log2f(60.0f * MAX_LOGIT_ERROR / softcap) / 5.0f), 0.32f);
             const float q = max_z * max_z;
             of_z[0] = 1.0f - (2.0f / 15 - 17.0f / 315 * q) * (q * q / 8.0f);
@@ -108,11 +108,11 @@ struct CapSeries {
         }
         const float last = fabsf(terms[TERMS - 1]);
         limit = last > 0x1p-100f && last < 0x1p100f ? max_z / fabsf(ratio) : 0.0f;
-        // The assembler keeps terms in uniform registers, of which an instruction takes one; the first instruction of
-        // logit() takes two terms. Nothing, but a nothing of each thread, brings one of them to a register.
+        // ptxas keeps terms in uniform registers, and an instruction reads only one of these; the first instruction of
+        // logit() reads two terms. Adding a zero that depends on the thread moves one term to an ordinary register.
         terms[TERMS - 1] = fmaf(float(threadIdx.x), 0.0f, terms[TERMS - 1]);
     }
-    // The logit of a product, less `base`.
+    // The logit of a score, less `base`.
     DEVICE float logit(float x, float base = 0.0f) const {
         const float square = x * x;
         float sum = terms[TERMS - 1];
@@ -128,18 +128,18 @@ DEVICE float inverse_power_of_two(float x) {
     return __int_as_float((254 - exponent) << 23);
 }
 
-// The row of a sequence's only query token. start[0] and start[step] are where the rows of the sequence begin and end.
-// Returns -1 if the sequence has another number of query tokens or its row lies outside the tensor.
+// The row of a sequence's only query token. Rows start[0] to start[step] - 1 belong to the sequence. Returns -1 if the
+// sequence has another number of query tokens or its row lies outside the tensor.
 template <typename S>
 DEVICE int64_t row_of(const S* start, int64_t step, int64_t num_rows) {
     const int64_t row = start[0];
     return row >= 0 && row < num_rows && start[step] == row + 1 ? row : -1;
 }
 
-// Joins the results of WARPS warps for one head. Lanes of every warp hold elements o[i] of the head; f(i) is the
-// element that o[i] is, or negative if o[i] is none. On entry max_logit and exp_sum are those of the warp; on return
-// they are those of the whole block, and `total` holds the elements. warp_max [WARPS], warp_sum [WARPS] and total are
-// shared memory. Every thread of the block calls.
+// Combines the results of WARPS warps for one head. Lanes of every warp hold elements o[i] of the head. f(i) is the
+// index of o[i] in the head, or negative if o[i] is unused. On entry max_logit and exp_sum are those of the warp; on
+// return they are those of the whole CTA, and `total` holds the elements. warp_max [WARPS], warp_sum [WARPS] and total
+// are in shared memory. Every thread of the CTA must call.
 template <int WARPS, int ROUNDS, typename F>
 DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_sum, float* warp_max, float* warp_sum,
                        float* total, F f) {
@@ -168,12 +168,12 @@ DEVICE void join_warps(const float (&o)[ROUNDS], float& max_logit, float& exp_su
     }
 }
 
-// N partial results of one head, joined: part k has the largest logit max_of(k) and the sum of exponentials sum_of(k)
-// relative to it. An element of the joined result is weighted_sum(part), where part(k) is the element of part k.
+// Combines N partial results of one head: part k has the row max max_of(k) and the row sum sum_of(k) relative to it. An
+// element of the combined result is weighted_sum(part), where part(k) is the element of part k.
 template <int N>
 struct Join {
     float max_logit = minus_infinity(), exp_sum = 0.0f;
-    float factor[N];  // brings part k to the joined max_logit
+    float factor[N];  // correction of part k: from its row max to the combined one
 
     template <typename M, typename S>
     DEVICE Join(M max_of, S sum_of) {
@@ -197,10 +197,10 @@ struct Join {
     }
 };
 
-// Writes what a block has computed for one head, by THREADS threads: the final result to `out` and `lse` if `direct`,
-// else the partial result of the split to partial_out, partial_max and partial_sum. total(i, e) is element i of the sum
-// of the values times their probabilities; e counts the elements of the calling thread. Both `total` and exp_sum are
-// scaled down by 2^HEADROOM<Q>. A sink is one more logit, without a value: it belongs to final results alone.
+// Writes the result of a CTA for one head, by THREADS threads: the final result to `out` and `lse` if `direct`, else
+// the partial result of the split to partial_out, partial_max and partial_sum. total(i, e) is element i of the
+// accumulator P V, and e counts the elements of the calling thread. Both `total` and exp_sum are scaled down by
+// 2^HEADROOM<Q>. Only final results include a sink.
 template <typename Q, int THREADS, int HEAD_SIZE, int PARTITION, bool HAS_SINKS, bool HAS_LSE, typename F, typename T,
           typename P>
 DEVICE void write_result(F total, float max_logit, float exp_sum, float value_unit, bool direct, const float* sink,
@@ -215,8 +215,8 @@ DEVICE void write_result(F total, float max_logit, float exp_sum, float value_un
     };
     exp_sum *= FULL_SCALE<Q>;
     const float factor = HAS_SINKS && direct ? count_sink(*sink, max_logit, exp_sum) : 1.0f;
-    // Results under a PARTITION carry the formula's epsilon of 1e-6, as final ones do. Other splits get it when they
-    // are joined, and 1e-20 here, which only guards against 0 / 0.
+    // With PARTITION, partial results include the formula's epsilon of 1e-6, as final ones do. Otherwise the combine
+    // adds it, and 1e-20 only guards against 0 / 0 here.
     const float scale = factor / (exp_sum + (direct || PARTITION ? 1e-6f : 1e-20f)) * (FULL_SCALE<Q> * value_unit);
     if (direct) {
         each_element([&](int i, int e) { out[i] = from_float<T>(total(i, e) * scale); });

@@ -1,48 +1,48 @@
-// attention_decode: one query token of each sequence against its keys and values in a paged cache, by matrix products.
+// attention_decode: decode attention (one query token per sequence) over a paged KV cache, with tensor core MMAs.
 //
 //     l_i = softcap(scale * q . k_i) + slope * (i - length + 1)        first <= i < length
 //     out = sum_i exp(l_i - m) v_i / (sum_i exp(l_i - m) + 1e-6),      m = max_i l_i
 //
-// Blocks: blockIdx.x counts sequences, key-value heads and groups of HEADS query heads; blockIdx.y counts the splits of
-// a sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and the
-// lengths of all sequences say how many splits each has (Balance). CLUSTER > 1: a sequence is one split, and the CLUSTER
-// blocks of blockIdx.y share it; they join their results through shared memory. `arrived` counts the splits of a query
-// head that are done: a warp of the last one joins them (decode_join.cuh). Where `arrived` is null, decode_combine.cu
-// joins the splits.
+// Grid: blockIdx.x counts sequences, KV heads and groups of HEADS query heads; blockIdx.y counts the splits of a
+// sequence (split-KV, attention.cuh). If wave_splits > 0, blockIdx.x counts the splits of all sequences instead, and
+// Balance computes the number of splits of each sequence from the lengths of all. CLUSTER > 1: a sequence has one
+// split, which the CLUSTER CTAs of blockIdx.y share; they combine their results through distributed shared memory.
+// `arrived` counts the finished splits of a query head: a warp of the last one combines them (decode_join.cuh). If
+// `arrived` is null, decode_combine.cu combines the splits.
 //
-// Warps: the warps that share a split take turns at steps of STEP tokens (decode_tile.cuh). A warp computes
-// S^T = K Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads the next step meanwhile. The warps
-// of a block join their results through shared memory. One kernel serves every batch size: a launch has any number of
-// warps up to MAX_WARPS, and dynamic shared memory for the results of each.
+// Warps: the warps that share a split take steps of STEP tokens round-robin (decode_tile.cuh). A warp computes S^T = K
+// Q^T, the online softmax and O^T += V^T P^T (decode_logits.cuh), and loads its next step meanwhile. The warps of a CTA
+// combine their results through shared memory. One kernel serves every batch size: a launch has any number of warps up
+// to MAX_WARPS, and dynamic shared memory for the results of each.
 //
-// Precision: probabilities are split into hi + lo of the products' type. With a cache of fp8 the products are in
-// float16, which holds every code; probabilities are rounded to float16, and queries are scaled by a power of two into
-// its range.
+// Precision: probabilities are split into hi + lo of the MMA's type. With an fp8 cache the MMAs are in float16, which
+// represents every fp8 value; probabilities are rounded to float16, and queries are scaled by a power of two into its
+// range.
 //
-// Bad input: a token whose block number is out of range contributes nothing. A slot behind the end of the sequence
-// contributes nothing, even if it holds NaN. Offsets within a block of the cache have 32 bits.
+// Bad input: a token with an invalid block number contributes nothing. A slot after the end of the sequence contributes
+// nothing, even if it holds NaN. Offsets within a block of the cache have 32 bits.
 //
 // Constants
 //     scalar_t       T: element type of the queries and of out: half_t or bf16_t
 //     cache_t        element type of the caches: T, fp8_e4m3_t or fp8_e5m2_t
 //     partial_t      element type of tmp_out: float or T
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and query_start_loc
-//     STARTS_STEP    elements from one entry of query_start_loc to the next
+//     STARTS_STEP    stride of query_start_loc
 //     HEAD_SIZE      a multiple of the elements in 16 bytes of cache
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 4 * TILES
 //     PACKED         the caches are [num_blocks, num_kv_heads, HEAD_SIZE / x, BLOCK_SIZE, x] and
 //                    [num_blocks, num_kv_heads, HEAD_SIZE, BLOCK_SIZE]
-//     HEAD_SCALES    each key-value head of codes has its own scales
-//     NUM_KV_HEADS   key-value heads
-//     GROUP          query heads of one key-value head
-//     HEADS          query heads of a block: 8 or 16
+//     HEAD_SCALES    each KV head of an fp8 cache has its own scales
+//     NUM_KV_HEADS   KV heads
+//     GROUP          query heads per KV head
+//     HEADS          query heads of a CTA: 8 or 16
 //     TILES          tiles of 16 tokens in a step
-//     CLUSTER        blocks of a cluster
+//     CLUSTER        CTAs of a cluster
 //     ONE_AT_A_TIME  registers hold the keys or the values of a step, not both
-//     PIECES         registers hold one of so many pieces of the keys or of the values; 1 unless ONE_AT_A_TIME
-//     MIN_BLOCKS     occupancy that bounds the registers: blocks of 4 warps on a multiprocessor
+//     PIECES         the keys, and the values, of a step are loaded in PIECES pieces; 1 unless ONE_AT_A_TIME
+//     MIN_BLOCKS     occupancy that bounds the registers: CTAs of 4 warps per SM
 //     PARTITION      tokens of a split; 0: the splits of a sequence have equal sizes
-//     DIRECT         the result of a sequence of one split is final
+//     DIRECT         the result of a sequence with one split is final
 
 #include "attention.cuh"
 #include "cluster.cuh"
@@ -82,8 +82,9 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     const int num_heads = min(HEADS, (kv_head + 1) * GROUP - first_head);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int num_warps = blockDim.x / WARP_SIZE;
-    const int turn = (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // the warp's number among those of the split
-    const int round = CLUSTER * num_warps * STEP;                        // tokens from one step of a warp to its next
+    const int turn =
+        (CLUSTER > 1 ? blockIdx.y * num_warps : 0) + warp;  // index of the warp among the warps of the split
+    const int round = CLUSTER * num_warps * STEP;           // tokens from one step of a warp to its next
     int seq = blockIdx.x / ROW_BLOCKS, split = CLUSTER > 1 ? 0 : blockIdx.y;
     int planned_splits = CLUSTER > 1 ? 1 : int(max_splits);
     if (balanced) {
@@ -95,14 +96,14 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         planned_splits = balance.splits_of(seq);
     }
 
-    // The number of the cache block that holds a token; -1 if the table names no existing block.
+    // The number of the cache block that holds a token; -1 if the table has no valid number.
     const auto block_of = [&](int token) {
         const int64_t number = block_tables[seq * table_stride + token / BLOCK_SIZE * table_step];
         return number >= 0 && number < num_blocks ? int(number) : -1;
     };
     const length_t seq_len = seq_lens[seq * length_step];
-    // The first step of a warp of a cluster begins at a known token unless there is a window: its block numbers are
-    // loaded while the length is.
+    // In a cluster, a warp's first token is known before the length, unless there is a window: its block numbers are
+    // loaded together with the length.
     BlockNumbers numbers;
     if constexpr (CLUSTER > 1) {
         numbers = find_blocks(turn * STEP, lane, [&](int token) { return block_of(min(token, int(max_tokens) - 1)); });
@@ -117,7 +118,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     if (!(direct && split == 0) && !splits.exists(split)) return;
 
     const int begin = splits.begin(split);
-    const int end = num_blocks > 0 ? splits.end(split) : begin;  // without blocks there is nothing to load
+    const int end = num_blocks > 0 ? splits.end(split) : begin;  // an empty cache has nothing to load
     const auto block_before_end = [&](int token) { return token < end ? block_of(token) : -1; };
     const StepLoader loader{key_cache + kv_head * key_head_stride,
                             value_cache + kv_head * value_head_stride,
@@ -141,7 +142,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     }
     BlockNumbers next_numbers = find_blocks(start + round, lane, block_before_end);
 
-    // What the warps find. A warp that the launch does not have has found nothing.
+    // The results of the warps. A warp that the launch does not have is treated as one without tokens.
     __shared__ float warp_max[MAX_WARPS * HEADS];
     __shared__ float warp_sum[MAX_WARPS * HEADS];
     for (int i = threadIdx.x; i < MAX_WARPS * HEADS; i += int(blockDim.x)) {
@@ -159,7 +160,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     });
     __syncthreads();
 
-    float unit[COLUMNS][LANE_HEADS], slope[COLUMNS][LANE_HEADS];  // of the lane's heads
+    float unit[COLUMNS][LANE_HEADS], slope[COLUMNS][LANE_HEADS];  // per head of the lane
 #pragma unroll
     for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
         const int column = i / LANE_HEADS, head = column * TILE_HEADS + sum_head(lane, i % LANE_HEADS);
@@ -167,14 +168,14 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
         slope[column][i % LANE_HEADS] = HAS_ALIBI && head < num_heads ? alibi_slopes[first_head + head] * LOG2_E : 0.0f;
     }
 
-    // Of the lane's heads: the largest logit, the lane's part of the sum of exponentials, and O^T.
+    // For each head of the lane: the row max, the lane's part of the row sum, and the accumulators O^T.
     float max_logit[COLUMNS][LANE_HEADS], exp_sum[COLUMNS][LANE_HEADS], o[COLUMNS][ROWS][PRODUCT_SUMS];
 #pragma unroll
     for (int i = 0; i < COLUMNS * LANE_HEADS; ++i) {
         max_logit[i / LANE_HEADS][i % LANE_HEADS] = minus_infinity();
         exp_sum[i / LANE_HEADS][i % LANE_HEADS] = 0.0f;
     }
-    constexpr int OUT_SUMS = ROWS * PRODUCT_SUMS;  // of a column
+    constexpr int OUT_SUMS = ROWS * PRODUCT_SUMS;  // accumulators of a column
 #pragma unroll
     for (int i = 0; i < COLUMNS * OUT_SUMS; ++i) {
         o[i / OUT_SUMS][i / PRODUCT_SUMS % ROWS][i % PRODUCT_SUMS] = 0.0f;
@@ -183,7 +184,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     for (; start < end; start += round) {
         const int next = start + round;
 
-        // Masks stand before products, which the compiler would move behind their branches: operands would be kept.
+        // The masks are computed before the MMAs. The compiler would otherwise move the MMAs into the branches of the
+        // masks, and keep their operands in registers.
         const bool whole = loader.all_attended(numbers, start);
         unsigned attended = ~0u;  // bit tile * SUM_ROWS + i: the lane's token i of the tile
         if (!whole) {
@@ -276,8 +278,8 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     store_results(max_logit, exp_sum, o, num_heads, warp, lane, warp_max, warp_sum, output_of);
     __syncthreads();
 
-    // A warp joins the results of a head and writes them. In a cluster, the warp leaves them in shared memory, and one
-    // block of the cluster joins and writes the blocks' results of a head.
+    // A warp combines the results of a head and writes them. In a cluster, it leaves them in shared memory, and one CTA
+    // of the cluster combines and writes the results of all CTAs for a head.
     constexpr int HEAD_THREADS = ceil_div(HEAD_SIZE, 32) * 32;
     constexpr int WRITERS = CLUSTER == 1                         ? WARP_SIZE
                             : HEAD_THREADS < MIN_CLUSTER_THREADS ? HEAD_THREADS
@@ -325,7 +327,7 @@ attention_decode(scalar_t* out,                    // [num_rows, NUM_KV_HEADS * 
     if constexpr (CLUSTER > 1) {
         sync_cluster<CLUSTER>();
         for (int head = blockIdx.y; head < num_heads && threadIdx.x < WRITERS; head += CLUSTER) {
-            // The loads from all blocks are in flight together.
+            // The loads from all CTAs are in flight together.
             constexpr int ELEMENTS = ceil_div(HEAD_SIZE, WRITERS);
             float outputs[ELEMENTS][CLUSTER];
             const auto of_block = [&](const float* word) {

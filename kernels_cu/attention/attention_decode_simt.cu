@@ -1,17 +1,18 @@
-// attention_decode_simt: attention_decode without matrix products. It serves float32, any head size, block size and
-// alignment, block-sparse attention, and warps of 64 lanes. With VARLEN it serves attention_varlen, too.
+// attention_decode_simt: attention_decode without tensor cores. It serves float32, any head size, block size and
+// alignment, block-sparse attention, and wavefronts of 64 lanes. With VARLEN it serves attention_varlen, too.
 //
-// Formula: as in attention_decode.cu. VARLEN: every query token is a sequence of its own, which ends with the last key
+// Formula: as in attention_decode.cu. VARLEN: every query token is treated as a sequence that ends with the last key
 // that the token sees.
 //
-// Blocks: blockIdx.x counts sequences and query heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of
-// a block take the tokens of the split in turn; the lanes of a warp take the head dimensions and sum up their products.
+// Thread mapping: blockIdx.x counts sequences and query heads; blockIdx.y counts splits (split-KV, attention.cuh). The
+// warps of a CTA take the tokens of the split round-robin. The lanes of a warp share the head dimensions and reduce
+// their dot products.
 //
 // SPARSE: page j of a sequence, which begins at token j * BLOCK_SIZE, belongs to the sparse block kb = j * BLOCK_SIZE /
 // blocksparse_block_size; the query belongs to the sparse block qb = (length - 1) / blocksparse_block_size. A page is
 // attended if (kb + offset of the head) % blocksparse_vert_stride == 0 or kb > qb - blocksparse_local_blocks.
 //
-// Constants, besides those of attention_decode.cu
+// Constants, in addition to those of attention_decode.cu
 //     VALUE_SIZE        elements of a value of a head, at most HEAD_SIZE
 //     SPARSE            attention is block-sparse
 //     X                 PACKED: elements in the innermost dimension of the keys
@@ -25,7 +26,7 @@
 
 constexpr int NUM_HEADS = NUM_KV_HEADS * GROUP;
 constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
-// Dimensions of a lane: of queries and keys, and of values.
+// Dimensions per lane: of queries and keys, and of values.
 constexpr int DIMS = ceil_div(HEAD_SIZE, WARP_SIZE), VALUE_DIMS = ceil_div(VALUE_SIZE, WARP_SIZE);
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
 
@@ -37,7 +38,7 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
                       float* lse,                       // [NUM_HEADS, num_rows]
                       const scalar_t* query,            // [num_rows, NUM_HEADS, HEAD_SIZE]
                       const cache_t* key_cache,         // [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE], or PACKED
-                      const cache_t* value_cache,       // likewise, of VALUE_SIZE
+                      const cache_t* value_cache,       // likewise, with VALUE_SIZE
                       const table_t* block_tables,      // [num_seqs, max_tokens / BLOCK_SIZE]
                       const length_t* seq_lens,         // [num_seqs]
                       const starts_t* query_start_loc,  // [num_seqs + 1]
@@ -114,15 +115,15 @@ attention_decode_simt(scalar_t* out,                    // [num_rows, NUM_HEADS,
         }
         logit = logit_of<HAS_SOFTCAP>(lane_reduce<Sum, WARP_SIZE>(logit), unit, logits_soft_cap);
         if (HAS_ALIBI) logit = fmaf(slope, float(token + 1 - splits.length), logit);
-        const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
+        const float larger = fmaxf(max_logit, logit), correction = relative_exp2(max_logit, larger);
         const float probability = relative_exp2(logit, larger) * (1.0f / FULL_SCALE<float>);
         max_logit = larger;
-        exp_sum = fmaf(exp_sum, shrink, probability);
+        exp_sum = fmaf(exp_sum, correction, probability);
 #pragma unroll
         for (int i = 0; i < VALUE_DIMS; ++i) {
             const int dim = dim_of(i);
             const int64_t at = PACKED ? int64_t(dim) * BLOCK_SIZE + slot : slot * value_token_stride + dim;
-            if (has_value(i)) o[i] = fmaf(o[i], shrink, probability * to_float(values[at]));
+            if (has_value(i)) o[i] = fmaf(o[i], correction, probability * to_float(values[at]));
         }
     }
 

@@ -1,36 +1,36 @@
-// convert_vertical_slash_indexes: turns vertical lines and diagonals of sparse attention into blocks and columns of
+// convert_vertical_slash_indexes: converts vertical lines and diagonals of sparse attention to blocks and columns of
 // each row.
 //
-// A row is block_size_M queries. A slash (a diagonal) puts a range of block_size_M keys into each row. Ranges that
-// touch are merged, and merged ranges are cut into blocks of block_size_N keys. A vertical (one key) becomes a column
-// of its own in a row none of whose ranges holds it.
+// A row is block_size_M queries. A slash (a diagonal) adds a range of block_size_M keys to each row. Ranges that touch
+// are merged, and merged ranges are divided into blocks of block_size_N keys. A vertical (one key) becomes a column of
+// a row unless a range of the row contains it.
 //
-// Threads: one thread per row walks along both lists, which are sorted from the left end of the row to the right. Then
-// the threads of the block write zeros behind what each of its rows has found.
+// Thread mapping: one thread per row walks along both lists, which are sorted from the left end of the row to the
+// right. Then the threads of the CTA write zeros after the entries of each row.
 //
-// Bad input: whatever the lists hold, every step of a walk takes an entry of a list, so the walk ends. A range is cut
-// into no more blocks than it has slashes, because block_size_M <= block_size_N, and no vertical is found twice:
-// nothing is written behind the end of a row.
+// Bad input: whatever the lists hold, every step of a walk consumes an entry of a list, so the walk ends. A range has
+// at most one block per slash, because block_size_M <= block_size_N, and no vertical is stored twice: nothing is
+// written after the end of a row.
 //
 // Constants: none but NUM_THREADS.
 
 #include "platform.cuh"
 
-// The list that a row has found so far: `count` entries from `to` on.
+// The list of a row: `count` entries from `to` on.
 struct Found {
     int32_t* to;
     int count;
     DEVICE void add(int64_t entry) { to[count++] = int32_t(entry); }
 };
 
-// The pattern of one row, whose first query is `start`.
+// The pattern of one row. `start` is its first query.
 struct Pattern {
     const int32_t* verticals;
     const int32_t* slashes;
     int num_verticals, num_slashes;
     int64_t start, q_len, kv_len, block_size_M, block_size_N;
 
-    // The next vertical that is a key of the sequence; behind the last one, a number larger than any range.
+    // The next vertical that is a key of the sequence; after the last one, a number larger than any range.
     DEVICE int64_t next_vertical(int& at) const {
         while (at < num_verticals) {
             const int64_t column = verticals[at++];

@@ -1,26 +1,25 @@
-// decode_combine: joins the partial results that the splits of a sequence have left (split-KV) into the result of
-// attention.
+// decode_combine: combines the partial results of a sequence's splits (split-KV).
 //
 //     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp(m_s - m),   m = max_s m_s
 //
-// where split s has left its largest logit m_s, the sum of exponentials z_s relative to m_s, and the mean of values
-// o_s. A sink is one more logit without a value. attention.cuh explains splits.
+// Split s has stored its row max m_s, the row sum z_s relative to m_s, and the mean of values o_s. A sink is one more
+// logit without a value. attention.cuh explains splits.
 //
-// Threads: a block takes HEADS query heads of one sequence, and of them all dimensions or, if LANES threads have fewer, one of
-// several parts. Each head has GROUPS groups of LANES threads; the groups take the splits in turn, and each thread of a
-// group takes VEC_SIZE dimensions.
+// Thread mapping: a CTA takes HEADS query heads of one sequence, with all dimensions, or with a part of them if LANES
+// threads cannot hold all. Each head has GROUPS groups of LANES threads. The groups take the splits round-robin, and
+// each thread of a group takes VEC_SIZE dimensions.
 //
 // Constants
 //     out_t, partial_t, length_t    element types of out, tmp_out and seq_lens
 //     starts_t, STARTS_STEP         as in attention_decode.cu
 //     NUM_HEADS                     query heads
-//     HEADS                         query heads of a block; divides NUM_HEADS
+//     HEADS                         query heads of a CTA; divides NUM_HEADS
 //     LANES                         threads of a group; whole warps
 //     GROUPS                        groups of a head
 //     PARTITION                     as in attention_decode.cu, and so is wave_splits
-//     DIRECT                        attention_decode has written sequences of one split to out already
+//     DIRECT                        attention_decode has already written sequences of one split to out
 //     HAS_OUT_SCALE                 out is divided by fp8_out_scale
-//     SPLIT_UNIT                    tokens of which every split is a multiple
+//     SPLIT_UNIT                    every split is a multiple of this number of tokens
 //     LSE_BY_ROW                    lse is [num_rows, NUM_HEADS], not [NUM_HEADS, num_rows]
 
 #include "attention.cuh"
@@ -47,7 +46,7 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
                int64_t min_split, int64_t out_stride, int64_t length_step, float wave_splits) {
     await_previous_kernel();
     constexpr int BLOCKS = NUM_HEADS / HEADS,
-                  PARTS = ceil_div(HEAD_SIZE, LANES * VEC_SIZE);  // of a sequence; of a head
+                  PARTS = ceil_div(HEAD_SIZE, LANES * VEC_SIZE);  // CTAs of a sequence; parts of a head
     const int block_head = threadIdx.x / (LANES * GROUPS), group = threadIdx.x / LANES % GROUPS;
     const int lane = threadIdx.x % LANES;
     const int64_t seq = blockIdx.x / (BLOCKS * PARTS), head = blockIdx.x / PARTS % BLOCKS * HEADS + block_head;
@@ -83,11 +82,11 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
         float larger = max_logit;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) larger = fmaxf(larger, logit[i]);
-        const float shrink = relative_exp(max_logit, larger);
+        const float correction = relative_exp(max_logit, larger);
         max_logit = larger;
-        exp_sum *= shrink;
+        exp_sum *= correction;
 #pragma unroll
-        for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= shrink;
+        for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= correction;
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const float factor = weight[i] * relative_exp(logit[i], larger);
@@ -97,7 +96,7 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
         }
     }
 
-    // Group 0 of each head joins the groups' results.
+    // Group 0 of each head combines the results of the groups.
     if constexpr (GROUPS > 1) {
         __shared__ float group_max[HEADS][GROUPS];
         __shared__ float group_exp_sum[HEADS][GROUPS];
@@ -125,9 +124,9 @@ decode_combine(out_t* out,                       // [num_rows, NUM_HEADS, HEAD_S
     }
     max_logit *= LOG2_E;
     exp_sum *= FULL_SCALE<float>;
-    const float shrink = HAS_SINKS ? count_sink(sinks[head], max_logit, exp_sum) : 1.0f;
+    const float correction = HAS_SINKS ? count_sink(sinks[head], max_logit, exp_sum) : 1.0f;
     const float scale =
-        shrink / (exp_sum + 1e-6f) * (FULL_SCALE<float> * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f));
+        correction / (exp_sum + 1e-6f) * (FULL_SCALE<float> * (HAS_OUT_SCALE ? 1.0f / *fp8_out_scale : 1.0f));
 #pragma unroll
     for (int j = 0; j < VEC_SIZE; ++j) sum[j] *= scale;
     if (column < HEAD_SIZE) {

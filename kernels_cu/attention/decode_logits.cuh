@@ -1,9 +1,8 @@
-// decode_logits.cuh: the logits of a step of attention_decode: queries in shared memory, their products with keys, and
-// masks.
+// decode_logits.cuh: the logits of a step of attention_decode: queries in shared memory, MMAs with keys, and masks.
 //
 //     S^T = K Q^T,   l = softcap(scale * S) + slope * (token - length + 1), or -inf where a token is not attended
 //
-// Of each tile of 16 tokens and TILE_HEADS heads a lane holds PRODUCT_SUMS elements: element i is of token
+// A lane holds PRODUCT_SUMS accumulators of each tile of 16 tokens and TILE_HEADS heads: accumulator i belongs to token
 // sum_row(lane, i / LANE_HEADS) and head sum_head(lane, i % LANE_HEADS) (decode_operand.cuh).
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
@@ -12,9 +11,9 @@
 
 using logits_t = float[TILES][COLUMNS][PRODUCT_SUMS];
 
-// Copies the queries of a block to shared memory, with zeros for heads and elements that do not exist; query_of(head)
-// is where the query of a head lies. units[head] becomes the factor from a product of the head to its logit: key_unit,
-// and with a cache of fp8 the inverse of the power of two that brings the query into the range of float16.
+// Copies the queries of a CTA to shared memory, with zeros for heads and elements that do not exist. query_of(head) is
+// the address of a head's query. units[head] becomes the factor from a score of the head to its logit: key_unit, and
+// with an fp8 cache also the inverse of the power of two that scales the query into the range of float16.
 template <typename F>
 DEVICE void prepare_queries(product_t* queries, float* units, int num_heads, float key_unit, F query_of) {
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
@@ -47,9 +46,9 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
             s[i / (COLUMNS * PRODUCT_SUMS)][i / PRODUCT_SUMS % COLUMNS][i % PRODUCT_SUMS] = 0.0f;
         }
     }
-    // Where registers are few, queries are loaded in every step.
+    // If registers are short, queries are loaded from shared memory in every step.
     const int own = MATRIX_CORE == WMMA_11 || PIECES > 1 ? made_anew(lane) : lane;
-    // Words of a query that are loaded at once, of one product or two; of one access or two.
+    // Query words loaded at once: those of one MMA or two, by one access or two.
     constexpr int TERMS = KEY_WORDS < 4 && !IS_FP8 ? 4 : KEY_WORDS, ACCESS = TERMS < 4 ? TERMS : 4;
 #pragma unroll
     for (int i = 0; i < KEY_CHUNKS * CHUNK_WORDS * COLUMNS; i += TERMS) {
@@ -82,9 +81,9 @@ DEVICE void multiply_keys(logits_t& s, const Keys& keys, const product_t* querie
     }
 }
 
-// Turns the products of one column of tiles in `s` into logits, and raises max_logit to the largest of the lane's
-// logits. unit, slope and max_logit belong to the lane's heads of the column. Bit tile * SUM_ROWS + i of `attended` is
-// set if the lane's token i of the tile is attended. The step begins at token `start` of a sequence of `length` tokens.
+// Converts the scores `s` of one column of tiles to logits, and raises max_logit to the largest of the lane's logits.
+// unit, slope and max_logit belong to the lane's heads of the column. Bit tile * SUM_ROWS + i of `attended` is set if
+// the lane's token i of the tile is attended. The step begins at token `start` of a sequence of `length` tokens.
 DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEADS], const float (&slope)[LANE_HEADS],
                           float logits_soft_cap, unsigned attended, int start, int length, int lane,
                           float (&max_logit)[LANE_HEADS]) {
@@ -112,7 +111,7 @@ DEVICE void finish_logits(logits_t& s, int column, const float (&unit)[LANE_HEAD
     }
 }
 
-// Makes the operand of a tile from the lane's probabilities, rounded and packed: a word of each two of its elements.
+// Packs the lane's rounded probabilities of a tile into an MMA operand: one word for two elements.
 constexpr int HEAD_WORDS = ON_MATRIX_CORES ? SHORT_WORDS : 2;
 template <int WORDS>
 DEVICE void finish_probabilities(uint32_t (&words)[WORDS]) {
@@ -124,12 +123,12 @@ DEVICE void finish_probabilities(uint32_t (&words)[WORDS]) {
     }
 }
 
-// P^T of a step: p_hi + p_lo, operands of two numbers of the products' type; of an fp8 cache p_hi alone.
+// P^T of a step: the operands p_hi + p_lo in the MMA's type; with an fp8 cache p_hi alone.
 using probabilities_t = uint32_t[TILES][COLUMNS][HEAD_WORDS];
 
 // The online softmax of one column of tiles. On entry exp_sum and o, of the lane's heads of the column, are relative to
-// max_logit. `larger` is the largest logit with those of the step, s: it becomes max_logit, exp_sum and o become relative
-// to it, exp_sum holds the step's probabilities, too, and p_hi and p_lo become their operands.
+// max_logit. `larger` is the row max including this step's logits s. On return max_logit is `larger`, exp_sum and o are
+// rescaled to it, exp_sum includes the step's probabilities, and p_hi and p_lo hold their operands.
 DEVICE void take_probabilities(const logits_t& s, int column, const float (&larger)[LANE_HEADS],
                                float (&max_logit)[LANE_HEADS], float (&exp_sum)[LANE_HEADS],
                                float (&o)[ROWS][PRODUCT_SUMS], probabilities_t& p_hi, probabilities_t& p_lo) {
@@ -137,15 +136,16 @@ DEVICE void take_probabilities(const logits_t& s, int column, const float (&larg
 #pragma unroll
     for (int i = 0; i < LANE_HEADS; ++i) grows |= larger[i] > max_logit[i];
     if (any_lane(grows)) {
-        float shrink[LANE_HEADS];
+        float correction[LANE_HEADS];
 #pragma unroll
         for (int i = 0; i < LANE_HEADS; ++i) {
-            shrink[i] = relative_exp2(max_logit[i], larger[i]);
-            exp_sum[i] *= shrink[i];
+            correction[i] = relative_exp2(max_logit[i], larger[i]);
+            exp_sum[i] *= correction[i];
             max_logit[i] = larger[i];
         }
 #pragma unroll
-        for (int i = 0; i < ROWS * PRODUCT_SUMS; ++i) o[i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i % LANE_HEADS];
+        for (int i = 0; i < ROWS * PRODUCT_SUMS; ++i)
+            o[i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= correction[i % LANE_HEADS];
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {

@@ -1,9 +1,8 @@
-// decode_tile.cuh: the tiles that a warp of attention_decode multiplies, and how they get from a paged cache to
-// registers.
+// decode_tile.cuh: the tiles of a warp of attention_decode, and how they are loaded from a paged cache to registers.
 //
-// A warp computes a step of STEP tokens at a time: TILES tiles of 16 tokens. Keys and values go from memory to operands
-// of products directly. A matrix product allows any order of the tokens among its rows, and any order of the dimensions
-// among the terms of its sums: the orders here make each lane's elements neighbours in memory.
+// A warp computes a step of STEP tokens at a time: TILES tiles of 16 tokens. Keys and values are loaded from global
+// memory directly into MMA operands. The order of tokens along M and the order of dimensions along K do not matter to
+// an MMA: the orders here make each lane's elements contiguous in memory.
 //
 // The constants in capitals that are not defined here are those of attention_decode.cu.
 #pragma once
@@ -18,46 +17,45 @@ constexpr int CHUNK = 16 / sizeof(cache_t);  // elements in 16 bytes
 constexpr int CHUNKS = HEAD_SIZE / CHUNK;
 constexpr int STEP = TILE_TOKENS * TILES;
 constexpr int COLUMNS = HEADS / TILE_HEADS;
-constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // blocks of one key-value head
-constexpr int ROW_BLOCKS = NUM_KV_HEADS * HEAD_BLOCKS;    // blocks of one split of a sequence
+constexpr int HEAD_BLOCKS = (GROUP + HEADS - 1) / HEADS;  // CTAs of one KV head
+constexpr int ROW_BLOCKS = NUM_KV_HEADS * HEAD_BLOCKS;    // CTAs of one split of a sequence
 
-// Keys: KEY_LANES lanes share one, and take its chunks by turns. A product takes KEY_WORDS words of 16-bit elements, of
-// KEY_GROUP chunks.
+// Keys: KEY_LANES lanes share a key, and take its chunks round-robin. An MMA takes KEY_WORDS words of 16-bit elements,
+// from KEY_GROUP chunks.
 constexpr int KEY_LANES = ON_MATRIX_CORES ? K_LANES : 4;
 constexpr int KEY_WORDS = ON_MATRIX_CORES && RUN_WORDS < 4 ? 4 : RUN_WORDS;
-constexpr int CHUNK_WORDS = CHUNK / 2;  // of 16-bit elements
+constexpr int CHUNK_WORDS = CHUNK / 2;  // words of 16-bit elements
 constexpr int KEY_GROUP = ceil_div(KEY_WORDS, CHUNK_WORDS);
-constexpr int KEY_CHUNKS = ceil_div(CHUNKS, KEY_LANES * KEY_GROUP * PIECES) * KEY_GROUP;  // of a piece in a lane
+constexpr int KEY_CHUNKS = ceil_div(CHUNKS, KEY_LANES * KEY_GROUP * PIECES) * KEY_GROUP;  // chunks of a piece per lane
 
-// Values: VALUE_LANES lanes share one. On matrix cores chunks of small heads, and of pieces, have less than 16 bytes, so
-// that every lane has one.
+// Values: VALUE_LANES lanes share a value. On matrix cores, chunks of small heads and of pieces have less than 16
+// bytes, so that every lane has a chunk.
 constexpr int VALUE_LANES = 16 / CACHE_ROWS;
 constexpr int LANE_DIMS = ceil_div(HEAD_SIZE, VALUE_LANES* PIECES);
 constexpr int VALUE_CHUNK = !ON_MATRIX_CORES || LANE_DIMS > CHUNK / 2 ? CHUNK : LANE_DIMS > 4 ? CHUNK / 2 : 4;
 constexpr int VALUE_COUNT = HEAD_SIZE / VALUE_CHUNK;
-constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES* PIECES);  // of a piece in a lane
+constexpr int VALUE_CHUNKS = PACKED ? 1 : ceil_div(VALUE_COUNT, VALUE_LANES* PIECES);  // chunks of a piece per lane
 constexpr bool ALL_HAVE_CHUNKS = VALUE_CHUNKS * PIECES * VALUE_LANES == VALUE_COUNT;
 constexpr int VALUE_WORDS = VALUE_CHUNK * sizeof(cache_t) / 4;
-constexpr int RUN = RUN_TOKENS * TILES;  // PACKED: neighbouring tokens of a lane
-// Tiles of 16 head dimensions, of a piece and of all.
+constexpr int RUN = RUN_TOKENS * TILES;  // PACKED: adjacent tokens of a lane
+// Tiles of 16 head dimensions: of a piece, and of the head.
 constexpr int PIECE_ROWS = PACKED ? ceil_div(HEAD_SIZE, 16 * PIECES) : VALUE_CHUNKS * VALUE_CHUNK / CACHE_ROWS;
 constexpr int ROWS = PIECE_ROWS * PIECES;
 static_assert(PIECES == 1 || ONE_AT_A_TIME);
 
-// Queries in shared memory end with zeros. The stride lets lanes meet different banks.
+// The row of a query in shared memory is padded with zeros. Its stride avoids bank conflicts.
 constexpr int QUERY_SIZE = KEY_CHUNKS * PIECES * KEY_LANES * CHUNK;
 constexpr int QUERY_PADDING = ON_MATRIX_CORES ? 8 : IS_FP8 ? 4 : QUERY_SIZE % 64 == 0 ? 32 : 0;
 constexpr int QUERY_STRIDE = QUERY_SIZE + QUERY_PADDING;
 static_assert(HEAD_SIZE % CHUNK == 0 && HEADS % TILE_HEADS == 0 && (!PACKED || BLOCK_SIZE % RUN == 0));
 
-// A unit is a group of tokens that lies in one block of the cache wherever a step begins (at a multiple of
-// TILE_TOKENS).
+// UNIT: tokens that always lie in one block of the cache, because steps begin at multiples of TILE_TOKENS.
 constexpr int UNIT = BLOCK_SIZE % TILE_TOKENS == 0 ? TILE_TOKENS : BLOCK_SIZE % 8 == 0 ? 8 : 1;
 constexpr int UNITS = UNIT == 1 ? 1 : STEP / UNIT;
 static_assert(UNIT > 1 || STEP <= 32);
 
-// The numbers of the cache blocks that hold the tokens of a step; -1: no block. Every lane has the number of each unit.
-// With units of one token, lane i has the number of token i alone.
+// The block numbers of the tokens of a step; -1: invalid. Every lane has the number of each unit. If UNIT == 1, lane i
+// has the number of token i only.
 struct BlockNumbers { int of[UNITS]; };
 
 // The block numbers of the step that begins at `start`; block_of(token) is the block number of one token.
@@ -75,7 +73,7 @@ DEVICE int block_number(const BlockNumbers& numbers, int i) {
     int number = numbers.of[0];
 #pragma unroll
     for (int u = 1; u < UNITS; ++u) {
-        number ^= (numbers.of[0] ^ numbers.of[u]) & -int(i / UNIT == u);  // a choice that stays in registers
+        number ^= (numbers.of[0] ^ numbers.of[u]) & -int(i / UNIT == u);  // a select that keeps the array in registers
     }
     return number;
 }
@@ -86,28 +84,28 @@ DEVICE int token_of(int tile, int row) {
     if constexpr (ON_MATRIX_CORES) return row / RUN_TOKENS * RUN + RUN_TOKENS * tile + row % RUN_TOKENS;
     return row % 8 / 2 * RUN + 4 * tile + row / 8 * 2 + row % 2;
 }
-// Not PACKED: the token of a step that is token i of those of a lane in a tile of values.
+// Not PACKED: the index within a step of the lane's token i in a tile of values.
 DEVICE int value_token(int tile, int run, int i) {
     if constexpr (ON_MATRIX_CORES) return tile * TILE_TOKENS + run * RUN_TOKENS + i;
     return tile * TILE_TOKENS + 2 * run + i % 2 + i / 2 * 8;
 }
 
-// PACKED: a lane's tokens of a dimension, and the words that one access brings of them.
+// PACKED: a lane's tokens of a dimension, and the words that one access loads.
 constexpr int RUN_MEMORY_WORDS = RUN * sizeof(cache_t) / 4;
 constexpr int RUN_ACCESS = RUN_MEMORY_WORDS < 4 ? RUN_MEMORY_WORDS : 4;
 
-// Keys of a step in a lane, or a piece of them: its rows of each tile, every KEY_LANES-th chunk.
+// A lane's keys of a step or of a piece: its rows of each tile, every KEY_LANES-th chunk.
 struct Keys { uint32_t rows[TILES][CACHE_ROWS][KEY_CHUNKS][4]; };
 
-// Values of a step in a lane, or a piece of them.
+// A lane's values of a step or of a piece.
 struct Values {
-    // PACKED: RUN neighbouring tokens of the lane's dimensions of each tile.
+    // PACKED: RUN adjacent tokens of the lane's dimensions of each tile.
     uint32_t runs[PACKED ? PIECE_ROWS : 1][CACHE_ROWS][PACKED ? RUN_MEMORY_WORDS : 1];
     // Otherwise: every VALUE_LANES-th chunk of the lane's tokens of each tile.
     uint32_t rows[PACKED ? 1 : TILES][RUN_TOKENS][VALUE_CHUNKS][VALUE_WORDS];
 };
 
-// Loads words of a cache that is read once; zeros, and nothing is read, if they do not exist.
+// Loads words of the cache (streaming). If they do not exist, returns zeros and reads nothing.
 template <int WORDS>
 DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
     if constexpr (HOLDS_COPIES) {
@@ -120,13 +118,13 @@ DEVICE void load_cache(uint32_t* to, const cache_t* from, bool exists) {
     }
 }
 
-// Dynamic shared memory has O of each warp, one head after the other. The stride lets the stores of a warp meet different
-// banks.
+// Dynamic shared memory holds O of each warp, head by head. The stride avoids bank conflicts of a warp's stores.
 constexpr int MAX_HEADS = HEADS < GROUP ? HEADS : GROUP;
 constexpr int OUTPUT_STRIDE = HEAD_SIZE + (PACKED || IS_FP8 ? 4 : 8);
 
-// Prefetches what the block reads first: as far as addresses are known before the previous kernel has ended. Which splits
-// balanced blocks take is not known yet: together they prefetch the first lines of every row of the block table.
+// Prefetches the first lines that the CTA reads, as far as addresses are known before the previous kernel has ended.
+// The splits of balanced CTAs are not known yet: together they prefetch the first lines of every row of the block
+// table.
 DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* block_tables, const length_t* seq_lens,
                            int64_t num_seqs, int64_t num_rows, int64_t max_tokens, int64_t query_stride,
                            int64_t table_stride, int64_t table_step, int64_t length_step) {
@@ -147,13 +145,13 @@ DEVICE void prefetch_first(bool balanced, const scalar_t* query, const table_t* 
     }
 }
 
-// Loads steps of one split of a sequence, for one key-value head.
+// Loads the steps of one split of a sequence, for one KV head.
 struct StepLoader {
-    const cache_t* keys;    // of the key-value head, in block 0
+    const cache_t* keys;    // of the KV head, in block 0
     const cache_t* values;  // likewise
     int64_t key_block_stride, value_block_stride, key_token_stride, value_token_stride;
     int first, end;  // the tokens first <= i < end are attended
-    int row, run;    // of the lane: cache_row and cache_run
+    int row, run;    // cache_row and cache_run of the lane
 
     // Whether token i of the step at `start` is attended and has a block.
     DEVICE bool is_attended(const BlockNumbers& numbers, int start, int i) const {
@@ -167,8 +165,8 @@ struct StepLoader {
         for (int u = 0; u < UNITS; ++u) missing |= numbers.of[u] < 0;
         return UNIT == 1 ? !any_lane(missing) : !missing;
     }
-    // The address of token i of the step at `start`. A token that is not attended gets an address within the cache,
-    // too: what is loaded from there is ignored.
+    // The address of token i of the step at `start`. A token that is not attended also gets an address within the
+    // cache, and what is loaded from there is ignored.
     static DEVICE const cache_t* address(const cache_t* base, int64_t block_stride, int token_stride,
                                          const BlockNumbers& numbers, int start, int i) {
         const uint32_t slot = UNIT == STEP ? uint32_t(start) % BLOCK_SIZE + i : uint32_t(start + i) % BLOCK_SIZE;
@@ -227,7 +225,7 @@ struct StepLoader {
         }
     }
 
-    // Zeroes the values of tokens that are not attended. Their probability is 0, but 0 times NaN is NaN.
+    // Zeroes the values of tokens that are not attended. Their probability is 0, but 0 * NaN is NaN.
     DEVICE void clear_unattended(Values& of, int start, const BlockNumbers& numbers) const {
         if constexpr (PACKED) {
             constexpr uint32_t ELEMENT = uint32_t((uint64_t(1) << 8 * sizeof(cache_t)) - 1);  // the bits of one element
@@ -258,7 +256,7 @@ struct StepLoader {
     }
 };
 
-// Stores the results of a warp for the heads that exist: output_of(warp, head) is where the elements of a head go.
+// Stores the results of a warp for the heads that exist. output_of(warp, head) is the address of a head's elements.
 template <typename F>
 DEVICE void store_results(const float (&max_logit)[COLUMNS][LANE_HEADS], float (&exp_sum)[COLUMNS][LANE_HEADS],
                           const float (&o)[COLUMNS][ROWS][PRODUCT_SUMS], int num_heads, int warp, int lane,

@@ -1,24 +1,23 @@
-// merge_attn_states: joins the attention over two parts of the keys, prefix and suffix, by the logarithms of their sums
-// of exponentials.
+// merge_attn_states: combines the attention over two parts of the keys, prefix and suffix, by their log-sum-exps.
 //
 //     p, s = prefix_lse, suffix_lse,   w = exp(-|p - s|)
 //     output = T((prefix_output * a + suffix_output * b) / (1 + w)),   a, b = 1, w if p >= s else w, 1
 //     output_lse = max(p, s) + log(1 + w)
 //
-// A part whose lse is infinite, of either sign, is empty: the result is the other part. If both parts are empty, the
-// result is the prefix, with an lse of -inf. Tokens from num_prefix_tokens on have no prefix: the suffix and its lse are
-// copied as they are.
+// A part with an infinite lse, of either sign, is empty: the result is the other part. If both parts are empty, the
+// result is the prefix, with an lse of -inf. Tokens from num_prefix_tokens on have no prefix: the suffix and its lse
+// are copied.
 //
-// With an output_scale, output = fp8(result * (1 / output_scale)), of the result in float32.
+// With an output_scale, output = fp8(result * (1 / output_scale)), from the float32 result.
 //
-// Threads: LANES neighbouring threads share one head of one token; a thread takes one vector at a time.
+// Thread mapping: LANES adjacent threads share one head of one token; a thread takes one vector at a time.
 //
 // Constants
 //     scalar_t      T: element type of output, prefix_output and suffix_output
 //     NUM_HEADS     heads of a token
 //     HEAD_SIZE     elements of a head; a multiple of VEC_SIZE
-//     output_t      element type of output: scalar_t, or that of fp8 codes with HAS_SCALE
-//     HAS_SCALE     output_scale is given, and output holds codes of fp8
+//     output_t      element type of output: scalar_t, or an fp8 type with HAS_SCALE
+//     HAS_SCALE     output_scale is given, and output is fp8
 
 #include "quant.cuh"
 #include "vec.cuh"
@@ -58,7 +57,7 @@ merge_attn_states(output_t* output,               // [num_tokens, NUM_HEADS, HEA
     const float smaller = expf(-fabsf(p - s));
     const float factor = reciprocal_of(1.0f + smaller);
     const float prefix_factor = p >= s ? factor : smaller * factor, suffix_factor = p >= s ? smaller * factor : factor;
-    // A part whose lse is NaN is not empty.
+    // A part with an lse of NaN is not empty.
     const bool no_prefix = token >= num_prefix_tokens, only_prefix = s < -FLOAT_MAX && p == p && !no_prefix;
     const bool only_suffix = no_prefix || (p < -FLOAT_MAX && s == s && !only_prefix);
     float reciprocal = 1.0f;

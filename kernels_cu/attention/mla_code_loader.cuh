@@ -1,43 +1,47 @@
-// mla_code_loader.cuh: the warpgroup that fills the tiles of mla_decode_sm90 (mla_tiles.cuh) from an fp8 cache.
+// mla_code_loader.cuh: the warpgroup of mla_decode_sm90 that loads an fp8 cache, converts it and fills the tiles
+// (mla_tiles.cuh).
 //
-// Codes are loaded to registers, and stored as product_t: float16, one instruction for a pair, or, with scales, the type of
-// the queries. The codes of the next step are in flight while the warpgroup waits for the place of those it has.
+// The warpgroup loads fp8 values to registers and stores them as product_t: float16, with one instruction per pair, or,
+// with block scales, the type of the queries. The loads of the next step are in flight while it waits for an empty half
+// tile.
 //
-// The last two halves of a pair are given back at about the same time, and registers hold codes of one of them. Unless codes have
-// scales, those of the last half are copied to shared memory, where their elements are to be, before the other half is stored.
+// The last two halves of a pair are released at about the same time, and registers hold the fp8 values of only one.
+// Without block scales, the fp8 values of the last half are therefore copied to shared memory, to the half tile that
+// their elements will overwrite, before the other half is stored.
 //
-// Of a cluster, each block widens one half of the entries of each tile, and stores the elements in both blocks, a line of
-// 128 bytes by eight neighbouring lanes. So a step has half the conversions, and registers hold two steps. It pays where codes
-// have scales: other conversions take less time than the way to the other block.
+// In a cluster, each CTA converts one half of the entries of each tile and stores the elements in both CTAs; eight
+// adjacent lanes store a line of 128 bytes. A step then has half the conversions, and registers hold two steps. This
+// pays only with block scales: other conversions take less time than the stores to the other CTA.
 #pragma once
 #include "async.cuh"
 #include "mla_tiles.cuh"
 #include "paged.cuh"
 
-constexpr int SCALES = IS_DS_MLA ? 2 * 2 * TOKENS : 1;  // that a CodeLoader keeps: of entries of two pairs of tiles
+constexpr int SCALES = IS_DS_MLA ? 2 * 2 * TOKENS : 1;  // scales in shared memory: those of two pairs of tiles
 
-// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). A warp has 32 entries of a pair: of each
-// tile 8 neighbours, and 8 half a tile further on, of which a block of a cluster widens one or the other. LANES neighbouring
-// lanes have one entry, each CHUNK codes of every panel.
+// Loads the entries of an fp8 cache. Every thread of one warpgroup calls run(). A warp has 32 entries of a pair of
+// tiles: in each tile 8 adjacent entries, and 8 more half a tile later. In a cluster, each CTA converts one of these
+// two groups of 8. LANES adjacent lanes share an entry, and each converts CHUNK fp8 values of every panel.
 struct CodeLoader {
-    static constexpr int HALVES = 4;                  // of a pair, in the order in which they are given back: steps
-    static constexpr int AHEAD = CLUSTER;             // steps whose codes are in registers, or on their way there
-    static constexpr int WARP_ROWS = 8;               // neighbouring entries of a warp
-    static constexpr int CHUNK = 16 / CLUSTER;        // bytes that a thread loads at once
-    static constexpr int LANES = PANEL_SIZE / CHUNK;  // that have one entry
+    static constexpr int HALVES = 4;                  // a pair of tiles is released in 4 steps, one per half tile
+    static constexpr int AHEAD = CLUSTER;             // steps with fp8 values loaded to registers, or in flight
+    static constexpr int WARP_ROWS = 8;               // adjacent entries of a warp
+    static constexpr int CHUNK = 16 / CLUSTER;        // bytes per load of a thread
+    static constexpr int LANES = PANEL_SIZE / CHUNK;  // lanes per entry
     using chunk_t = conditional_t<CLUSTER == 1, uint4, uint2>;
-    // Chunks of a thread, of a half and of rotated keys; rotated keys that are no codes are copied where they belong.
+    // Chunks per thread of a half tile, and with its rotated keys. IS_DS_MLA: rotated keys are not fp8 and are copied
+    // directly to the tile.
     static constexpr int LATENT_CHUNKS = 2 * HALF_PANELS, CHUNKS = LATENT_CHUNKS + (IS_DS_MLA ? 0 : 2);
     const EntryTiles& tiles;
     const Split& split;
     const cache_t* cache;
     int64_t page_stride, slot_stride;
     float4* scales;  // [4 warps][2 pairs][WARP_SIZE], shared: the scales of each entry, if IS_DS_MLA
-    int rank;        // of the block, in its cluster
+    int rank;        // rank of the CTA in its cluster
     chunk_t codes[AHEAD][CHUNKS];
 
 private:
-    // Where the thread's codes of its rows begin.
+    // Addresses of the thread's fp8 values in its two rows.
     struct Rows { const cache_t* from[2]; };
 
     static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
@@ -51,12 +55,13 @@ private:
     static constexpr DEVICE int panel_of(int step, int chunk) {
         return chunk < LATENT_CHUNKS ? half_of(step) * HALF_PANELS + chunk % HALF_PANELS : ROPE_PANEL;
     }
-    // Which of the 32 entries of the warp is the thread's row `i` of a step.
+    // The index, among the 32 entries of the warp, of the thread's row `i` of a step.
     DEVICE int entry_of(int step, int i) const {
         return stage_of(step) * 2 * WARP_ROWS + (CLUSTER > 1 ? rank * WARP_ROWS : 0) + i * (WARP_SIZE / LANES) +
                lane() / LANES;
     }
-    // `place`: of the entry of each lane. An entry that is nowhere is zeroed by who multiplies, and is the first one until then.
+    // `place`: the offset of each lane's entry. For a token without an entry the address of the first entry of the
+    // cache is returned: the consumer overwrites its elements with zeros.
     DEVICE const cache_t* entry_at(int64_t place, int entry) const {
         return cache + max(shfl<WARP_SIZE>(place, entry), int64_t(0));
     }
@@ -67,7 +72,7 @@ private:
         for (int i = 0; i < 2; ++i) rows.from[i] = entry_at(place, entry_of(STEP, i)) + threadIdx.x % LANES * CHUNK;
         return rows;
     }
-    // Starts a copy of the scales of the lane's entry.
+    // Starts a copy of the block scales of the lane's entry.
     DEVICE void copy_scales(int pair, int64_t place) const {
         if constexpr (IS_DS_MLA) {
             cp_async<16>(scales_of(pair) + lane(), cache + max(place, int64_t(0)) + SCALES_AT);
@@ -85,13 +90,14 @@ private:
 #pragma unroll
         for (int chunk = 0; chunk < chunks_of(STEP); ++chunk) load<STEP>(chunk, rows);
     }
-    // The place of the thread's first elements in its first row of a panel.
+    // The offset in a panel of the thread's first elements in its first row.
     DEVICE int place_in_panel() const {
         const int row =
             CLUSTER == 1 ? threadIdx.x % 128 / LANES : rank * (TOKENS / 2) + warp() * WARP_ROWS + lane() / LANES;
         return swizzle_128b(row, threadIdx.x % LANES * 2 * CHUNK);
     }
-    // The same in row `i` by that in the first one, `at`: half a tile further on, where rows are swizzled alike, or four rows.
+    // The offset in row `i`, from the offset `at` in the first row. The rows are half a tile apart, with the same
+    // swizzle, or (in a cluster) four rows.
     static DEVICE int place_in_row(int i, int at) {
         if (CLUSTER == 1) return at + i * (TOKENS / 2 * ROW_BYTES);
         return i ? (at ^ 4 * 16) + 4 * ROW_BYTES : at;
@@ -114,8 +120,8 @@ private:
             if constexpr (CLUSTER > 1) store_async(to, tiles.full_of(stage_of(STEP), panel), rank ^ 1, elements[i]);
         }
     }
-    // Starts copies of rotated keys that are no codes, as they lie in L2 by now: two chunks of each of two rows. Each block
-    // of a cluster copies those of all entries.
+    // Starts copies of rotated keys that are not fp8: two chunks of each of two rows. The prefetch has brought them to
+    // L2. Each CTA of a cluster copies those of all entries.
     template <int STEP>
     DEVICE void copy_rope(int64_t place) const {
         const int at = swizzle_128b(threadIdx.x % 128 / 4, threadIdx.x % 4 * 16);
@@ -129,8 +135,8 @@ private:
         }
         cp_async_mbarrier_arrive_noinc(tiles.full_of(stage_of(STEP), ROPE_PANEL));
     }
-    // Where the codes of the last step wait: in the warp's own rows of the half that they belong to, each chunk a run of 512
-    // bytes of the warp, of which the thread has those from `at` on.
+    // The staging address of the last step's fp8 values: in the warp's own rows of their half tile. Each chunk is a run
+    // of 512 bytes of the warp, and the thread has 16 bytes at `at`.
     DEVICE uint4* waiting(int chunk, int at) const {
         constexpr int LAST = HALVES - 1;
         const int panel = chunk < LATENT_CHUNKS ? half_of(LAST) * HALF_PANELS + chunk / 4 : ROPE_PANEL;
@@ -153,16 +159,16 @@ private:
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             codes[0][chunk] = *reinterpret_cast<const chunk_t*>(waiting(chunk, at));
         }
-        sync_warp();  // elements are stored there next
+        sync_warp();  // elements overwrite the staged values next
     }
-    // Stores what has been loaded for a step of a pair, and loads for the step AHEAD of it in its place. The warps that
-    // multiply fence: a fence here would wait for the loads.
+    // Converts and stores a step of a pair, and loads the step that is AHEAD steps later into the registers that become
+    // free. The consumer warps execute the proxy fence: a fence here would wait for the loads.
     template <int STEP>
     DEVICE void pass(int pair, int64_t place, int64_t next_place) {
         constexpr int NEXT = (STEP + AHEAD) % HALVES, STAGE = stage_of(STEP), HALF = half_of(STEP);
         if constexpr (waits_in_shared(STEP)) take_waiting();
         else tiles.await_empty(STAGE, HALF, pair);
-        if (STEP < 2) {  // read by the warpgroup that gives this half back
+        if (STEP < 2) {  // read by the warpgroup that releases this half
             const uint32_t found = ballot(place != NOWHERE) >> STAGE * 2 * WARP_ROWS;
             uint8_t* const exists = reinterpret_cast<uint8_t*>(tiles.exists + STAGE);
             if (lane() < 2) exists[lane() * (TOKENS / 2 / 8) + warp()] = found >> lane() * WARP_ROWS;
@@ -180,7 +186,7 @@ private:
             tiles.await_empty(stage_of(NEXT), half_of(NEXT), pair);
             copy_waiting(next);
         }
-        // Made anew in each step: the compiler would keep the 76 addresses of all steps in registers.
+        // Recomputed in each step: otherwise the compiler keeps the 76 addresses of all steps in registers.
         const int at = made_anew(place_in_panel());
         constexpr int BOTH = chunks_of(NEXT) < chunks_of(STEP) ? chunks_of(NEXT) : chunks_of(STEP);
 #pragma unroll
@@ -192,7 +198,7 @@ private:
 #pragma unroll
         for (int chunk = BOTH; chunk < chunks_of(NEXT) && !waits_in_shared(NEXT); ++chunk) load<NEXT>(chunk, next);
         sync_warp();
-        if (lane() == 0) {  // the other block's warp stores as much here as this one there
+        if (lane() == 0) {  // the other CTA's warp stores as many bytes here as this warp there
             uint64_t* const full = tiles.full_of(STAGE, HALF * HALF_PANELS);
             if constexpr (CLUSTER == 1) mbarrier_arrive(full);
             else mbarrier_arrive_expect_tx(full, chunks_of(STEP) * WARP_SIZE * 2 * CHUNK);
@@ -200,9 +206,11 @@ private:
     }
 
 public:
-    // Behind all that it calls: NVRTC 12.4 makes pass<0> where it is called, and needs what that counts by constants.
+    // Defined after all that it calls: NVRTC 12.4 instantiates pass<0> at the call, and needs the functions that it
+    // uses in constant expressions.
     DEVICE void run() {
-        // Each lane finds the place of one entry of the warp's, a pair ahead; its page is asked for two pairs ahead.
+        // Each lane computes the offset of one of the warp's entries a pair ahead, and loads its page number two pairs
+        // ahead.
         const int own = lane() / WARP_ROWS * (TOKENS / 2) + warp() * WARP_ROWS + lane() % WARP_ROWS;
         const auto page_at = [&](int pair) {
             const int token = split.begin + pair * 2 * TOKENS + own;
@@ -212,7 +220,7 @@ public:
             if (page < 0 || page >= split.num_pages) return NOWHERE;
             const int slot = (split.begin + pair * 2 * TOKENS + own) % PAGE_SIZE;
             const int64_t place = page * page_stride + slot * slot_stride;
-            // Brought to L2 before its codes are loaded: registers hold no more than AHEAD steps of what is on its way.
+            // Prefetch to L2 ahead of the loads: registers hold no more than AHEAD steps in flight.
             if (lane() / WARP_ROWS % CLUSTER == rank) {
                 for (int i = 0; i < ENTRY_BYTES; i += 128) prefetch_line(cache + place + i);
             }

@@ -1,34 +1,35 @@
-// mla_decode: one query token of each sequence against the latent entries of its tokens in a paged cache (MLA).
+// mla_decode: MLA decode attention (one query token per sequence) over a paged cache of latent entries.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
-// and its latent vector is the value of every head: an entry is read once.
+// A latent entry of the cache is a latent vector c_i followed by a rotated key r_i (RoPE). The whole entry is the key
+// of every head, and its latent vector is the value of every head: an entry is read once.
 //
-// Blocks: blockIdx.x counts sequences and groups of HEADS heads, blockIdx.y counts splits (split-KV, attention.cuh). A
-// block goes through its split in tiles of TOKENS entries, and copies the next tile to shared memory (where copies are
-// held, async.cuh: to registers) while it computes this one. Codes of an fp8 cache are converted to product_t in shared memory.
+// Grid: blockIdx.x counts sequences and groups of HEADS heads; blockIdx.y counts splits (split-KV, attention.cuh). A
+// CTA goes through its split in tiles of TOKENS entries. While it computes a tile, it copies the next one to shared
+// memory (or to registers, where copies are held: async.cuh). Entries of an fp8 cache are converted to product_t in
+// shared memory.
 //
-// Threads, for each tile, with matrix products of product.cuh whose rows are heads:
-// 1. S = Q K^T: groups of PARTS warps share the logits of up to 32 heads; each warp of a group sums over a part of the
-//    entry's elements, and the sums meet in shared memory.
-// 2. Online softmax: ROW_THREADS threads turn the logits of one head into probabilities, rounded to product_t.
-// 3. O += P V: each warp takes WARP_DIMS elements of the latent vector, for all heads.
+// Thread mapping, for each tile, with the MMAs of product.cuh (M: heads):
+// 1. S = Q K^T: groups of PARTS warps share the scores of up to 32 heads. Each warp of a group handles a part of K, and
+//    the partial sums are added in shared memory.
+// 2. Online softmax: ROW_THREADS threads convert the logits of one head to probabilities, rounded to product_t.
+// 3. O += P V: each warp has WARP_DIMS elements of the latent vector, for all heads.
 //
-// A token whose page number is out of range contributes nothing. A slot behind the end of the sequence is not read.
+// A token with an invalid page number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
 //     query_t        element type of the queries: half_t, bf16_t or fp8_e4m3_t
-//     product_t      element type of the matrix products, which holds queries and entries exactly: half_t or bf16_t
+//     product_t      element type of MMA operands; represents queries and entries exactly: half_t or bf16_t
 //     cache_t        element type of the cache: product_t or fp8_e4m3_t
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
-//     HEADS          heads of a block: 16, 32 or 64
+//     HEADS          heads of a CTA: 16, 32 or 64
 //     TOKENS         entries of a tile
-//     NUM_WARPS      warps of the block: 4 or 8
-//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
+//     NUM_WARPS      warps of a CTA: 4 or 8
+//     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 //     QUERY_ACCESS   elements of the queries in one memory access
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 
@@ -39,28 +40,28 @@
 
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 
-// Shared memory: the queries, the tiles of entries, parts of logits, probabilities.
+// Shared memory holds the queries, the tiles of entries, partial scores, and probabilities.
 constexpr int PROBABILITY_PITCH = TOKENS + 8, LOGIT_PITCH = TOKENS + 8;
-constexpr int PARTS = 4;  // of the sum over an entry
+constexpr int PARTS = 4;  // split of K, the elements of an entry
 constexpr int QUERY_BYTES = HEADS * PITCH * 2;
 constexpr int LOGIT_BYTES = PARTS * HEADS * LOGIT_PITCH * 4;
 
-// Logits: the warp's tile of heads and tokens, and its part of the sum.
+// S = Q K^T: the heads, tokens and k-blocks of a warp.
 constexpr int WARP_HEADS = HEADS < 32 ? HEADS : 32;
 constexpr int WARP_TOKENS = HEADS / WARP_HEADS * TOKENS * PARTS / NUM_WARPS;
 constexpr int HEAD_GROUPS = HEADS / WARP_HEADS;
-constexpr int STEPS = ENTRY_SIZE / 16 / PARTS;                   // of 16 elements
-constexpr int STEP_UNROLL = MATRIX_CORE == WMMA_11 ? 1 : STEPS;  // operands of more take more registers than there are
-// Probabilities: the threads that share a head, a pair of tokens each at least; there may be more threads than these.
+constexpr int STEPS = ENTRY_SIZE / 16 / PARTS;                   // k-blocks of 16 elements per warp
+constexpr int STEP_UNROLL = MATRIX_CORE == WMMA_11 ? 1 : STEPS;  // gfx11: operands of more k-blocks would spill
+// Softmax: threads that share a head. Each has at least one pair of tokens; the CTA may have idle threads.
 constexpr int ROW_THREADS = NUM_THREADS / HEADS < TOKENS / 2 ? NUM_THREADS / HEADS : TOKENS / 2;
 constexpr bool ALL_HAVE_HEADS = ROW_THREADS * HEADS == NUM_THREADS;
-constexpr int PAIRS = TOKENS / 2 / ROW_THREADS;  // pairs of neighbouring tokens of a thread
-// Results: the warp's elements of the latent vector, in products of 16 heads.
+constexpr int PAIRS = TOKENS / 2 / ROW_THREADS;  // pairs of adjacent tokens of a thread
+// O += P V: the elements of the latent vector of a warp, in MMAs of 16 heads.
 constexpr int WARP_DIMS = LATENT_SIZE / NUM_WARPS;
 constexpr int HEAD_TILES = HEADS / 16, DIM_TILES = WARP_DIMS / PRODUCT_COLUMNS;
-constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
+constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // MMAs per 16 columns
 constexpr int LOGITS = WARP_TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS,
-              OUT_SUMS = DIM_TILES * PRODUCT_SUMS;  // of 16 heads
+              OUT_SUMS = DIM_TILES * PRODUCT_SUMS;  // accumulators per 16 heads
 using entries_t = PitchedTile<product_t, PITCH>;
 using probabilities_t = PitchedTile<product_t, PROBABILITY_PITCH>;
 static_assert(WARP_TOKENS % 16 == 0 && PAIRS * ROW_THREADS * 2 == TOKENS);
@@ -83,7 +84,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     unsigned char* const shared = reinterpret_cast<unsigned char*>(memory);
-    __shared__ float factors[HEADS];        // by which the result of each head is multiplied
+    __shared__ float factors[HEADS];        // correction factor of each head's accumulators
     __shared__ uint8_t exists[2 * TOKENS];  // whether each token of the two tiles has an entry
     const int head_blocks = ceil_div(int(num_heads), HEADS);
     const int first_head = blockIdx.x % head_blocks * HEADS, block_heads = min(HEADS, int(num_heads) - first_head);
@@ -101,7 +102,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     float* const logit_parts = reinterpret_cast<float*>(behind);
     product_t* const probabilities = reinterpret_cast<product_t*>(behind + LOGIT_BYTES);
 
-    // Where the lane's entry of the tile at `start` lies.
+    // The offset in the cache of the lane's entry of the tile at `start`.
     const Pages<PAGE_SIZE> pages{num_pages, page_stride, slot_stride};
     const auto place_at = [&](int start) {
         const int token = start + EntryTiles::row_of_lane();
@@ -131,7 +132,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     }
 
     const float unit = scale * LOG2_E;
-    // Where the warp's logits lie, and the thread's probabilities.
+    // Positions of the warp's scores and of the thread's probabilities.
     const int part = warp % PARTS, first_row = warp / PARTS % HEAD_GROUPS * WARP_HEADS;
     const int first_token = warp / PARTS / HEAD_GROUPS * WARP_TOKENS;
     // A thread without a head reads the logits of the last one.
@@ -155,7 +156,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         next_place = place_at(start + 2 * TOKENS);
         product_t* const tile = tiles.at(stage);
 
-        // S = Q K^T, the warp's part of the sum: heads are rows, tokens are columns.
+        // S = Q K^T, the warp's part of K. M: heads, N: tokens.
         float s[WARP_HEADS / 16][WARP_TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
 #pragma unroll
         for (int i = 0; i < WARP_HEADS / 16 * LOGITS; ++i) {
@@ -211,9 +212,9 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
         }
 #pragma unroll
         for (int mask = 1; mask < ROW_THREADS; mask *= 2) larger = fmaxf(larger, shfl_xor(larger, mask));
-        const float shrink = relative_exp2(max_logit, larger);
+        const float correction = relative_exp2(max_logit, larger);
         max_logit = larger;
-        exp_sum *= shrink;
+        exp_sum *= correction;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const float low = probability_of<product_t>(logits[2 * i], max_logit);
@@ -223,10 +224,10 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
             product_t* const to = probabilities + own_head * PROBABILITY_PITCH + 2 * (i * ROW_THREADS + own_pair);
             if (has_head) *reinterpret_cast<uint32_t*>(to) = pair;
         }
-        if (has_head && own_pair == 0) factors[own_head] = shrink;
+        if (has_head && own_pair == 0) factors[own_head] = correction;
         __syncthreads();
 
-        // O += P V: heads are rows, elements of the latent vector are columns.
+        // O += P V. M: heads, N: elements of the latent vector.
 #pragma unroll
         for (int m = 0; m < HEAD_TILES; ++m) {
             float factor[LANE_ROWS];
@@ -264,7 +265,7 @@ mla_decode(out_t* out,                          // [num_seqs, num_heads, LATENT_
     cp_async_wait<0>();
     __syncthreads();
 
-    // A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20 only guards against 0 / 0.
+    // The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20 only guards against 0 / 0.
 #pragma unroll
     for (int mask = 1; mask < ROW_THREADS; mask *= 2) exp_sum += shfl_xor(exp_sum, mask);
     exp_sum *= FULL_SCALE<product_t>;

@@ -1,16 +1,16 @@
-// mla_decode_simt: mla_decode without matrix products. It serves float32, caches of any alignment, and warps of 64
+// mla_decode_simt: mla_decode without tensor cores. It serves float32, caches of any alignment, and wavefronts of 64
 // lanes.
 //
-// Blocks: blockIdx.x counts sequences and heads, blockIdx.y counts splits (split-KV, attention.cuh). The warps of a
-// block take the tokens of the split in turn; the lanes of a warp take the elements of an entry, which is read once,
-// and sum up their products.
+// Thread mapping: blockIdx.x counts sequences and heads; blockIdx.y counts splits (split-KV, attention.cuh). The warps
+// of a CTA take the tokens of the split round-robin. The lanes of a warp share the elements of an entry, which is read
+// once, and reduce their dot products.
 //
 // Constants
 //     query_t, cache_t, out_t    element types of the queries, the cache and out
 //     table_t, length_t          element types of page_table and seq_lens
 //     PAGE_SIZE                  slots of a page of the cache
-//     NUM_WARPS                  warps of 32 lanes of the block
-//     IS_DS_MLA                  entries are of "fp8_ds_mla" (mla_entry.cuh)
+//     NUM_WARPS                  warps (of 32 lanes) of a CTA
+//     IS_DS_MLA                  the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
 #include "cache.cuh"
@@ -21,7 +21,7 @@
 constexpr int WARPS = NUM_WARPS * 32 / WARP_SIZE;
 constexpr int DIMS = LATENT_SIZE / WARP_SIZE, ROPE_DIMS = ROPE_SIZE / WARP_SIZE;  // elements of a lane
 
-// An element of an entry. Entries of bytes may lie anywhere.
+// An element of an entry. Entries in bytes may have any alignment.
 template <bool OF_DS_MLA>
 DEVICE float element_at(const cache_t* entry, int element) {
     if constexpr (OF_DS_MLA) {
@@ -86,12 +86,12 @@ mla_decode_simt(out_t* out,                          // [num_seqs, num_heads, LA
             logit = fmaf(q[i], entry[i], logit);
         }
         logit = lane_reduce<Sum, WARP_SIZE>(logit) * (scale * LOG2_E);
-        const float larger = fmaxf(max_logit, logit), shrink = relative_exp2(max_logit, larger);
+        const float larger = fmaxf(max_logit, logit), correction = relative_exp2(max_logit, larger);
         const float probability = relative_exp2(logit, larger) * (1.0f / FULL_SCALE<float>);
         max_logit = larger;
-        exp_sum = fmaf(exp_sum, shrink, probability);
+        exp_sum = fmaf(exp_sum, correction, probability);
 #pragma unroll
-        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], shrink, probability * entry[i]);
+        for (int i = 0; i < DIMS; ++i) o[i] = fmaf(o[i], correction, probability * entry[i]);
     }
 
     __shared__ float warp_max[NUM_WARPS];

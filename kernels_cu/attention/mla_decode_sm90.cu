@@ -1,18 +1,18 @@
-// mla_decode_sm90: what mla_decode.cu computes, on Hopper's tensor cores: one query token of each sequence against
-// the latent entries of its tokens in a paged cache (MLA).
+// mla_decode_sm90: MLA decode attention on Hopper: computes what mla_decode.cu does, with WGMMA and TMA.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// An entry of the cache is a latent vector c_i followed by a rotated key r_i. It is the key of every head, and its latent
-// vector is the value of every head: an entry is read once.
+// A latent entry of the cache is a latent vector c_i followed by a rotated key r_i (RoPE). It is the key of every head,
+// and its latent vector is the value of every head: an entry is read once.
 //
-// Blocks: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
-// splits.cuh) and, fastest, the blocks of a cluster. A block has HEADS heads; the blocks of a cluster go through the
-// same entries, and each widens a part of them for all.
+// Grid: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
+// splits.cuh) and, fastest, the CTAs of a cluster. A CTA has HEADS heads. The CTAs of a cluster go through the same
+// entries, and each converts a part of them for all.
 //
-// Warpgroups: the last loads pairs of tiles of TOKENS entries (mla_tiles.cuh). Each of the other two computes the logits
-// of one tile of a pair, and of the results' columns the left or right half, by the probabilities of both tiles:
+// Warp specialisation: the last warpgroup loads pairs of tiles of TOKENS entries (mla_tiles.cuh). Each of the other two
+// computes the scores of one tile of a pair, and the left or right half of the output columns, with the probabilities
+// of both tiles:
 //
 //     warpgroup 0                                         warpgroup 1
 //     S0 = Q K0^T,  m0 = max(m, S0)           -- m0 -->   S1 = Q K1^T
@@ -21,51 +21,51 @@
 //     P0 = P0 exp(m0 - m1)                    -- P0 -->
 //     L = L exp(m0 - m1) + P1 V1[left]                    R = R + P0 V0[right]
 //
-// A warpgroup's own probabilities are operands in registers. The other warpgroup gets them in shared memory, where the
-// last panel of the tile was that they belong to: the rotated keys, which no product needs any more.
+// A warpgroup has its own probabilities as A fragments in registers. The other warpgroup reads them from shared memory:
+// they overwrite the last panel of their tile, the rotated keys, which no MMA needs any more.
 //
-// A token whose page number is out of range contributes nothing; a slot behind the end of the sequence neither.
+// A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
 //     cache_t        element type of the cache: query_t or fp8_e4m3_t
 //     out_t, table_t, length_t    element types of out, page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
-//     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is of fp8, PAGE_SIZE
-//     HALF_BOXES     a box has the four panels of a half, but for rotated keys; else one panel
-//     CLUSTER        blocks of a cluster: 1, or, with IS_DS_MLA, 2
-//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
+//     BOX_TOKENS     a multiple of 8 that divides TOKENS and, unless the cache is fp8, PAGE_SIZE
+//     HALF_BOXES     a box has the four panels of a half (rotated keys: one panel); else one panel
+//     CLUSTER        CTAs of a cluster: 1, or, with IS_DS_MLA, 2
+//     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
 #include "mla_code_loader.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64;
-// Named barriers: what has been written to shared memory.
+// Named barriers: each says what has been written to shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
-// A thread's registers: what the loaders give up, the others take.
+// Registers per thread. The loaders release what the consumers take (setmaxnreg).
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
 static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
 static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
-extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1)
-mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
-                                                              // x a panel, swizzled
-                const __grid_constant__ TensorMap pe_map,     // [num_seqs, num_heads, 64]; likewise
-                const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 576]; 1 x BOX_TOKENS x a panel
-                const __grid_constant__ TensorMap half_map,   // [num_pages, PAGE_SIZE / 8, 9, 8, 64]; boxes of 1 x
-                                                              // BOX_TOKENS / 8 x 4 x 8 x 64, if HALF_BOXES
-                out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
-                float* lse,                                   // [num_seqs, num_heads]
-                const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; of codes, without a map
-                float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
-                float* max_logits,                   // [num_seqs, num_heads, max_splits]
-                float* exp_sums,                     // [num_seqs, num_heads, max_splits]
-                const length_t* seq_lens,            // [num_seqs]
-                const table_t* page_table,           // [num_seqs, max_pages]
-                int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split,
-                int64_t out_stride, int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step,
-                int64_t length_step, float scale) {
+extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_sm90(
+    const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
+                                                  // x a panel, swizzled
+    const __grid_constant__ TensorMap pe_map,     // [num_seqs, num_heads, 64]; likewise
+    const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 576]; 1 x BOX_TOKENS x a panel
+    const __grid_constant__ TensorMap half_map,   // [num_pages, PAGE_SIZE / 8, 9, 8, 64]; boxes of 1 x
+                                                  // BOX_TOKENS / 8 x 4 x 8 x 64, if HALF_BOXES
+    out_t* out,                                   // [num_seqs, num_heads, LATENT_SIZE]
+    float* lse,                                   // [num_seqs, num_heads]
+    const cache_t* kv_c_and_k_pe_cache,  // [num_pages, PAGE_SIZE, an entry]; fp8 cache: loaded without a tensor map
+    float* tmp_out,                      // [num_seqs, num_heads, max_splits, LATENT_SIZE]
+    float* max_logits,                   // [num_seqs, num_heads, max_splits]
+    float* exp_sums,                     // [num_seqs, num_heads, max_splits]
+    const length_t* seq_lens,            // [num_seqs]
+    const table_t* page_table,           // [num_seqs, max_pages]
+    int64_t num_heads, int64_t num_pages, int64_t max_tokens, int64_t max_splits, int64_t min_split, int64_t out_stride,
+    int64_t page_stride, int64_t slot_stride, int64_t table_stride, int64_t table_step, int64_t length_step,
+    float scale) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ uint64_t queries_full;
@@ -75,7 +75,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
     __shared__ float4 scales[SCALES];
     __shared__ float even_max[HEADS];
     __shared__ float odd_max[HEADS];
-    __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]; of an fp8 cache, first the factors of products
+    __shared__ float own_sums[2 * HEADS];  // [warpgroup][head]: row sums; fp8 cache: at first the descale of query rows
     uint8_t* const queries = shared;
     const EntryTiles tiles{shared + TILE_BYTES, full, empty, exists};
 
@@ -117,9 +117,9 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
 
     const auto await_full = [&](int stage, int panel, int pair) {
         mbarrier_wait(tiles.full_of(stage, panel), pair & 1);
-        if (IS_FP8) fence_proxy_async();  // for the warps that have stored the panel, or queries
+        if (IS_FP8) fence_proxy_async();  // on behalf of the warps that have stored the panel, or queries
     };
-    // s = Q K^T of the warpgroup's tile, in units of log 2, -inf where there is no entry. `top`: the largest of a row.
+    // s = Q K^T of the warpgroup's tile, in units of log 2; -inf for a token without an entry. `top`: the row max.
     const auto multiply = [&](int pair, float (&top)[2]) {
 #pragma unroll
         for (int i = 0; i < PANELS; ++i) {
@@ -129,7 +129,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
             const uint64_t a = make_smem_desc(queries + panel * PANEL_BYTES);
             const uint64_t b = make_smem_desc(tiles.panel(warpgroup, panel), panel == ROPE_PANEL ? ATOM : TOKEN_STRIDE);
             if (i == 0) warpgroup_fence_operand(s);
-            if (waits) warpgroup_arrive();  // after each wait, whose loop parts the products
+            if (waits) warpgroup_arrive();  // the wait loop ends the WGMMA group, so arrive again
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 wgmma<product_t, TOKENS>(s, advance_smem_desc(a, 32 * k), advance_smem_desc(b, 32 * k), i > 0 || k > 0);
@@ -146,7 +146,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
             for (int i = 0; i < TOKENS / 2; ++i) {
                 if (!(bits >> (i / 4 * 8 + 2 * t + i % 2) & 1)) s[i] = minus_infinity();
             }
-            // Zeros for what lies in slots behind the end of the sequence, which may be NaN.
+            // Zeroes values in slots after the end of the sequence, which may be NaN.
             named_barrier_sync(OWN_TILE + warpgroup, 128);
             for (int i = thread; i < TOKENS * 8 * 8; i += 128) {
                 const int token = i / 8 % TOKENS;
@@ -171,7 +171,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
 #pragma unroll
         for (int i = 0; i < LATENT_SIZE / 4; ++i) o[i] *= i / 2 % 2 ? second : first;
     };
-    // Logits become probabilities; `first` and `second` bring the sums of the rows to `top`.
+    // Converts logits to probabilities. `first` and `second` are the correction factors of the two rows' sums.
     const auto softmax = [&](const float (&top)[2], float first, float second) {
         exp_sum[0] *= first;
         exp_sum[1] *= second;
@@ -191,7 +191,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
         }
     };
     uint32_t a[TOKENS / 16][4];
-    // The warpgroup's half of the latent vectors of tokens 16k and on.
+    // The warpgroup's half of the latent vectors: B operand of tokens 16k to 16k + 15.
     const auto values_at = [&](int stage, int k) {
         const uint8_t* const half = tiles.panel(stage, warpgroup * HALF_PANELS);
         return make_smem_desc(half + k * 2 * TOKEN_STRIDE, TOKEN_STRIDE, PANEL_STRIDE);
@@ -205,7 +205,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
         for (int k = 0; k < TOKENS / 16; ++k) wgmma<product_t, LATENT_SIZE / 2, true>(o, a[k], values_at(warpgroup, k));
         warpgroup_commit_batch();
     };
-    // The other warpgroup has waited for the tile, and fenced, before it left its probabilities.
+    // No wait and fence: the other warpgroup did both for this tile before it stored its probabilities.
     const auto add_other = [&] {
         const int stage = warpgroup ^ 1;
         const uint64_t probabilities = make_smem_desc(tiles.panel(stage, ROPE_PANEL));
@@ -218,8 +218,8 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
         }
         warpgroup_commit_batch();
     };
-    const auto release = [&](int stage) {  // this warpgroup's half
-        sync_warp();                       // each lane has read which entries exist
+    const auto release = [&](int stage) {  // releases this warpgroup's half
+        sync_warp();                       // every lane must have read which entries exist
         if (lane >= CLUSTER) return;
         if constexpr (CLUSTER == 1) mbarrier_arrive(empty + stage * 2 + warpgroup);
         else mbarrier_arrive_cluster(empty + stage * 2 + warpgroup, lane);
@@ -252,7 +252,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
             shrink_results(first, second);
             softmax(top, first, second);
             add_own();
-            if (IS_FP8) end_own();  // the warps that widen codes need this half first, and the odd tile comes later
+            if (IS_FP8) end_own();  // the converter warps need this half first, and the odd tile comes later
             named_barrier_sync<ODD_PROBABILITIES>(256);
             max_logit[0] = odd_max[row];
             max_logit[1] = odd_max[row + 8];
@@ -300,7 +300,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
         }
     }
 
-    // The sums of both warpgroups meet. A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20
+    // Adds the row sums of both warpgroups. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
     // only guards against 0 / 0.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -333,7 +333,7 @@ mla_decode_sm90(const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_
             }
             continue;
         }
-        // Four threads have four neighbouring pairs of each 8 elements. They exchange pairs: each stores 16 bytes.
+        // Four threads hold four adjacent pairs of each 8 elements. They exchange pairs, so that each stores 16 bytes.
         out_t* const to = out + seq * out_stride + int64_t(first_head + head) * LATENT_SIZE;
 #pragma unroll
         for (int i = 0; i < LATENT_SIZE / 16; i += 4) {

@@ -1,23 +1,24 @@
-// mla_decode_small_h: what mla_decode.cu computes, for up to HEADS heads, whose time is that of the bytes of the cache.
+// mla_decode_small_h: MLA decode attention for up to HEADS heads: computes what mla_decode.cu does, bound by the
+// bandwidth of the cache.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
-// and its latent vector is the value of every head: an entry is read once, and each code becomes an operand once.
+// A latent entry of the cache is a latent vector c_i followed by a rotated key r_i (RoPE). The whole entry is the key
+// of every head, and its latent vector is the value of every head: an entry is read once, and converted to an MMA
+// operand once.
 //
-// Blocks: blockIdx.x counts sequences, blockIdx.y counts splits (split-KV, attention.cuh). A block goes through its split
+// Grid: blockIdx.x counts sequences; blockIdx.y counts splits (split-KV, attention.cuh). A CTA goes through its split
 // in tiles of TOKENS entries.
 //
-// Warps: PARTS warps have GROUP entries of each tile, each of them a part of the elements. One asks for the entries of STAGES
-// tiles ahead by bulk copies, which take rows as they lie; no group of warps waits for another:
-// 1. S = Q K^T, products of 16 heads and 8 entries (mla_operands.cuh). The warps of a group add up their parts of S.
-// 2. Online softmax of the group's entries: each of its warps has all of them.
-// 3. O += P V, products of 16 heads and 8 elements of the warp's part. Their operands are those of S, transposed between lanes.
-// In the end the results of the groups are added up.
+// Thread mapping: a group of PARTS warps shares GROUP entries of each tile, and each of its warps has a part of their
+// elements. One warp of a group issues bulk copies (whole rows) STAGES tiles ahead. Groups do not wait for each other:
+// 1. S = Q K^T with MMAs of 16 heads x 8 entries (mla_operands.cuh). The warps of a group add their partial sums of S.
+// 2. Online softmax of the group's entries: each of its warps computes all of them.
+// 3. O += P V with MMAs of 16 heads x 8 elements of the warp's part. The B operands of S are transposed between lanes.
+// At the end the results of the groups are combined.
 //
-// A token whose page number is out of range contributes nothing. What lies in a slot behind the end of the sequence
-// changes nothing.
+// A token with an invalid page number contributes nothing, and neither does a slot after the end of the sequence.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
@@ -25,9 +26,9 @@
 //     out_t          element type of out
 //     table_t, length_t    element types of page_table and seq_lens
 //     PAGE_SIZE      slots of a page of the cache
-//     GROUPS         groups of warps of a block: 2 or 4
-//     COPY_TOKENS    entries of a copy: they lie one after another in a page
-//     IS_DS_MLA      entries are of "fp8_ds_mla" (mla_entry.cuh)
+//     GROUPS         groups of warps of a CTA: 2 or 4
+//     COPY_TOKENS    entries of a bulk copy: contiguous in a page
+//     IS_DS_MLA      the cache has the format "fp8_ds_mla" (mla_entry.cuh)
 
 #include "attention.cuh"
 #include "barrier.cuh"
@@ -35,12 +36,12 @@
 #include "tma.cuh"
 
 constexpr int GROUP = 16, TOKENS = GROUP * GROUPS, PARTS = 2, STAGES = IS_DS_MLA ? 4 : 2;
-constexpr int NUM_WARPS = GROUPS * PARTS, PANELS = LATENT_PANELS / PARTS;  // panels of latent vectors in a part
+constexpr int NUM_WARPS = GROUPS * PARTS, PANELS = LATENT_PANELS / PARTS;  // PANELS: panels of latent vectors in a part
 constexpr int GROUP_BYTES = GROUP * ENTRY_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
 constexpr int LOGIT_BYTES = 2 * GROUPS * PARTS * 2 * RUN;
 constexpr int ROPE_PLACE = IS_DS_MLA ? ROPE_AT : LATENT_SIZE * sizeof(cache_t), ROPE_BYTES = ENTRY_BYTES - ROPE_PLACE;
-constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // floats
-constexpr int SPLIT_UNIT = 64;                  // tokens
+constexpr int RESULT_PITCH = LATENT_SIZE + 16;  // in floats
+constexpr int SPLIT_UNIT = 64;                  // splits are multiples of 64 tokens
 static_assert(LATENT_SIZE / PARTS / SCALED_SIZE == 2 && GROUP % COPY_TOKENS == 0 && PAGE_SIZE % COPY_TOKENS == 0);
 static_assert(ENTRY_BYTES / 16 <= NUM_WARPS * 32);
 static_assert(GROUPS * HEADS * RESULT_PITCH * 4 <= QUERY_BYTES + LOGIT_BYTES + STAGES * TILE_BYTES);
@@ -64,14 +65,14 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ uint64_t full[STAGES][GROUPS];
     __shared__ uint32_t exists[STAGES][GROUPS];  // a bit for each entry
-    __shared__ uint4 zeros[ENTRY_BYTES / 16];    // in place of an entry that does not exist
+    __shared__ uint4 zeros[ENTRY_BYTES / 16];    // read instead of an entry that does not exist
     __shared__ float group_max[GROUPS][HEADS];
     __shared__ float group_sums[GROUPS][HEADS];
     uint8_t* const queries = memory;
     uint8_t* const logits = queries + QUERY_BYTES;  // [turn][group][part]
     uint8_t* const tiles = logits + LOGIT_BYTES;
     const int seq = blockIdx.x, split = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // Of a block of 8 warps, two that share a scheduler have other groups and other parts.
+    // Groups and parts are spread so that the two warps on one SM sub-partition differ in both.
     const int g = lane / 4, t = lane % 4, group = warp / PARTS, part = (warp + warp / 4) % PARTS;
     const Splits splits(seq_lens[seq * length_step], max_tokens, 0, 0, int(max_splits), int(min_split), SPLIT_UNIT);
     const bool direct = splits.count <= 1;
@@ -83,13 +84,13 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
         fence_mbarrier_init();
     }
     if (threadIdx.x < ENTRY_BYTES / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    // Of the warp that asks for a group's entries, lane i has entry i.
+    // In the warp that copies a group's entries, lane i has the page number of entry i.
     const auto page_at = [&](int start) {
         const int token = start + group * GROUP + lane;
         const bool is_token = lane < GROUP && token < end;
         return is_token ? page_table[seq * table_stride + token / PAGE_SIZE * table_step] : table_t(-1);
     };
-    table_t page = part == 0 ? page_at(begin) : table_t(-1);  // of the next tile that is asked for
+    table_t page = part == 0 ? page_at(begin) : table_t(-1);  // page number in the next tile to be copied
     const auto copy = [&](int stage, int start) {
         if (part > 0 || start >= end) return;
         const uint32_t found = ballot(page >= 0 && page < num_pages);
@@ -99,7 +100,8 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             mbarrier_arrive_expect_tx(barrier, count_bits(found) * ENTRY_BYTES);
         }
         sync_warp();
-        const uint32_t run = found >> lane & ((1u << COPY_TOKENS) - 1);  // of one page; the last ones may lack
+        const uint32_t run =
+            found >> lane & ((1u << COPY_TOKENS) - 1);  // entries of one page; the last ones may not exist
         if (lane % COPY_TOKENS == 0 && run) {
             const int slot = (start + group * GROUP + lane) % PAGE_SIZE;
             bulk_load(tiles + stage * TILE_BYTES + group * GROUP_BYTES + lane * ENTRY_BYTES,
@@ -122,14 +124,14 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
     __syncthreads();
     const float unit = scale * LOG2_E;
     float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
-    float o[PANELS][8][4] = {};  // of heads g and g + 8, elements 16t + 2i and the next of a panel
+    float o[PANELS][8][4] = {};  // heads g and g + 8; elements 16t + 2i and 16t + 2i + 1 of a panel
 
     int stage = 0, turn = 0, phase = 0;
     for (int start = begin; start < end; start += TOKENS) {
         mbarrier_wait(&full[stage][group], phase);
         const uint32_t found = exists[stage][group];
 
-        // S = Q K^T of the warp's part.
+        // S = Q K^T over the warp's part of K.
         float s[2][4] = {};
         const auto multiply = [&](int product, const uint32_t* keys, const uint32_t* next_keys) {
             uint32_t a[4];
@@ -138,7 +140,7 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             mma_m16n8k16<query_t>(s[0], a, b);
             mma_m16n8k16<query_t>(s[1], a, next_b);
         };
-        uint32_t elements[PANELS][2][8];  // of entries g and g + 8
+        uint32_t elements[PANELS][2][8];  // B operands of entries g and g + 8
         const uint8_t* entries[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -152,7 +154,7 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
                 scales[n] = reinterpret_cast<const float2*>(entries[n] + SCALES_AT)[part];
             }
         }
-        uint32_t rotated[2][4];  // of 16 elements of a lane, each part takes 8
+        uint32_t rotated[2][4];  // each part takes 8 of the lane's 16 elements
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             load_elements<false>(entries[n] + ROPE_PLACE + (t * 2 + part) * (ROPE_BYTES / 8), 1.0f, rotated[n]);
@@ -174,7 +176,7 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             }
         }
 
-        // The parts of the logits meet, in the same order for each warp of the group.
+        // Adds the partial scores of the parts, in the same order in each warp of the group.
         uint8_t* const of_group = logits + (turn * GROUPS + group) * (PARTS * 2 * RUN) + lane * 16;
         turn ^= 1;
 #pragma unroll
@@ -182,7 +184,7 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             *reinterpret_cast<float4*>(of_group + (part * 2 + n) * RUN) = {s[n][0], s[n][1], s[n][2], s[n][3]};
         }
         named_barrier_sync(1 + group, PARTS * 32);
-        copy(stage, start + STAGES * TOKENS);  // in place of the tile, which the group has read
+        copy(stage, start + STAGES * TOKENS);  // refills the stage: the group has read this tile
         if (++stage == STAGES) {
             stage = 0;
             phase ^= 1;
@@ -202,16 +204,16 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             x[n][i % 4] = found >> (8 * n + 2 * t + i % 2) & 1 ? x[n][i % 4] * unit : minus_infinity();
             top[upper] = fmaxf(top[upper], x[n][i % 4]);
         }
-        float shrink[2];
+        float correction[2];
         uint32_t a[4];
 #pragma unroll
         for (int upper = 0; upper < 2; ++upper) {
             top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 1));
             top[upper] = fmaxf(top[upper], shfl_xor(top[upper], 2));
             const float larger = fmaxf(max_logit[upper], top[upper]);
-            shrink[upper] = relative_exp2(max_logit[upper], larger);
+            correction[upper] = relative_exp2(max_logit[upper], larger);
             max_logit[upper] = larger;
-            exp_sum[upper] *= shrink[upper];
+            exp_sum[upper] *= correction[upper];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float low = probability_of<query_t>(x[n][2 * upper], larger);
@@ -221,10 +223,10 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
             }
         }
 
-        // O += P V of the warp's part.
-        if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+        // O += P V for the warp's part of the elements.
+        if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-            for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= shrink[i / 2 % 2];
+            for (int i = 0; i < PANELS * 32; ++i) o[i / 32][i / 4 % 8][i % 4] *= correction[i / 2 % 2];
         }
 #pragma unroll
         for (int i = 0; i < PANELS * 8; ++i) {
@@ -233,7 +235,7 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
         }
     }
 
-    // The results of the groups meet, relative to the largest logit of all.
+    // Combines the results of the groups, relative to the row max of all groups.
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
         exp_sum[upper] += shfl_xor(exp_sum[upper], 1);
@@ -254,15 +256,15 @@ mla_decode_small_h(out_t* out,                          // [num_seqs, num_heads,
         const float factor = relative_exp2(max_logit[upper], larger);
         float* const to = results + (group * HEADS + head) * RESULT_PITCH + part * PANELS * PANEL_SIZE + 4 * t;
 #pragma unroll
-        for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements; those of four lanes lie together
+        for (int i = 0; i < PANELS * 4; ++i) {  // 4 elements per lane; those of four lanes are contiguous
             const float (&two)[4] = o[i / 4][i % 4 * 2], (&next)[4] = o[i / 4][i % 4 * 2 + 1];
             *reinterpret_cast<float4*>(to + i * 16) = {two[2 * upper] * factor, two[2 * upper + 1] * factor,
                                                        next[2 * upper] * factor, next[2 * upper + 1] * factor};
         }
     }
     __syncthreads();
-    // A warp has a head at a time. A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20 only guards
-    // against 0 / 0.
+    // Each warp writes one head at a time. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
+    // only guards against 0 / 0.
     for (int head = warp; head < min(HEADS, int(num_heads)); head += NUM_WARPS) {
         float larger = minus_infinity(), sum = 0.0f;
 #pragma unroll

@@ -1,23 +1,24 @@
-// mla_decode_small_h_fp8: what mla_decode.cu computes, for up to HEADS heads and an fp8 cache whose codes stay codes in shared memory.
+// mla_decode_small_h_fp8: MLA decode attention for up to HEADS heads and an fp8 cache: computes what mla_decode.cu
+// does. Entries stay fp8 in shared memory.
 //
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// An entry of the cache is a latent vector c_i followed by a rotated key r_i. The whole entry is the key of every head,
-// and its latent vector is the value of every head: an entry is read once. Few heads leave the time to its bytes, so
-// several blocks share a multiprocessor, and codes become operands of products without a way back through shared memory.
+// A latent entry of the cache is a latent vector c_i followed by a rotated key r_i (RoPE). The whole entry is the key
+// of every head, and its latent vector is the value of every head: an entry is read once. With few heads the kernel is
+// bound by memory bandwidth, so several CTAs share an SM, and fp8 values are converted to MMA operands in registers.
 //
-// Blocks: blockIdx.x counts sequences, blockIdx.y counts splits (split-KV, attention.cuh). A block goes through its split
-// in tiles of TOKENS entries, and copies the next tile while it computes this one.
+// Grid: blockIdx.x counts sequences; blockIdx.y counts splits (split-KV, attention.cuh). A CTA goes through its split
+// in tiles of TOKENS entries, and copies the next tile while it computes the current one.
 //
-// Warps, for each tile, with products of 16 heads and 8 columns:
-// 1. S = Q K^T: a warp has 16 entries, those it has copied. Four neighbouring lanes have 16 codes each of a panel of 64
-//    elements of an entry; the elements of a query are taken in the same order.
-// 2. Online softmax: the largest logits of all warps, then probabilities, meet in shared memory.
-// 3. O += P V: a warp has WARP_DIMS elements of the latent vectors of all entries. ldmatrix transposes pairs of codes,
-//    which lie in two neighbouring entries then and are sorted by a permutation of bytes.
+// Thread mapping, for each tile, with MMAs of 16 heads x 8 columns:
+// 1. S = Q K^T: a warp has 16 entries, those that it has copied. Four adjacent lanes have 16 fp8 values each of a panel
+//    of 64 elements of an entry; the elements of a query are in the same order.
+// 2. Online softmax: the warps exchange their row maxima, and then the probabilities, through shared memory.
+// 3. O += P V: a warp has WARP_DIMS elements of the latent vectors of all entries. ldmatrix transposes pairs of fp8
+//    values; a word then holds two adjacent entries, and a byte permutation sorts them.
 //
-// A token whose page number is out of range contributes nothing. A slot behind the end of the sequence is not read.
+// A token with an invalid page number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
 //     query_t        element type of queries: half_t or bf16_t
@@ -36,9 +37,9 @@ constexpr int HEADS = 16, TOKENS = 64, NUM_WARPS = 4, WARP_TOKENS = TOKENS / NUM
 constexpr int PANEL_SIZE = 64, PANELS = ENTRY_SIZE / PANEL_SIZE;
 constexpr int WARP_DIMS = LATENT_SIZE / NUM_WARPS;
 static_assert(!IS_DS_MLA);
-using product_t = half_t;  // has every code
-// An entry lies in chunks of 16 bytes, whose number's two lower bits differ by pairs of rows; 16 banks of 32 from a row to
-// the next one: what eight lanes read of 2 rows, or of 8, are all banks.
+using product_t = half_t;  // represents every fp8 value
+// Swizzle: an entry is stored in chunks of 16 bytes, and the two lower bits of a chunk's index are XORed with row / 2.
+// The row stride is 64 bytes modulo 128. Eight lanes that read 2 rows, or 8 rows, then cover all banks.
 constexpr int CHUNKS = ENTRY_BYTES / 16, PITCH = ceil_div(CHUNKS - 4, 8) * 128 + 64, TILE_BYTES = TOKENS * PITCH;
 constexpr int QUERY_PITCH = ENTRY_SIZE * 2, QUERY_BYTES = HEADS * QUERY_PITCH;
 constexpr int PROBABILITY_PITCH = TOKENS * 2 + 16;
@@ -72,8 +73,8 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
                        int64_t table_step, int64_t length_step, float scale) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    __shared__ float units[HEADS];                // by which products with the queries of a head are multiplied
-    __shared__ float warp_max[NUM_WARPS][HEADS];  // the largest logits of a tile
+    __shared__ float units[HEADS];                // factor from a score of a head to its logit
+    __shared__ float warp_max[NUM_WARPS][HEADS];  // row max of a tile, per warp
     __shared__ float warp_sums[NUM_WARPS][HEADS];
     uint8_t* const queries = reinterpret_cast<uint8_t*>(memory);
     uint8_t* const probabilities = queries + QUERY_BYTES;
@@ -85,7 +86,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     if (!splits.exists(split) && !(direct && split == 0)) return;
     const int begin = splits.begin(split), end = splits.end(split);
 
-    // Four lanes copy entries g and g + 8 of the warp's 16, each every fourth chunk.
+    // Four lanes copy entries g and g + 8 of the warp's 16 entries; each copies every fourth chunk.
     const auto page_at = [&](int start, int i) {
         const int token = start + warp * WARP_TOKENS + i * 8 + g;
         return token < end ? int64_t(page_table[seq * table_stride + token / PAGE_SIZE * table_step]) : int64_t(-1);
@@ -112,7 +113,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     pages[0] = page_at(begin + TOKENS, 0);
     pages[1] = page_at(begin + TOKENS, 1);
 
-    // Queries: eight threads to a head, each relative to a power of two.
+    // Queries: eight threads per head. Each query is divided by a power of two.
     {
         using vec_t = Vec<query_t, 8>;
         const int head = threadIdx.x / 8, part = threadIdx.x % 8;
@@ -147,7 +148,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
     }
     const float unit[2] = {units[g], units[g + 8]};
     float max_logit[2] = {minus_infinity(), minus_infinity()}, exp_sum[2] = {};
-    float o[WARP_DIMS / 16][2][4] = {};  // of 16 elements the even ones, the odd ones
+    float o[WARP_DIMS / 16][2][4] = {};  // of each 16 elements the even ones, then the odd ones
 
     int stage = 0;
     for (int start = begin; start < end; start += TOKENS, stage ^= 1) {
@@ -155,7 +156,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
         cp_async_wait<0>();
         sync_warp();
 
-        // S = Q K^T of the warp's entries, 8 and 8; products take turns at two sums.
+        // S = Q K^T of the warp's entries, 8 and 8. MMAs alternate between two accumulators.
         float s[2][2][4] = {};
         const int key_row = warp * WARP_TOKENS + g;
         const auto multiply = [&](int chunk, auto pair_of) {
@@ -200,21 +201,21 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
             if (t == 0) warp_max[warp][g + 8 * half] = top[half];
         }
         __syncthreads();
-        // All warps have used the other tile, and the probabilities.
+        // After this barrier no warp reads the other tile or the probabilities any more.
         if (start + TOKENS < end) {
             copy(stage ^ 1, start + TOKENS, pages);
             pages[0] = page_at(start + 2 * TOKENS, 0);
             pages[1] = page_at(start + 2 * TOKENS, 1);
         }
-        float shrink[2];
+        float correction[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float larger = max_logit[half];
 #pragma unroll
             for (int w = 0; w < NUM_WARPS; ++w) larger = fmaxf(larger, warp_max[w][g + 8 * half]);
-            shrink[half] = relative_exp2(max_logit[half], larger);
+            correction[half] = relative_exp2(max_logit[half], larger);
             max_logit[half] = larger;
-            exp_sum[half] *= shrink[half];
+            exp_sum[half] *= correction[half];
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float low = probability_of<product_t>(logit[n][2 * half], larger);
@@ -227,10 +228,10 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
         }
         __syncthreads();
 
-        // O += P V, the warp's elements.
-        if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+        // O += P V for the warp's elements.
+        if (any_lane(correction[0] != 1.0f || correction[1] != 1.0f)) {
 #pragma unroll
-            for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= shrink[i / 2 % 2];
+            for (int i = 0; i < WARP_DIMS / 2; ++i) o[i / 8][i / 4 % 2][i % 4] *= correction[i / 2 % 2];
         }
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; ++k) {
@@ -238,7 +239,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
             ldmatrix<4>(a, probabilities + lane % 16 * PROBABILITY_PITCH + k * 32 + lane / 16 * 16);
 #pragma unroll
             for (int n = 0; n < WARP_DIMS / 16; n += 2) {
-                uint32_t codes[4];  // of 8 entries of 16 elements, the next 8 entries, the next 16 elements likewise
+                uint32_t codes[4];  // 8 entries x 16 elements, the next 8 entries, then both for the next 16 elements
                 ldmatrix<4, true>(codes,
                                   tile + place_in_tile(k * 16 + lane % 16, warp * (WARP_DIMS / 16) + n + lane / 16));
 #pragma unroll
@@ -246,7 +247,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
                     uint32_t pairs[2][2];
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        // Bytes: an even and an odd element of an entry, and of the next entry.
+                        // Bytes of a word: an even and an odd element of an entry, then the same of the next entry.
                         const uint32_t sorted = byte_perm(codes[2 * i + j], 0, 0x3120);
                         fp8_to_half<cache_t>(sorted, pairs[j]);
                     }
@@ -260,7 +261,7 @@ mla_decode_small_h_fp8(out_t* out,                          // [num_seqs, num_he
         }
     }
 
-    // A partial result gets the formula's epsilon of 1e-6 when it is joined; 1e-20 only guards against 0 / 0.
+    // The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20 only guards against 0 / 0.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         exp_sum[half] += shfl_xor(exp_sum[half], 1);

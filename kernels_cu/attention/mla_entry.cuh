@@ -1,7 +1,7 @@
-// mla_entry.cuh: an entry of the cache of multi-head latent attention: a latent vector and a rotated key.
+// mla_entry.cuh: a latent entry of the MLA cache: the latent vector and the rotated key (RoPE) of a token.
 //
-// Both are elements of cache_t, one after another. Or, with IS_DS_MLA ("fp8_ds_mla"), an entry is 656 bytes: the latent
-// vector as codes of e4m3; the scales of SCALED_SIZE codes each, float32; the rotated key, of 16-bit elements.
+// Both are contiguous elements of cache_t. With IS_DS_MLA ("fp8_ds_mla"), an entry has 656 bytes: the latent vector as
+// e4m3, one float32 scale per SCALED_SIZE elements, and the rotated key as 16-bit elements.
 #pragma once
 #include "widen.cuh"
 

@@ -1,40 +1,40 @@
-// mla_entry_tiles.cuh: how mla_decode, whose constants it reads, brings tiles of entries to shared memory.
+// mla_entry_tiles.cuh: loads tiles of latent entries to shared memory for mla_decode. Reads the constants of the kernel
+// that includes it.
 //
-// A tile has a row of product_t for each of TOKENS entries. Each warp copies ROWS of them, in chunks of 16 bytes, and
-// nothing that another warp copies. Entries of product_t go to their place: there are two tiles. Of a cache of codes there
-// is one tile, and memory for the codes of the next one, which become product_t as soon as nobody reads the tile.
+// A tile has a row of product_t for each of TOKENS entries. Each warp copies ROWS rows in chunks of 16 bytes. Entries
+// of product_t are copied directly to one of two tiles. For an fp8 cache there is one tile, and memory for the fp8
+// values of the next one, which are converted to product_t as soon as no warp reads the tile.
 #pragma once
 #include "async.cuh"
 #include "mla_entry.cuh"
 #include "paged.cuh"
 
 constexpr bool IS_FP8 = !is_same<cache_t, product_t>;
-constexpr int PITCH =
-    ENTRY_SIZE + 8;  // 16 bytes more than an entry, so that neighbouring rows begin on different banks
+constexpr int PITCH = ENTRY_SIZE + 8;  // padded by 16 bytes, so that adjacent rows begin on different banks
 constexpr int ROWS = TOKENS / NUM_WARPS;
 constexpr int CHUNK = 16 / sizeof(cache_t), CHUNKS = ENTRY_BYTES / 16;  // elements of a chunk; chunks of an entry
 constexpr int COPIES = ceil_div(ROWS * CHUNKS, WARP_SIZE);              // chunks that a lane copies
 static_assert(ROWS * NUM_WARPS == TOKENS && ROWS <= WARP_SIZE);
 
-// The chunks of a lane on their way to a tile, where copies are held.
+// A lane's chunks in flight to a tile, where copies are held.
 using held_entries_t = uint32_t[HOLDS_COPIES ? COPIES : 1][4];
 
 struct EntryTiles {
     static constexpr int TILE_BYTES = TOKENS * PITCH * 2, STAGES = IS_FP8 ? 1 : 2;
     static constexpr int BYTES = STAGES * TILE_BYTES + (IS_FP8 ? TOKENS * ENTRY_BYTES : 0);
 
-    unsigned char* shared;  // [BYTES]: the tiles, then the codes
-    uint8_t* exists;        // [2, TOKENS], of two tiles: whether a row has an entry
+    unsigned char* shared;  // [BYTES]: the tiles, then the fp8 values
+    uint8_t* exists;        // [2, TOKENS]: whether a row of each of two tiles has an entry
     const cache_t* cache;
 
     DEVICE product_t* at(int stage) const {
         return reinterpret_cast<product_t*>(shared + (IS_FP8 ? 0 : stage) * TILE_BYTES);
     }
-    // The row of a tile whose place the lane finds; lane `row` of a warp has the warp's row number `row`.
+    // The row of a tile for which the lane computes the offset; lane `row` of a warp has the warp's row `row`.
     static DEVICE int row_of_lane() { return first_row() + lane() % ROWS; }
 
-    // Copies the tile whose rows lie at `place` in the cache, each lane's row at its own, to shared memory or `held`.
-    // A row at NOWHERE becomes zeros.
+    // Copies a tile to shared memory or `held`. `place` is the cache offset of the lane's row; a row with NOWHERE is
+    // filled with zeros.
     DEVICE void load(int stage, int64_t place, held_entries_t& held) const {
         each_chunk([&](int row, int chunk, bool is_own, int n) {
             const int64_t at = shfl<WARP_SIZE>(place, row);
@@ -45,7 +45,7 @@ struct EntryTiles {
         if (lane() < ROWS) exists[stage * TOKENS + row_of_lane()] = place != NOWHERE;
         cp_async_commit();
     }
-    // Ends what `load` has begun, where copies are held.
+    // Completes `load` where copies are held: stores `held` to shared memory.
     DEVICE void store(int stage, const held_entries_t& held) const {
         if constexpr (HOLDS_COPIES) {
             each_chunk([&](int row, int chunk, bool is_own, int n) {
@@ -57,7 +57,7 @@ struct EntryTiles {
             });
         }
     }
-    // Makes elements of the tile of the codes that this lane has copied.
+    // Converts the fp8 values that this lane has copied to elements of the tile.
     DEVICE void convert_codes() const {
         each_chunk([&](int row, int chunk, bool is_own, int) {
             if (!is_own) return;
@@ -70,8 +70,8 @@ struct EntryTiles {
 private:
     static DEVICE int lane() { return threadIdx.x % WARP_SIZE; }
     static DEVICE int first_row() { return int(threadIdx.x / WARP_SIZE) * ROWS; }
-    // Calls f(row, chunk, is_own, n) for the n-th chunk that this lane copies, of row `row` of the warp's; a chunk that is
-    // not the lane's own has is_own = false. All lanes of the warp make the same number of calls.
+    // Calls f(row, chunk, is_own, n) for the n-th chunk of this lane, which belongs to row `row` of the warp's rows.
+    // is_own is false if the lane has no n-th chunk. All lanes of the warp make the same number of calls.
     template <typename F>
     static DEVICE void each_chunk(F f) {
 #pragma unroll
@@ -88,7 +88,7 @@ private:
         return at(stage) + (first_row() + row) * PITCH + chunk * CHUNK;
     }
 
-    // The elements of a chunk of codes.
+    // Converts a chunk of fp8 values.
     static DEVICE void convert(product_t* to, const unsigned char* from) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -105,8 +105,8 @@ private:
             }
         }
     }
-    // The same of an entry of "fp8_ds_mla": codes times their scale, or elements of the rotated key, which lie behind the
-    // scales in the cache, as they are.
+    // The same for an entry of "fp8_ds_mla": fp8 values times their scale, or unchanged elements of the rotated key,
+    // which follows the scales in the cache.
     DEVICE void convert_scaled(product_t* to, int row, int chunk) const {
         constexpr int SCALES = SCALES_AT / 16, ROPE = ROPE_AT / 16;  // chunks
         const uint4 bytes = *reinterpret_cast<const uint4*>(code_at(row, chunk));

@@ -1,14 +1,14 @@
-// mla_operands.cuh: operands of the products of mla_decode_small_h, which are mma_m16n8k16.
+// mla_operands.cuh: operands of the MMAs (m16n8k16) of mla_decode_small_h.
 //
-// Four neighbouring lanes have 16 elements each of a panel of an entry, t of them those from 16t on. A product takes four of
-// each lane; the elements of a query lie in the same order.
+// Four adjacent lanes have 16 elements each of a panel of an entry: lane t has elements 16t to 16t + 15. An MMA takes
+// four elements of each lane. The elements of a query are in the same order.
 #pragma once
 #include "mla_entry.cuh"
 #include "mma.cuh"
 
-constexpr int PANEL_SIZE = 64, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE;  // panels: of elements of an entry or a query
+constexpr int PANEL_SIZE = 64, LATENT_PANELS = LATENT_SIZE / PANEL_SIZE;  // panels of an entry or a query
 constexpr int HEADS = 16, QUERY_BYTES = HEADS * ENTRY_SIZE * 2;
-constexpr int RUN = 32 * 16;  // bytes, 16 of each lane
+constexpr int RUN = 32 * 16;  // bytes of an operand: 16 per lane
 
 DEVICE void load_words(const uint8_t* shared, uint32_t* words) {
     const uint4 x = *reinterpret_cast<const uint4*>(shared);
@@ -18,8 +18,8 @@ DEVICE void load_words(const uint8_t* shared, uint32_t* words) {
     words[3] = x.w;
 }
 
-// N pairs of elements, 4 or 8, of the type of the queries: as they lie, or of codes, of which each product with `scale` is
-// rounded.
+// Loads N = 4 or 8 pairs of elements in the type of the queries. ARE_CODES: the elements are fp8, and are multiplied by
+// `scale` and rounded. Otherwise they are loaded unchanged.
 template <bool ARE_CODES, int N>
 DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[N]) {
     uint32_t words[ARE_CODES ? N / 2 : N];
@@ -39,8 +39,8 @@ DEVICE void load_elements(const uint8_t* shared, float scale, uint32_t (&pairs)[
     }
 }
 
-// The queries of HEADS heads as operands: a run of shared memory for each product. Heads that do not exist are zeros.
-// `load` loads 8 elements of a head from one on. 8 threads to a head.
+// Stores the queries of HEADS heads as A operands, RUN bytes of shared memory for each MMA, with zeros for heads that
+// do not exist. `load(head, i)` loads elements i to i + 7 of a head. Eight threads share a head.
 template <typename F>
 DEVICE void store_queries(uint8_t* operands, F load) {
     const int head = threadIdx.x / 8, part = threadIdx.x % 8;
@@ -51,7 +51,7 @@ DEVICE void store_queries(uint8_t* operands, F load) {
     for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
-            // Elements 16t and on of panel i; of a product a lane has two pairs of heads g and g + 8.
+            // Elements 16t to 16t + 15 of panel i. For each MMA a lane has two pairs of heads g and g + 8.
             const int t = part / 2, product = i * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
             *reinterpret_cast<uint32_t*>(operands + product * RUN + lane * 16 + (j / 2 % 2 * 2 + head / 8) * 4) =
                 x[i].template word<2>(j);

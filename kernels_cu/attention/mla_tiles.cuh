@@ -1,14 +1,16 @@
-// mla_tiles.cuh: the tiles of mla_decode_sm90, whose constants it reads, and the warp that fills them by TMA.
+// mla_tiles.cuh: the shared memory tiles of mla_decode_sm90, and the warp that fills them by TMA. Reads the constants
+// of the kernel that includes it.
 //
-// A tile is TOKENS entries in nine panels of 64 elements, whose rows of 128 bytes are swizzled: four panels of the left
-// half of the latent vectors, four of the right, and the rotated keys. A panel lies in atoms of 8 entries; atoms follow
-// each other, or, where HALF_BOXES, atoms of the other panels of the half lie between them. Tiles come in pairs; the even one of a pair lies
-// in stage 0, the odd one in stage 1. A half is filled anew when the warpgroup that reads the half last has given it
-// back: the left halves by warpgroup 0, the right ones by warpgroup 1. Rotated keys are filled with the half of the
-// warpgroup that reads probabilities in their place.
+// A tile is TOKENS entries in nine panels of 64 elements, with swizzled rows of 128 bytes: four panels for the left
+// half of the latent vectors, four for the right half, and one for the rotated keys. A panel consists of atoms of 8
+// entries. The atoms of a panel are contiguous, or, with HALF_BOXES, interleaved with those of the half's other panels.
 //
-// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. The entries of an fp8 cache are
-// widened to product_t by a warpgroup (mla_code_loader.cuh).
+// Tiles come in pairs; the even one is stage 0, the odd one stage 1. A half is filled again when the warpgroup that
+// reads it last has released it: warpgroup 0 releases the left halves, warpgroup 1 the right ones. Rotated keys are
+// filled together with the half of the warpgroup that reads the probabilities which overwrite them.
+//
+// load_boxes: a warp loads boxes of BOX_TOKENS entries of a panel, or of a half, by TMA. For an fp8 cache, a warpgroup
+// converts the entries to product_t (mla_code_loader.cuh).
 #pragma once
 #include "attention.cuh"
 #include "cluster.cuh"
@@ -22,41 +24,41 @@ constexpr bool CONVERTS_QUERIES = IS_FP8 && !IS_DS_MLA;
 constexpr int TOKENS = 64, PANEL_SIZE = 64, ROW_BYTES = 128;
 constexpr int PANELS = 9, ROPE_PANEL = 8, HALF_PANELS = 4, STAGES = 2, LEFT = 0, RIGHT = 1;
 constexpr int PANEL_BYTES = TOKENS * ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES, ATOM = 8 * ROW_BYTES;
-// From 8 entries of a panel of latent vectors to the next, and from a panel to the next.
+// Strides between groups of 8 entries of a panel of latent vectors, and between panels.
 constexpr int TOKEN_STRIDE = HALF_BOXES ? HALF_PANELS * ATOM : ATOM, PANEL_STRIDE = HALF_BOXES ? ATOM : PANEL_BYTES;
-// Who fills a half at once says so once, not for each of its panels.
+// HALF_BARRIERS: a half is filled at once and has one full barrier, instead of one per panel.
 constexpr bool HALF_BARRIERS = HALF_BOXES || IS_FP8;
-using product_t =
-    conditional_t<CONVERTS_QUERIES, half_t, query_t>;  // of the products' operands; float16 has every code
+using product_t = conditional_t<CONVERTS_QUERIES, half_t, query_t>;  // MMA operands; float16 represents every fp8 value
 static_assert(IS_FP8 ? !HALF_BOXES : is_same<query_t, cache_t>);
 static_assert(CLUSTER == 1 || IS_DS_MLA);
 
-// The tiles of a block, and who waits for what of them.
+// The tiles of a CTA and their barriers.
 struct EntryTiles {
     uint8_t* memory;
     uint64_t* full;    // [STAGES][PANELS], mbarriers
-    uint64_t* empty;   // [STAGES][2], of halves
+    uint64_t* empty;   // [STAGES][2], one per half
     uint64_t* exists;  // [STAGES], a bit for each token of a tile that has an entry
 
     DEVICE uint8_t* panel(int stage, int panel) const {
         uint8_t* const half = memory + stage * TILE_BYTES + panel / HALF_PANELS * (HALF_PANELS * PANEL_BYTES);
         return half + panel % HALF_PANELS * PANEL_STRIDE;
     }
-    // Of a panel of latent vectors.
+    // The row of a token in a panel of latent vectors.
     DEVICE uint8_t* row(int stage, int of_panel, int token) const {
         return panel(stage, of_panel) + token / 8 * TOKEN_STRIDE + token % 8 * ROW_BYTES;
     }
     DEVICE uint64_t* full_of(int stage, int panel) const {
-        if (IS_FP8 && panel == ROPE_PANEL) panel = (stage ^ 1) * HALF_PANELS;  // with the half they are filled with
+        if (IS_FP8 && panel == ROPE_PANEL)
+            panel = (stage ^ 1) * HALF_PANELS;  // rotated keys share the barrier of the half that they are filled with
         return full + stage * PANELS + (HALF_BARRIERS ? panel / HALF_PANELS * HALF_PANELS : panel);
     }
-    // By one thread; a barrier of the cluster follows.
+    // One thread calls it; a cluster barrier must follow.
     DEVICE void init() const {
         for (int i = 0; i < STAGES * PANELS; ++i) {
             const bool has_copies = IS_DS_MLA && full + i == full_of(i / PANELS, ROPE_PANEL);
             mbarrier_init(full + i, (IS_FP8 ? 4 : 1) + (has_copies ? 128 : 0));
         }
-        // The warps of one warpgroup of each block give a half back.
+        // One warpgroup of each CTA releases a half.
         for (int i = 0; i < STAGES * 2; ++i) mbarrier_init(empty + i, 4 * CLUSTER);
         fence_mbarrier_init();
     }
@@ -65,7 +67,7 @@ struct EntryTiles {
     }
 };
 
-// The entries of a split of a sequence: tokens from `begin` on and before `end`.
+// The entries of a split of a sequence: tokens begin to end - 1.
 struct Split {
     const table_t* pages;  // the sequence's row of the page table
     int64_t table_step, num_pages;
@@ -74,7 +76,7 @@ struct Split {
     DEVICE int pairs() const { return ceil_div(end - begin, 2 * TOKENS); }
 };
 
-// Loads the queries of a block. One thread calls.
+// Loads the queries of a CTA. One thread calls it.
 DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope_map, const TensorMap* pe_map,
                          int first_head, int seq) {
     mbarrier_arrive_expect_tx(full, TILE_BYTES);
@@ -85,8 +87,8 @@ DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope
     }
 }
 
-// Queries beside an fp8 cache become product_t in their place, relative to a power of two for each row: units[row] is what
-// their products are to be multiplied by. By 256 threads, four to a row.
+// Converts the queries for an fp8 cache to product_t in place. Each row is divided by a power of two, units[row], by
+// which its scores are to be multiplied. 256 threads call it, four per row.
 template <typename Q>
 DEVICE void convert_queries(uint8_t* queries, float* units) {
     const int row = threadIdx.x / 4, t = threadIdx.x % 4;
@@ -94,12 +96,12 @@ DEVICE void convert_queries(uint8_t* queries, float* units) {
     if (t == 0) units[row] = unit;
 }
 
-// Loads entries by TMA. Every lane of one warp calls.
+// Loads entries by TMA. Every lane of one warp calls it.
 DEVICE void
 load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_map, const TensorMap* half_map) {
-    constexpr int BOXES = TOKENS / BOX_TOKENS;  // of a panel
+    constexpr int BOXES = TOKENS / BOX_TOKENS;  // boxes of a panel
     const int lane = threadIdx.x % WARP_SIZE;
-    // Lane i has the page of box i of a pair, -1 where there is none: what is loaded from there are zeros.
+    // Lane i has the page of box i of a pair, or -1 if it is invalid: TMA then fills zeros.
     const auto page_at = [&](int pair) {
         const int token = split.begin + pair * 2 * TOKENS + lane % (2 * BOXES) * BOX_TOKENS;
         if (token >= split.end) return -1;
@@ -116,7 +118,7 @@ load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_m
             const int box_page = shfl<WARP_SIZE>(page, stage * BOXES + box);
             if (lane >= BOXES) return;
             tiles.await_empty(stage, half, pair);
-            if (lane == 0 && half == stage) {  // read by the warpgroup that gives this half back
+            if (lane == 0 && half == stage) {  // read by the warpgroup that releases this half
                 uint64_t bits = 0;
                 for (int b = 0; b < BOXES; ++b) {
                     if (found >> (stage * BOXES + b) & 1) bits |= ~uint64_t(0) >> (64 - BOX_TOKENS) << b * BOX_TOKENS;
@@ -141,7 +143,7 @@ load_boxes(const EntryTiles& tiles, const Split& split, const TensorMap* cache_m
             for (int panel = 0; panel < HALF_PANELS && !HALF_BOXES; ++panel) load_panel(half * HALF_PANELS + panel);
             if (half != stage) load_panel(ROPE_PANEL);
         };
-        // In the order in which they are given back.
+        // In the order in which the halves are released.
         load(0, LEFT);
         load(1, RIGHT);
         load(0, RIGHT);

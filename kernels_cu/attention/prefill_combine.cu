@@ -1,18 +1,18 @@
-// prefill_combine: joins what the splits of the work items of prefill_sm90 have left (split-KV).
+// prefill_combine: combines the partial results of prefill_sm90's splits (split-KV).
 //
 //     out = sum_s w_s o_s / (sum_s w_s + 1e-6),   w_s = z_s exp(m_s - m),   m = max_s m_s
 //
-// where split s has left the largest logit m_s of a row, the sum of exponentials z_s relative to m_s, and the mean of
-// values o_s. A sink is one more logit without a value. Rows of an item without splits have been written already.
+// Split s has stored the row max m_s, the row sum z_s relative to m_s, and the mean of values o_s. A sink is one more
+// logit without a value. prefill_sm90 has already written the rows of items with one split.
 //
-// Blocks: blockIdx.x counts work items (prefill_scheduler.cuh), each with all its splits; blockIdx.y counts WARPS rows of an
-// item. A warp has a row, and a lane has four of each 128 elements of a row.
+// Thread mapping: blockIdx.x counts work items (prefill_scheduler.cuh) with all their splits; blockIdx.y counts groups
+// of WARPS rows of an item. A warp has a row, and a lane has four of each 128 elements of the row.
 //
 // Constants, as in prefill_sm90.cu
 //     scalar_t               element type of out
 //     length_t, starts_t     element types of seq_lens and cu_seqlens_q
-//     VALUE_SIZE, GROUP      elements of a value; query heads of one key-value head
-//     TOKENS, CONSUMERS      keys of a tile, and warpgroups of 64 rows, of the kernel whose splits are joined
+//     VALUE_SIZE, GROUP      elements of a value; query heads per KV head
+//     TOKENS, CONSUMERS      keys of a KV tile, and consumer warpgroups, of the prefill_sm90 that computed the splits
 //     CAUSAL, RAGGED, HAS_SPLITS    likewise
 
 #include "attention.cuh"
@@ -59,7 +59,7 @@ prefill_combine(scalar_t* out,                 // [num_tokens, num_heads, VALUE_
     for (int column = lane * ACCESS; column < VALUE_SIZE; column += WARP_SIZE * ACCESS) {
         float sum[ACCESS] = {};
         for (int split = 0; split < work.splits; ++split) {
-            // At most 1, so that no product with a mean overflows.
+            // part <= 1, so that part * x cannot overflow.
             const float part = exp_sums[first_part + split] * relative_exp(max_logits[first_part + split]) * scale;
             float x[ACCESS];
             Vec<float, ACCESS>::load(tmp_out + (first_part + split) * VALUE_SIZE + column).to_floats(x);

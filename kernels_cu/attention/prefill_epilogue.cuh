@@ -1,39 +1,41 @@
-// prefill_epilogue.cuh: how prefill_sm90, whose constants it reads, stores what consumers have of an item of work.
+// prefill_epilogue.cuh: the epilogue of prefill_sm90: stores a consumer's accumulators of a work item. Reads the
+// constants of the kernel that includes it.
 //
-//     out = o / (sum + EPSILON), with a sink counted in the sum; or a split's o, largest logit and sum, for
+//     out = o / (row_sum + EPSILON), row_sum includes a sink; or a split's o / row_sum, row max and row sum, for
 //     prefill_combine.cu
 //
-// Lane 4g + t of a warp has of rows g and g + 8, in each 8 elements, pair t. Four lanes exchange pairs, so that each
-// stores 16 bytes.
+// Thread mapping: lane 4g + t of a warp holds rows g and g + 8, and in each 8 elements of a row the pair 2t, 2t + 1.
+// Four lanes exchange pairs, so that each lane stores 16 bytes.
 #pragma once
 #include "attention.cuh"
 #include "mma.cuh"
 #include "prefill_scheduler.cuh"
 
-// Under a soft cap small products have small logits, up to MAX_MAGNITUDE in units of log 2 on either side of 0. Tiles of
-// such products are relative to MAX_MAGNITUDE, whatever their largest logit is, so that probabilities and their sum may
-// be smaller by its square, for which float16 has no room; EPSILON, which is relative to the largest probability, and is
-// the formula's in the join of splits, is smaller, too.
+// BY_MAGNITUDE: small scores under a soft cap have logits of at most MAX_MAGNITUDE (in units of log 2). Probabilities
+// of tiles of such scores are relative to MAX_MAGNITUDE instead of their row max, and so may be smaller by a factor of
+// 2^(2 * MAX_MAGNITUDE). float16 cannot represent them. EPSILON, which is relative to the largest probability, is
+// smaller for the same reason; in split-KV the combine adds the formula's epsilon.
 constexpr bool BY_MAGNITUDE = HAS_SOFTCAP && HEADROOM<product_t> > 0 && !HAS_SPLITS;
 constexpr float MAX_MAGNITUDE = 20.0f, EPSILON = BY_MAGNITUDE ? 0x1p-60f : 1e-6f;
 
-// Columns of products with values, by sixteens: the last 8 may be those of zeros.
+// VALUE_COLUMNS: N of P V, a multiple of 16. The last 8 columns may be zeros.
 constexpr int VALUE_COLUMNS = ceil_div(VALUE_SIZE, 16) * 16;
 
 // Two ones of type T in a word.
 template <typename T> constexpr uint32_t PAIR_OF_ONES = is_same<T, half_t> ? 0x3c003c00u : 0x3f803f80u;
 
-// The arguments of the kernel, by their names, where results go.
+// Where results go. Members are the kernel's arguments of the same names.
 struct Results {
     scalar_t* out;
     float *lse, *tmp_out, *max_logits, *exp_sums;
     const float *sinks, *v_scale;
     int64_t num_tokens, max_splits, out_stride, num_heads;
 
-    // Stores the sums `o` of the warpgroup's rows. `max_logit` is in units of log 2; lanes of a row have parts of exp_sum.
+    // Stores the accumulators `o` of the warpgroup's rows. `max_logit` is in units of log 2. Each of the four lanes of
+    // a row has a part of exp_sum.
     DEVICE void store(const Work& work, const float (&o)[VALUE_COLUMNS / 2], const float (&max_logit)[2],
                       const float (&exp_sum)[2]) const {
-        // The thread's place is made anew here: products leave no registers that could keep it.
+        // The thread's row is recomputed here: the main loop has no register to keep it in.
         const int thread = made_anew(threadIdx.x), t = thread % 4, own_row = thread / 32 * 16 + thread % 32 / 4;
         const float unit =
             FULL_SCALE<product_t> * (!is_same<cache_t, scalar_t> ? v_scale[HEAD_SCALES ? work.kv_head : 0] : 1.0f);
@@ -47,7 +49,7 @@ struct Results {
             const bool exists = row < USED_ROWS && row / GROUP < work.tokens;
             const int64_t token = int64_t(work.token) + row / GROUP, head = work.kv_head * GROUP + row % GROUP;
             if (HAS_SPLITS && work.splits > 1) {
-                // The formula's epsilon comes with the join; 1e-20 only guards against 0 / 0.
+                // The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
                 const float mean = unit / (row_sum + 1e-20f);
                 const int64_t part = (token * num_heads + head) * max_splits + work.split;
                 if (exists && t == 0) {
@@ -61,9 +63,9 @@ struct Results {
                 }
                 continue;
             }
-            const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+            const float correction = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
             if (HAS_LSE && exists && t == 0) lse[head * num_tokens + token] = log_sum_exp(row_max, row_sum);
-            const float share = shrink / (row_sum + EPSILON) * unit;
+            const float share = correction / (row_sum + EPSILON) * unit;
             scalar_t* const to = out + token * out_stride + head * VALUE_SIZE;
 #pragma unroll
             for (int i = 0; i < VALUE_SIZE / 8; i += 4) {

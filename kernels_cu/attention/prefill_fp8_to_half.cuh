@@ -1,23 +1,24 @@
-// prefill_fp8_to_half.cuh: the warps of prefill_sm90, whose constants it reads, that make tiles of product_t of the
-// tiles of codes that the producer loads from an fp8 cache (prefill_loader.cuh).
+// prefill_fp8_to_half.cuh: the converter warps of prefill_sm90: convert the fp8 tiles that the producer loads
+// (prefill_loader.cuh) to tiles of product_t. Reads the constants of the kernel that includes it.
 //
-// A warp widens eight tokens, and leaves the next eight to the next warp. Four lanes have a token, each 16 codes of every
-// panel: a chunk. A chunk takes a load, conversions and two stores, whose addresses are constants beside the lane's first
-// ones.
+// Thread mapping: a warp converts eight tokens, and the next warp the next eight. Four lanes share a token; each
+// converts 16 fp8 values, a chunk, of every panel. A chunk takes a load, the conversions and two stores, at constant
+// offsets from the lane's first addresses.
 #pragma once
 #include "prefill_loader.cuh"
 #include "widen.cuh"
 
-// A lane's chunks of a tile, round by round: a round is eight tokens to each warp, and a chunk of each panel to a lane.
+// A lane's chunks of a tile, round by round. In a round each warp has eight tokens, and each lane a chunk of each
+// panel.
 template <typename Tile>
 struct Chunks {
     static constexpr int EIGHTS = TOKENS / 8, ROUNDS = ceil_div(EIGHTS, WIDENERS), COUNT = ROUNDS * Tile::PANELS;
-    // Of neighbouring tokens, lanes take neighbouring panels: eight lanes then read 128 bytes of all banks. Where an odd
-    // number of panels lies between two tokens, they do so anyway.
+    // SWAPS: lanes of adjacent tokens take adjacent panels, so that eight lanes read 128 bytes without bank conflicts.
+    // With an odd number of panels per token they do so without the swap.
     static constexpr bool SWAPS = Tile::PANELS % 2 == 0;
     int first_eight, lane;
-    const uint8_t* codes[2];  // of the first round: of the lane's panel 0 and of its panel 1
-    uint8_t* elements[2][2];  // likewise; the first 8 elements of a chunk and the others
+    const uint8_t* codes[2];  // round 0: addresses in the lane's panels 0 and 1
+    uint8_t* elements[2][2];  // likewise; first 8 elements of a chunk, last 8
 
     DEVICE Chunks(const uint8_t* from, uint8_t* to, int first_eight)
         : first_eight(first_eight), lane(threadIdx.x % WARP_SIZE) {
@@ -58,20 +59,21 @@ private:
     }
 };
 
-// Makes a tile of product_t of a tile of codes, with the other WIDENERS. Chunks are loaded AHEAD of the one that is stored: the
-// compiler moves no load ahead of a store.
+// Converts an fp8 tile to product_t, together with the other converter warps. Loads run AHEAD chunks before the stores,
+// because the compiler moves no load above a store.
 template <typename Tile, int RING_STAGES>
 DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles, const Codes& kind) {
-    constexpr int COUNT = Chunks<Tile>::COUNT, AHEAD = COUNT < 3 ? COUNT : 3;  // for more there are no registers
+    constexpr int COUNT = Chunks<Tile>::COUNT, AHEAD = COUNT < 3 ? COUNT : 3;  // more would exceed the registers
     const int warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
-    // The first warps may have a round more than the others: of values those that have one less of keys.
+    // The first warps may have one round more than the others. The order of warps differs between keys and values,
+    // which balances the rounds.
     const Chunks<Tile> chunks(tiles.codes + tiles.code.stage * CODE_BYTES, to_tiles + ring.stage * Tile::BYTES,
                               (warp + (kind.kind == Codes::VALUES)) % WIDENERS);
     ring.acquire();
-    if (kind.kind == Codes::KEYS && warp == 0 && chunks.lane == 0) tiles.holes[ring.stage] = kind.missing;
+    if (kind.kind == Codes::KEYS && warp == 0 && chunks.lane == 0) tiles.invalid_pages[ring.stage] = kind.invalid_boxes;
     const auto load = [&](int i) {
         const uint4 codes = chunks.load(i);
-        if (i == COUNT - 1) {  // the next tile of codes may come while this one is stored
+        if (i == COUNT - 1) {  // the next fp8 tile may arrive while this one is stored
             sync_warp();
             tiles.code.release(tiles.code.stage);
         }
@@ -100,7 +102,7 @@ DEVICE void widen_tile(Tiles& tiles, Ring<RING_STAGES>& ring, uint8_t* to_tiles,
     ring.advance();
 }
 
-// Widens all tiles of codes that the producer loads. Every lane of WIDENERS warps calls.
+// Converts all fp8 tiles that the producer loads. Every lane of the WIDENERS warps must call.
 DEVICE void widen_tiles(Tiles& tiles) {
     for (;; tiles.code.advance()) {
         tiles.code.wait();

@@ -1,82 +1,84 @@
-// prefill_loader.cuh: the queries, keys and values of prefill_sm90, whose constants it reads: where they lie in
-// shared memory, and the warps that bring them there.
+// prefill_loader.cuh: the producer of prefill_sm90: shared memory layout and rings of queries, keys and values, and the
+// warps that load them by TMA. Reads the constants of the kernel that includes it.
 //
-// One warp, the finder, finds work, and another, the producer, loads by TMA. A tile of keys or values is loaded in boxes
-// of BOX_TOKENS tokens, which never lie in two blocks of the cache; a lane has a box. A block number that is out of range
-// becomes num_blocks, of which TMA makes zeros, and a bit of `holes`. Values of tokens that no row of the item attends
-// to, in the first and last tile, may be NaN: the producer overwrites them with zeros.
+// One warp, the finder, finds work items; another, the producer, issues TMA loads. A KV tile is loaded in boxes of
+// BOX_TOKENS tokens, and a box never spans two pages of the cache. Each lane of the producer serves one box. An invalid
+// block number is replaced by num_blocks, for which TMA fills zeros, and sets a bit of `invalid_pages`. In the first
+// and last tile of an item, values of tokens that no row sees may be NaN, so the producer overwrites them with zeros.
 //
-// RAGGED: the box is the tile, from any row of the tensor on, and rows of the next sequence are loaded with it.
+// RAGGED: the box is the tile and may start at any row of the tensor; it may include rows of the next sequence.
 //
-// Codes of an fp8 cache are loaded to tiles of their own. The other WIDENERS warps of the producer's warpgroup make
-// tiles of T of them (prefill_fp8_to_half.cuh). Products of e4m3 take codes of keys as they are, and values from transposed
-// tiles, which these warps make (prefill_transpose.cuh).
+// FP8 cache: fp8 tiles have a ring of their own. The other WIDENERS warps of the producer's warpgroup convert them to
+// tiles of T (prefill_fp8_to_half.cuh). prefill_sm90_fp8 takes the fp8 keys as they are, and values from transposed
+// tiles, which these warps write (prefill_transpose.cuh).
 #pragma once
 #include "pipeline.cuh"
 #include "mma.cuh"
 #include "prefill_scheduler.cuh"
 
-// Whether codes are multiplied as they are; whether they are widened before.
+// IS_E4M3: WGMMA takes the fp8 values as they are (prefill_sm90_fp8). IS_FP8: they are converted to float16 first.
 constexpr bool IS_E4M3 = sizeof(product_t) == 1, IS_FP8 = !IS_E4M3 && !is_same<cache_t, scalar_t>;
 constexpr int ROW_BYTES = 128, PANEL_SIZE = ROW_BYTES / sizeof(product_t);  // a panel: rows of 128 bytes, swizzled
 constexpr int PANELS = ceil_div(HEAD_SIZE, PANEL_SIZE), BOXES = TOKENS / BOX_TOKENS;  // panels of a query or key
 constexpr int QUERY_PANEL = ITEM_ROWS * ROW_BYTES, QUERY_BYTES = PANELS * QUERY_PANEL;
 constexpr int QUERY_BOX_BYTES = PANELS * USED_ROWS * ROW_BYTES;
-// Keys and values lie in atoms: 8 tokens of a panel. The next atom is that of the next panel, or of the next 8 tokens.
+// Keys and values lie in swizzle atoms: 8 tokens of a panel. The next atom is that of the next panel (WHOLE_HEADS), or
+// of the next 8 tokens.
 constexpr int ATOM = 8 * ROW_BYTES, PANEL_STRIDE = WHOLE_HEADS ? ATOM : TOKENS * ROW_BYTES;
-// A tile of keys or values, of which a head has HEAD elements.
+// A tile of keys or values with HEAD elements per token.
 template <int HEAD>
 struct CacheTile {
     static constexpr int SIZE = HEAD, PANELS = ceil_div(SIZE, PANEL_SIZE), BYTES = PANELS * TOKENS * ROW_BYTES;
-    static constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // from 8 tokens to the next
-    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // of codes, or of the tile itself
+    static constexpr int TOKEN_STRIDE = WHOLE_HEADS ? PANELS * ATOM : ATOM;  // bytes from 8 tokens to the next 8
+    static constexpr int LOADED_BYTES = IS_FP8 ? TOKENS * SIZE : BYTES;      // of the fp8 tile, or of the tile itself
 };
 using KeyTile = CacheTile<HEAD_SIZE>;
 using ValueTile = CacheTile<VALUE_SIZE>;
 constexpr int CODE_BYTES = IS_FP8 ? KeyTile::LOADED_BYTES : IS_E4M3 ? ValueTile::BYTES : 0, WIDENERS = 3;
-static_assert(VALUE_SIZE <= HEAD_SIZE);  // codes of values have the room of those of keys
+static_assert(VALUE_SIZE <= HEAD_SIZE);  // a stage of CODE_BYTES holds fp8 keys or fp8 values
 
-// Whether the queries of the next item are loaded from an item's last product with its own on, and behind their first
-// keys. Two stages of queries do without; values of more than 192 elements leave no registers for it.
+// EARLY_QUERIES: the single query stage is released after an item's last S = Q K^T, and the next item's queries are
+// loaded after its first keys. It is not needed with two query stages. Values of more than 192 elements leave no
+// registers for it.
 constexpr bool EARLY_QUERIES = QUERY_STAGES == 1 && VALUE_SIZE <= 192;
 
-// Whether a warp of its own finds items of work, the next one while the producer loads this one. A split is taken only
-// when the one before is loaded: taken earlier it would wait for this block, while another has nothing to do. Codes leave
-// no warp.
+// HAS_FINDER: a separate warp finds the next work item while the producer loads the current one. With split-KV, an item
+// is taken only when the previous one is loaded: taken earlier, it would wait for this CTA while another CTA is idle.
+// With an fp8 cache all other warps convert or transpose.
 constexpr bool HAS_FINDER = !IS_FP8 && !IS_E4M3 && !HAS_SPLITS;
 
-// Whether tokens may be missing among those of a sequence.
-constexpr bool HAS_HOLES = !RAGGED;
+// HAS_INVALID_PAGES: the block table may have invalid block numbers. Ragged tensors have no block table.
+constexpr bool HAS_INVALID_PAGES = !RAGGED;
 static_assert(!RAGGED || (BOXES == 1 && BLOCK_SIZE == 1 && !WHOLE_HEADS));
 
-// An item of work that is found.
+// A work item and the first block numbers of its keys.
 struct Found {
     Work work;
     int origin, length;
-    int blocks[WARP_SIZE];  // of the cache, of the boxes of the last tile
+    int blocks[WARP_SIZE];  // block numbers of the last tile's boxes
 };
 
-// What a tile of codes is.
+// The description of an fp8 tile.
 struct Codes {
-    enum Kind { KEYS, VALUES, END } kind;  // END: no tile, and there is no more work
-    uint32_t missing;                      // of keys: becomes `holes`
-    int begin, end;                        // of values: tokens of the tile that are not overwritten with zeros
+    enum Kind { KEYS, VALUES, END } kind;  // END: no tile; there is no more work
+    uint32_t invalid_boxes;                // keys: copied to `invalid_pages`
+    int begin, end;                        // values: tokens outside of begin ... end - 1 become zeros
 };
 
-// Shared memory, as its stages are at hand to one thread.
+// Shared memory and one thread's view of its rings.
 struct Tiles {
     uint8_t *queries, *keys, *values, *codes;
     Ring<QUERY_STAGES> query;
     Ring<STAGES> key, value;
     Ring<CODE_STAGES> code;
-    uint64_t* landed;  // values that are to be overwritten
-    Work* works;       // [QUERY_STAGES]
-    uint32_t* holes;   // [STAGES], of keys, a bit for each box
-    Codes* kinds;      // [CODE_STAGES]
+    uint64_t* landed;         // barrier for values that are to be masked with zeros
+    Work* works;              // [QUERY_STAGES]
+    uint32_t* invalid_pages;  // [STAGES], for keys: a bit for each box
+    Codes* kinds;             // [CODE_STAGES]
     Ring<1> next;
     Found* found;
 
-    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* holes, Codes* kinds, Found* found)
+    DEVICE Tiles(uint8_t* shared, Work* works, uint32_t* invalid_pages, Codes* kinds, Found* found)
         : queries(shared),
           keys(queries + QUERY_STAGES * QUERY_BYTES),
           values(keys + STAGES * KeyTile::BYTES),
@@ -87,12 +89,12 @@ struct Tiles {
           code(value.barriers + 2 * STAGES),
           landed(code.barriers + 2 * CODE_STAGES),
           works(works),
-          holes(holes),
+          invalid_pages(invalid_pages),
           kinds(kinds),
           next(landed + 1),
           found(found) {}
 
-    // By all threads of the block, of which __syncthreads() follows.
+    // Initialises barriers. All threads of the CTA call it, and __syncthreads() after it.
     template <int NUM_THREADS>
     DEVICE void init() const {
         if (threadIdx.x == 0) {
@@ -103,7 +105,7 @@ struct Tiles {
             code.init(WIDENERS);
             next.init(1);
         }
-        if constexpr (USED_ROWS < ITEM_ROWS) {  // rows that no box reaches
+        if constexpr (USED_ROWS < ITEM_ROWS) {  // zeros for the rows that no box covers
             constexpr int CHUNKS = (ITEM_ROWS - USED_ROWS) * 8;
             for (int i = threadIdx.x; i < QUERY_STAGES * PANELS * CHUNKS; i += NUM_THREADS) {
                 uint8_t* const rows = queries + i / CHUNKS * QUERY_PANEL + USED_ROWS * ROW_BYTES;
@@ -114,11 +116,11 @@ struct Tiles {
     }
 };
 
-// The lane, and the box of a tile that is the lane's: made anew, as registers are few.
+// The lane and its box of a tile. They are recomputed at each use, which saves registers.
 DEVICE int own_lane() { return made_anew(threadIdx.x) % WARP_SIZE; }
 DEVICE int own_box() { return own_lane() % BOXES; }
 
-// Finds the items of work of a block.
+// Finds the work items of a CTA.
 struct Finder {
     const Sequences& sequences;
     const Window& window;
@@ -128,8 +130,8 @@ struct Finder {
     int num_items;
     int number = blockIdx.x;
 
-    // Finds the work of `number`, or of the next number that has work; false if there is none, and `work` then is the end:
-    // zeros are loaded, and no values.
+    // Finds the work of `number`, or of the next number that has work. Returns false at the end of all work. `work` is
+    // then the end marker: its queries and keys are loaded as zeros, and no values are loaded.
     DEVICE bool find(Work& work, int& origin, int& length) {
         for (; number < num_items; take()) {
             if (sequences.find(num_items - 1 - number, window, work, origin, length)) return true;
@@ -139,7 +141,8 @@ struct Finder {
         return false;
     }
     DEVICE void take() { number = next_item(items_taken, num_items); }
-    // The block of the lane's box; num_blocks if no row sees a key of the box, negative if there is no such block.
+    // The block number of the lane's box; num_blocks if no row sees a key of the box, negative if the block number is
+    // invalid.
     DEVICE int block_of(const Work& work, int origin, int tile) const {
         const int token = tile * TOKENS + own_box() * BOX_TOKENS;
         if (tile < work.first_tile || token > work.limit_of(ITEM_ROWS - 1)) return int(num_blocks);
@@ -147,7 +150,7 @@ struct Finder {
             RAGGED ? int64_t(origin) + token : block_tables[origin * table_stride + token / BLOCK_SIZE * table_step];
         return block < 0 || block >= num_blocks ? -1 : int(block);
     }
-    // Of a warp of its own: one item after another to the producer, each found while the one before is loaded.
+    // The finder warp: passes one item after another to the producer, and finds the next one meanwhile.
     DEVICE void run(Tiles& tiles) {
         const int lane = threadIdx.x % WARP_SIZE;
         for (;;) {
@@ -171,10 +174,10 @@ struct Finder {
     }
 };
 
-// A cache of keys or values in the memory of the device.
+// The key or the value cache in global memory.
 struct MappedCache {
     const TensorMap* map;
-    int64_t head_panels;  // WHOLE_HEADS: from one head of a token to the next
+    int64_t head_panels;  // WHOLE_HEADS: panels from one head of a token to the next
 };
 
 // The producer.
@@ -184,7 +187,7 @@ struct Producer {
     const Window& window;
     const TensorMap* query_map;
     MappedCache key_cache, value_cache;
-    int lane, box;  // `box`: of a tile, the lane's
+    int lane, box;  // `box`: the lane's box of a tile
     uint32_t landings = 0;
 
     DEVICE void run() {
@@ -207,7 +210,7 @@ struct Producer {
                 block = finder.block_of(work, origin, work.last_tile);
             }
             if (!EARLY_QUERIES) load_queries(work);
-            // The keys of a tile, and then the values of the tile before.
+            // Each iteration loads the keys of a tile and the values of the previous tile.
             int values_block = 0;
             for (int tile = work.last_tile; tile >= work.first_tile - 1; --tile) {
                 const int next_block = finder.block_of(work, origin, tile - 1);
@@ -232,7 +235,7 @@ private:
     DEVICE void load_queries(const Work& work) {
         auto& ring = tiles.query;
         ring.acquire();
-        sync_warp();  // the queries may be used and given back, for another phase, before a lane has seen this one
+        sync_warp();  // all lanes must have seen this phase before the stage can be filled and released again
         if (lane == 0) {
             tiles.works[ring.stage] = work;
             mbarrier_arrive_expect_tx(ring.full(), QUERY_BOX_BYTES);
@@ -244,12 +247,12 @@ private:
         ring.advance();
     }
     DEVICE void load_keys(const Work& work, int tile, int block) {
-        const uint32_t missing = ballot(HAS_HOLES && block < 0 && lane < BOXES);
+        const uint32_t invalid_boxes = ballot(HAS_INVALID_PAGES && block < 0 && lane < BOXES);
         if constexpr (IS_FP8)
-            return load_codes<KeyTile>(key_cache, {Codes::KEYS, missing, 0, TOKENS}, work, tile, block);
+            return load_codes<KeyTile>(key_cache, {Codes::KEYS, invalid_boxes, 0, TOKENS}, work, tile, block);
         auto& ring = tiles.key;
         ring.acquire();
-        if (lane == 0) tiles.holes[ring.stage] = missing;
+        if (lane == 0) tiles.invalid_pages[ring.stage] = invalid_boxes;
         load<KeyTile>(tiles.keys + ring.stage * KeyTile::BYTES, key_cache, ring.full(), work, tile, block);
         ring.advance();
     }
@@ -264,7 +267,7 @@ private:
         load<ValueTile>(to, value_cache, whole ? ring.full() : tiles.landed, work, tile, block);
         if (!whole) {
             mbarrier_wait(tiles.landed, landings++ & 1);
-            for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // chunks of 16 bytes
+            for (int i = lane; i < ValueTile::BYTES / 16; i += WARP_SIZE) {  // 16-byte chunks
                 const int atom = i / 64, eight = WHOLE_HEADS ? atom / ValueTile::PANELS : atom % (TOKENS / 8);
                 const int token = eight * 8 + i / 8 % 8;
                 if (token >= begin && token < end) continue;

@@ -1,5 +1,5 @@
-// prefill_mma: the query tokens of each sequence, any number of them, against its keys and values in a paged
-// cache or in ragged tensors (ragged.cuh).
+// prefill_mma: attention prefill with warp-level MMAs, over a paged KV cache or ragged tensors (ragged.cuh). A sequence
+// may have any number of query tokens.
 //
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
@@ -7,19 +7,20 @@
 // with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-2 (Dao 2023,
 // arXiv:2307.08691).
 //
-// Rows: a sequence has one row for each query token and each of the GROUP query heads of a key-value head, heads first.
+// Rows: a sequence has one row for each query token and each of the GROUP query heads of a KV head (GQA packing), heads
+// first.
 //
-// Blocks: a block takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
-// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, and at most one number of each sequence has no rows. Sequences
-// of fewer than min_tokens query tokens are left alone. blockIdx.y is the key-value head.
+// Grid: a CTA takes a tile of TILE_ROWS rows. blockIdx.x counts the tiles of all sequences: the tiles of sequence s
+// begin at number cu_seqlens_q[s] * GROUP / TILE_ROWS + s, so each sequence has at most one number without rows.
+// Sequences of fewer than min_tokens query tokens are skipped. blockIdx.y is the KV head.
 //
-// Warps: a warp takes ROW_TILES matrix tiles of 16 rows. The block goes through the keys in tiles of TOKENS: it finds
-// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes this one, or, where
-// copies are held (async.cuh), to registers, and stores keys when the logits are computed and values behind the products
-// of the tile before. Products are those of product.cuh; probabilities are rounded to T. Codes of an fp8 cache become T,
-// which holds every code.
+// Thread mapping: a warp takes ROW_TILES tiles of 16 rows. The CTA goes through KV tiles of TOKENS keys. It computes
+// the addresses of a tile two tiles ahead, and copies the next tile to shared memory while it computes the current one.
+// Where copies are held (async.cuh), it copies to registers instead, stores keys after the scores are computed, and
+// values after P V of the previous tile. MMAs are those of product.cuh; probabilities are rounded to T. Values of an
+// fp8 cache are converted to T, which represents them exactly.
 //
-// A token whose block number is out of range contributes nothing. A slot behind the end of the sequence is not read.
+// A token with an invalid block number contributes nothing. A slot after the end of the sequence is not read.
 //
 // Constants
 //     scalar_t       T: element type of the queries and of out: half_t or bf16_t
@@ -27,14 +28,14 @@
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      a multiple of 8; PACKED: of 16
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
-//     RAGGED         keys and values are ragged tensors, taken for blocks of one slot; else a paged cache
+//     RAGGED         keys and values are ragged tensors, read as blocks of one slot; else a paged cache
 //     BLOCK_SIZE     slots of a cache block; PACKED: a multiple of 8; RAGGED: 1
 //     HEAD_SCALES    as in attention_decode.cu
 //     PACKED, X      the layout of the caches as in attention_decode.cu, and the innermost dimension of packed keys
-//     GROUP          query heads of one key-value head
-//     TOKENS         keys of a tile; a multiple of 16
-//     NUM_WARPS      warps of the block
-//     ROW_TILES      tiles of 16 rows of a warp
+//     GROUP          query heads per KV head
+//     TOKENS         keys of a KV tile; a multiple of 16
+//     NUM_WARPS      warps of a CTA
+//     ROW_TILES      tiles of 16 rows per warp
 //     OUT_ACCESS     elements of out in one memory access: 1 or 2
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
 
@@ -46,7 +47,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
             float* lse,                                  // [num_heads, num_tokens]
             const scalar_t* query,                       // [num_tokens, num_heads, HEAD_SIZE]
             const cache_t* key_cache,                    // [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_SIZE], or PACKED
-            const cache_t* value_cache,                  // likewise, of VALUE_SIZE
+            const cache_t* value_cache,                  // likewise, with VALUE_SIZE
             const table_t* block_tables,                 // [num_seqs, max_tokens / BLOCK_SIZE]
             const length_t* seq_lens,                    // [num_seqs]; RAGGED: cu_seqlens_k [num_seqs + 1]
             const starts_t* cu_seqlens_q,                // [num_seqs + 1]
@@ -66,8 +67,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE;
     const int g = lane_row(lane), t = lane_column(lane);
 
-    // Binary search for the sequence of this tile: the last one that begins at this tile or before it. Tiles are taken
-    // from the last to the first: under CAUSAL the later tiles of a sequence take longer, and should not be the tail.
+    // Binary search for the sequence of this tile: the last one that begins at this tile or before. Tiles are taken
+    // from the last to the first: under CAUSAL the later tiles of a sequence take longer and should not be the tail.
     const int64_t tile_number = int64_t(gridDim.x) - 1 - blockIdx.x;
     const auto first_tile = [&](int64_t seq) {
         return int64_t(cu_seqlens_q[seq * starts_step]) * GROUP / TILE_ROWS + seq;
@@ -92,7 +93,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
     const int64_t first_row = RAGGED ? ragged.first_row(seq) : 0;
     const int64_t context = CAUSAL ? length - (end_token - first_token) : int64_t(length) - 1;
     const int kv_head = blockIdx.y;
-    // The last key that a row sees. A row that does not exist is taken for the last row.
+    // The last key that a row sees. A row beyond the last one is treated as the last one.
     const auto limit_of = [&](int64_t row) { return int(CAUSAL ? context + min(row, num_rows - 1) / GROUP : context); };
     const int last = limit_of(tile_row + TILE_ROWS - 1);
     const int64_t window = sliding_window > 0 ? sliding_window : int64_t(1) << 31;
@@ -100,7 +101,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
     const rows_tile queries{reinterpret_cast<scalar_t*>(shared)};
 
-    // The queries go to shared memory.
+    // Copies the queries to shared memory.
     for (int i = threadIdx.x; i < TILE_ROWS * CHUNKS; i += NUM_THREADS) {
         const int64_t row = tile_row + i / CHUNKS;
         const bool inside = row < num_rows && (ALL_KEY_CHUNKS || i % CHUNKS < HEAD_SIZE / 8);
@@ -111,7 +112,8 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         *reinterpret_cast<uint4*>(queries.at(i / CHUNKS, i % CHUNKS)) = chunk.template word<8>(0);
     }
 
-    // A thread finds the place of one key or value of a tile with place_at, and notes it when the memory is free.
+    // Each thread computes the offset of one key or value of a tile with place_at, and stores it with note_place when
+    // the memory is free.
     const auto place_at = [&](int start) {
         const bool is_key = threadIdx.x < TOKENS;
         const int token = start + threadIdx.x % TOKENS;
@@ -127,7 +129,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                       value_cache + kv_head * value_head_stride};
 
     constexpr int OUT_TILES = VALUE_STEPS * COLUMN_TILES;
-    constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // of a thread, of 16 rows
+    constexpr int OUT_SUMS = OUT_TILES * PRODUCT_SUMS;  // accumulators of a thread per 16 rows
     float max_logit[ROW_TILES][LANE_ROWS], exp_sum[ROW_TILES][LANE_ROWS];
     float o[ROW_TILES][OUT_TILES][PRODUCT_SUMS];
 #pragma unroll
@@ -161,7 +163,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
 
         // S = Q K^T: ROW_TILES tiles of 16 rows, TOKENS columns.
         const rows_tile keys = tiles.keys_at(stage);
-        constexpr int LOGITS = TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // of a thread, of 16 rows
+        constexpr int LOGITS = TOKENS / PRODUCT_COLUMNS * PRODUCT_SUMS;  // scores of a thread per 16 rows
         float s[ROW_TILES][TOKENS / PRODUCT_COLUMNS][PRODUCT_SUMS];
 #pragma unroll
         for (int i = 0; i < ROW_TILES * LOGITS; ++i) {
@@ -187,7 +189,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         // Whether every row sees every token.
         const bool in_view = start + TOKENS - 1 <= limit_of(tile_row) && start > last - window;
         const bool whole = in_view & tiles.is_whole(stage);
-        // In the plain case products take the place of logits, up to the factor `unit`, which the exponential applies.
+        // If plain, s keeps scores instead of logits; the exponential multiplies by `unit`.
         const bool plain = whole && unit > 0.0f && !HAS_SOFTCAP && !HAS_ALIBI;
         const float factor = plain ? unit : 1.0f;
         if (!plain) {
@@ -216,7 +218,7 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         uint32_t probabilities[ROW_TILES][TOKENS / 16][SHORT_WORDS];
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
-            float base[LANE_ROWS], shrink[LANE_ROWS];
+            float base[LANE_ROWS], correction[LANE_ROWS];
             bool shrinks = false;
             float largest_base = 0.0f;
 #pragma unroll
@@ -232,20 +234,21 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
                 }
                 larger = fmaxf(max_logit[r][half], larger * factor);
                 base[half] = probability_base<scalar_t>(larger);
-                shrink[half] = relative_exp2(max_logit[r][half], larger);
-                exp_sum[r][half] *= shrink[half];
+                correction[half] = relative_exp2(max_logit[r][half], larger);
+                exp_sum[r][half] *= correction[half];
                 max_logit[r][half] = larger;
-                shrinks |= shrink[half] != 1.0f;
+                shrinks |= correction[half] != 1.0f;
                 largest_base = half == 0 ? fabsf(base[half]) : fmaxf(largest_base, fabsf(base[half]));
             }
             if (any_lane(shrinks)) {
 #pragma unroll
                 for (int i = 0; i < OUT_SUMS; ++i) {
-                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= shrink[i / ROW_SUMS % LANE_ROWS];
+                    o[r][i / PRODUCT_SUMS][i % PRODUCT_SUMS] *= correction[i / ROW_SUMS % LANE_ROWS];
                 }
             }
-            // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
-            // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
+            // The FMA of an exact score and the base also shows the rounding error of the base. It is a common factor
+            // of all probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are
+            // scaled, and rounded, first.
             float exact_factor = factor;
             if (any_lane(largest_base > 0x1p24f)) {
 #pragma unroll
@@ -301,9 +304,9 @@ prefill_mma(scalar_t* out,                               // [num_tokens, num_hea
         const int64_t row = tile_row + warp * WARP_ROWS + i * ROW_STEP + g;
         if (row >= num_rows) continue;
         const int64_t token = first_token + row / GROUP, head = kv_head * GROUP + row % GROUP;
-        const float shrink = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
-        const float factor =
-            shrink / (row_sum + 1e-6f) * (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
+        const float correction = HAS_SINKS ? count_sink(sinks[head], row_max, row_sum) : 1.0f;
+        const float factor = correction / (row_sum + 1e-6f) *
+                             (FULL_SCALE<scalar_t> * (IS_FP8 ? v_scale[HEAD_SCALES ? kv_head : 0] : 1.0f));
         scalar_t* const to = out + token * out_stride + head * VALUE_SIZE + t;
 #pragma unroll
         for (int l = 0; l < OUT_TILES * ROW_SUMS; l += 2) {

@@ -1,8 +1,9 @@
-// prefill_mma_loader.cuh: how prefill_mma, whose constants it reads, brings tiles of keys and values to shared memory.
+// prefill_mma_loader.cuh: loads tiles of keys and values to shared memory for prefill_mma. Reads the constants of the
+// kernel that includes it.
 //
-// Keys lie as rows of tokens. So do values where ldmatrix can transpose them; elsewhere, and where the cache has them so,
-// values lie as rows of head dimensions (VALUES_BY_DIM). Copies go to shared memory themselves, or, where copies are held
-// (async.cuh), to registers, from which store_keys and store_values bring them to shared memory.
+// Keys have one row per token. So do values if ldmatrix can transpose them. Otherwise, and if the cache is laid out so,
+// values have one row per head dimension (VALUES_BY_DIM). Copies go directly to shared memory, or, where copies are
+// held (async.cuh), to registers, from which store_keys and store_values write them to shared memory.
 #pragma once
 #include "async.cuh"
 #include "attention.cuh"
@@ -11,21 +12,21 @@
 constexpr int NUM_THREADS = NUM_WARPS * WARP_SIZE;
 constexpr int WARP_ROWS = ROW_TILES * 16, TILE_ROWS = NUM_WARPS * WARP_ROWS;
 constexpr bool IS_FP8 = !is_same<scalar_t, cache_t>;
-// Products take 16 elements at a time. Where a head has 8 more, the last 8 of a row are zeros, which no tensor has.
+// MMAs take 16 elements of K. If HEAD_SIZE % 16 == 8, the last 8 elements of a row are padded with zeros.
 constexpr int STEPS = ceil_div(HEAD_SIZE, 16), VALUE_STEPS = ceil_div(VALUE_SIZE, 16);
-constexpr int CHUNKS = 2 * STEPS, VALUE_CHUNKS = 2 * VALUE_STEPS;  // of 8 elements
+constexpr int CHUNKS = 2 * STEPS, VALUE_CHUNKS = 2 * VALUE_STEPS;  // chunks of 8 elements
 constexpr bool ALL_KEY_CHUNKS = HEAD_SIZE % 16 == 0, ALL_VALUE_CHUNKS = VALUE_SIZE % 16 == 0;
-constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // products of 16 columns
+constexpr int COLUMN_TILES = 16 / PRODUCT_COLUMNS;  // MMAs per 16 columns
 constexpr int STAGES = HOLDS_COPIES ? 1 : 2;        // tiles of keys and of values in shared memory
-constexpr int64_t NOWHERE = int64_t(1) << 63;       // no address: negative, and aligned for any access
+constexpr int64_t NOWHERE = int64_t(1) << 63;       // invalid offset: negative, and aligned for any access
 
 using rows_tile = SwizzledTile<scalar_t, CHUNKS>;  // queries and keys: a row for each token
 using values_tile = SwizzledTile<scalar_t, VALUE_CHUNKS>;
-// VALUES_BY_DIM: values: a row for each head dimension. A SwizzledTile of few tokens would be half empty.
+// VALUES_BY_DIM: values have a row for each head dimension. A SwizzledTile of few tokens would be half empty.
 template <bool FEW> struct dims_tile_of { using type = SwizzledTile<scalar_t, TOKENS / 8>; };
 template <> struct dims_tile_of<true> { using type = PitchedTile<scalar_t, TOKENS + 8>; };
 using dims_tile = dims_tile_of < ON_MATRIX_CORES&& TOKENS<64>::type;
-// Only ldmatrix loads columns of a tile as rows of an operand.
+// Only ldmatrix can load columns of a tile as rows of an operand.
 constexpr bool VALUES_BY_DIM = PACKED || ON_MATRIX_CORES;
 constexpr int QUERY_BYTES = rows_tile::bytes(TILE_ROWS);
 constexpr int KEY_BYTES = rows_tile::bytes(TOKENS);
@@ -34,7 +35,7 @@ static_assert(HEAD_SIZE % 8 == 0 && VALUE_SIZE % 8 == 0 && VALUE_SIZE <= HEAD_SI
 static_assert(!PACKED || (HEAD_SIZE % 16 == 0 && VALUE_SIZE % 16 == 0));
 static_assert(TOKENS % 16 == 0 && 2 * TOKENS <= NUM_THREADS && (!PACKED || BLOCK_SIZE % 8 == 0));
 
-// Copies 8 elements of a cache to shared memory, as T; zeros, and nothing is read, if the elements do not exist.
+// Copies 8 elements of a cache to shared memory, as T. If they do not exist, writes zeros and reads nothing.
 DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
     if constexpr (IS_FP8) {
         Vec<scalar_t, 8> chunk = Vec<scalar_t, 8>::full(0.0f);
@@ -49,7 +50,7 @@ DEVICE void copy_chunk(scalar_t* to, const cache_t* from, bool exists) {
     }
 }
 
-// Calls f(i, n) for every n-th i < ITEMS of a thread. Copies that are held need each n when the kernel is compiled.
+// Calls f(i, n) for the n-th item i < ITEMS of a thread. Held copies need n as a compile-time constant.
 template <int ITEMS, typename F>
 DEVICE void each_item(F f) {
     if constexpr (HOLDS_COPIES) {
@@ -64,7 +65,7 @@ DEVICE void each_item(F f) {
     }
 }
 
-// Copies that are held: 8 elements of the cache each, as they are.
+// Held copies: 8 elements of the cache each, not converted.
 constexpr int CODE_WORDS = 2 * sizeof(cache_t), WORD_CODES = 4 / sizeof(cache_t);
 using held_t = uint32_t[HOLDS_COPIES ? ceil_div(TOKENS * CHUNKS, NUM_THREADS) : 1][CODE_WORDS];
 DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
@@ -81,18 +82,18 @@ DEVICE Vec<scalar_t, 8> elements_of(const uint32_t (&words)[CODE_WORDS]) {
     return elements;
 }
 
-// Operand b of O += P V: tokens from 16 * k on of 16 dimensions from 16 * step on.
+// B operand of O += P V: tokens 16 * k to 16 * k + 15, dimensions 16 * step to 16 * step + 15.
 template <bool BY_DIM>
 DEVICE void load_values_of(uint32_t (&b)[SHORT_WORDS], scalar_t* values, int k, int step, int lane) {
     if constexpr (BY_DIM) load_columns(b, dims_tile{values}, step * 16, k, lane);
     else load_transposed(b, values_tile{values}, k * 16, step, lane);
 }
 
-// The tiles of a block, and the caches of its key-value head.
+// The tiles of a CTA, and the caches of its KV head.
 struct Tiles {
     unsigned char* shared;  // the queries, then STAGES tiles of keys, then STAGES tiles of values
-    // Of two tiles: where the key of each token, and then the value of each token, lies in the caches, or NOWHERE; and
-    // which warps have met a NOWHERE.
+    // places: for two tiles, the cache offset of each token's key and then of each token's value, or NOWHERE. holes:
+    // the warps that have met a NOWHERE.
     int64_t (*places)[2 * TOKENS];
     bool (*holes)[NUM_WARPS];
     const cache_t *key_cache, *value_cache;
@@ -105,13 +106,13 @@ struct Tiles {
                                            (STAGES == 1 ? 0 : stage) * VALUE_BYTES);
     }
 
-    // Notes where thread i < TOKENS has found the key of token i of a tile, and thread TOKENS + i its value.
+    // Stores the offset of the key of token i of a tile (thread i < TOKENS), or of its value (thread TOKENS + i).
     DEVICE void note_place(int stage, int64_t place) const {
         const bool is_hole = any_lane(threadIdx.x < 2 * TOKENS && place < 0);
         if (threadIdx.x < 2 * TOKENS) places[stage][threadIdx.x] = place;
         if (threadIdx.x % WARP_SIZE == 0) holes[stage][threadIdx.x / WARP_SIZE] = is_hole;
     }
-    // Whether every token of a tile has a place.
+    // Whether every token of a tile has a valid offset.
     DEVICE bool is_whole(int stage) const {
         bool whole = true;
 #pragma unroll
@@ -119,7 +120,7 @@ struct Tiles {
         return whole;
     }
 
-    // Copies a tile of keys from the places of `stage`, to shared memory or `held`.
+    // Copies a tile of keys, at the offsets of `stage`, to shared memory or `held`.
     DEVICE void load_keys(int stage, held_t& held) const {
         const rows_tile keys = keys_at(stage);
         each_item<TOKENS * CHUNKS>([&](int i, int n) {
@@ -138,8 +139,8 @@ struct Tiles {
             });
         }
     }
-    // The token and the chunk of item i of values. By dimensions, neighbouring threads have neighbouring tokens, whose
-    // elements of a dimension lie next to each other.
+    // The token and the chunk of item i of values. VALUES_BY_DIM: adjacent threads have adjacent tokens, and the
+    // elements of a dimension are contiguous.
     static DEVICE int token_of(int i) { return VALUES_BY_DIM ? i / 2 % TOKENS : i / VALUE_CHUNKS; }
     static DEVICE int chunk_of(int i) { return VALUES_BY_DIM ? i % 2 + i / (2 * TOKENS) * 2 : i % VALUE_CHUNKS; }
     DEVICE void load_values(int stage, held_t& held) const {
@@ -156,7 +157,7 @@ struct Tiles {
                     } else {
                         copy_chunk(run, value_cache + place + dim * BLOCK_SIZE, true);
                     }
-                } else {  // a value that is not seen becomes 0: it may be NaN, and 0 times NaN is NaN
+                } else {  // a value that no row sees may be NaN, and 0 * NaN is NaN
                     Vec<cache_t, 8> codes = Vec<cache_t, 8>::full(0.0f);
                     for (int k = 0; k < 8; ++k) {
                         const int64_t at = value_places[chunk * 8 + k];

@@ -1,46 +1,49 @@
-// prefill_sm90: what prefill_mma.cu computes, on Hopper's tensor cores: prompts.
+// prefill_sm90: attention prefill on Hopper, after FlashAttention-3 (arXiv:2407.08608). Computes what prefill_mma.cu
+// does.
 //
 //     l_ij = softcap(scale * q_i . k_j) + slope * (j - limit_i)       limit_i - window < j <= limit_i
 //     out_i = sum_j exp(l_ij - m_i) v_j / (sum_j exp(l_ij - m_i) + 1e-6),   m_i = max_j l_ij
 //
-// with limit_i = length - num_queries + i if CAUSAL, else length - 1. After FlashAttention-3 (arXiv:2407.08608).
+// with limit_i = length - num_queries + i if CAUSAL, else length - 1.
 //
-// Work: items of query tokens and a key-value head (prefill_scheduler.cuh). There are as many blocks as multiprocessors,
-// and each has items one after another, from a counter. Items are taken from the last to the first: under CAUSAL the
-// later ones of a sequence take longer, and should not be the tail.
+// Scheduling (prefill_scheduler.cuh): a work item is some query tokens and a KV head. The kernel is persistent: one CTA
+// per SM takes items from a counter, the last item first. Under CAUSAL the later items of a sequence take longer and
+// should not be the tail.
 //
-// Warpgroups: one warp of the last produces: it loads queries, keys and values; another finds work (prefill_loader.cuh). The
-// others consume, 64 rows each: each goes through the keys in tiles of TOKENS, from the last tile, where the causal
-// limits are, to the first. It starts S = Q K^T of a tile and O += P V of the tile before together, and looks for the
-// largest logits of the new tile, or computes some of its probabilities P, while the product with V goes on. Consumers
-// take turns at starting products, so that the softmax of one runs beside the products of the others.
+// Warp specialisation: one warp of the last warpgroup is the producer, which loads queries, keys and values by TMA;
+// another one finds work (prefill_loader.cuh). The other warpgroups are consumers with 64 rows each. A consumer goes
+// through KV tiles of TOKENS keys from the last tile, which has the causal mask, to the first. It issues S = Q K^T of a
+// tile together with O += P V of the previous tile. While P V runs, it updates the row max with the new tile, or
+// computes some of its probabilities P. Consumers issue WGMMAs in ping-pong order, so that the softmax of one overlaps
+// with the WGMMAs of the others.
 //
-// Codes: products of an fp8 cache take float16. The producer's other warps widen codes (prefill_fp8_to_half.cuh), and each
-// consumer makes float16 of its own rows of queries, relative to powers of two, before it multiplies them: as operands in
-// registers, where there are so many, so that shared memory has less to do.
+// FP8 cache: both matmuls run in float16. The producer warpgroup's other warps convert fp8 values
+// (prefill_fp8_to_half.cuh). Each consumer converts its rows of queries to float16, each row divided by a power of two.
+// If registers allow, it keeps them as A fragments, which saves shared memory bandwidth.
 //
 // Constants
 //     scalar_t       T: element type of queries and out: half_t or bf16_t
 //     cache_t        element type of the caches: T or fp8_e4m3_t
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
-//     HEAD_SIZE      elements of a query or key of a head: a multiple of 8, of codes of 16, at most 256
+//     HEAD_SIZE      elements of a query or key of a head: a multiple of 8 (fp8 cache: 16), at most 256
 //     VALUE_SIZE     elements of a value of a head: likewise, at most HEAD_SIZE
-//     RAGGED         keys and values are ragged tensors (ragged.cuh), taken for blocks of one slot; else a paged cache
-//     BOX_TOKENS     a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
-//     WHOLE_HEADS    a box has all panels of its tokens, else one panel; codes: false, and a box has whole heads of codes
-//     GROUP          query heads of one key-value head, at most ITEM_ROWS
-//     TOKENS         keys of a tile; a multiple of 16
-//     STAGES         tiles of keys, and of values, in shared memory
-//     QUERY_STAGES   work items whose queries are in shared memory
-//     CODE_STAGES    tiles of codes in shared memory
-//     CONSUMERS      warpgroups with rows: 2 or 3
+//     RAGGED         keys and values are ragged tensors (ragged.cuh), read as blocks of one slot; else a paged cache
+//     BOX_TOKENS     tokens of a TMA box: a multiple of 8 that divides BLOCK_SIZE and TOKENS; RAGGED: TOKENS
+//     WHOLE_HEADS    a box has all panels of its tokens, else one panel; fp8 cache: false, and a box has whole heads
+//     GROUP          query heads per KV head, at most ITEM_ROWS
+//     TOKENS         keys of a KV tile; a multiple of 16
+//     STAGES         stages of the key ring, and of the value ring
+//     QUERY_STAGES   stages of the query ring: work items with queries in shared memory
+//     CODE_STAGES    stages of the ring of fp8 tiles
+//     CONSUMERS      consumer warpgroups: 2 or 3
 //     CAUSAL         a query token sees the keys up to its own position, else all keys
-//     HEAD_SCALES    each key-value head of codes has its own scales; logits are then products, up to a factor
-//     HAS_SPLITS     an item may have several splits, which prefill_combine.cu joins
+//     HEAD_SCALES    each KV head of an fp8 cache has its own scales; needs logits that are linear in the scores
+//     HAS_SPLITS     split-KV: an item may have several splits, which prefill_combine.cu combines
 
 #include "attention.cuh"
 
-// Element type of what products take: float16 holds every code, and takes one instruction for two of them, bfloat16 four.
+// Element type of both matmuls. For an fp8 cache it is float16, which represents every fp8 value and takes one
+// instruction for two of them; bfloat16 takes four.
 using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
 
 #include "prefill_fp8_to_half.cuh"
@@ -51,13 +54,14 @@ using product_t = conditional_t<is_same<cache_t, scalar_t>, scalar_t, half_t>;
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1), STEPS = ceil_div(HEAD_SIZE, 16);
-// A thread's registers: what the producer gives up, the consumers take.
+// Registers per thread. The producer releases what the consumers take (setmaxnreg).
 constexpr int PRODUCER_REGISTERS = VALUE_SIZE <= 192 || IS_FP8 || !WHOLE_HEADS || HAS_SPLITS ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : PRODUCER_REGISTERS == 56 ? 224 : 232;
 // A thread computes the exponentials of this many elements before it waits for P V of the previous tile:
 // docs/performance/prefill.md, "The wait for P V".
-constexpr int BEFORE_WAIT = SUMS_BY_PRODUCTS ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
-// The named barriers of the first consumer; the others follow: of its turns, and of its queries.
+constexpr int BEFORE_WAIT = ROW_SUMS_BY_WGMMA ? 0 : HAS_SOFTCAP ? TOKENS / 2 : HAS_REGISTERS ? 0 : TOKENS / 4;
+// Named barriers: TURNS + w orders the WGMMAs of consumer w (ping-pong), QUERIES + w synchronises its converted
+// queries.
 constexpr int TURNS = 1, QUERIES = TURNS + CONSUMERS;
 // docs/performance/prefill.md, "Queries as operands in registers".
 constexpr bool QUERIES_IN_REGISTERS = IS_FP8 && HEAD_SIZE <= 128 && CONSUMERS == 2 && !HAS_SOFTCAP && !HAS_ALIBI;
@@ -77,7 +81,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                                                            // BOX_TOKENS / 8 x PANELS x 8 x a panel.
                                                            // RAGGED: [num_blocks, num_kv_heads,
                                                            // HEAD_SIZE]; BOX_TOKENS x 1 x a panel
-             const __grid_constant__ TensorMap value_map,  // likewise, of VALUE_SIZE
+             const __grid_constant__ TensorMap value_map,  // likewise, with VALUE_SIZE
              scalar_t* out,                                // [num_tokens, num_heads, VALUE_SIZE]
              float* lse,                                   // [num_heads, num_tokens]
              const table_t* block_tables,                  // [num_seqs, max_tokens / BLOCK_SIZE]
@@ -98,13 +102,13 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
     __shared__ Codes kinds[CODE_STAGES];
-    __shared__ uint32_t holes[STAGES];
+    __shared__ uint32_t invalid_pages[STAGES];
     __shared__ Found found;
-    Tiles tiles(shared, works, holes, kinds, &found);
+    Tiles tiles(shared, works, invalid_pages, kinds, &found);
     tiles.init<NUM_THREADS>();
-    // Ones of 8 rows of 8 elements: both halves of an operand of 8 columns that runs along 16 keys.
-    __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
-    if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
+    // An 8 x 8 core matrix of ones. It serves as both halves (along 16 keys) of a B operand of 8 columns.
+    __shared__ __align__(128) uint32_t ones[ROW_SUMS_BY_WGMMA ? 32 : 1];
+    if (ROW_SUMS_BY_WGMMA && threadIdx.x < 32) {
         ones[threadIdx.x] = PAIR_OF_ONES<product_t>;
         fence_proxy_async();
     }
@@ -138,7 +142,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         sync_warp();
         ring.release(ring.stage);
     };
-    // Turns: products are started by one consumer after another.
+    // Ping-pong: the consumers issue WGMMAs one after another.
     const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
     const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
     if (warpgroup == CONSUMERS - 1) end_turn();
@@ -147,7 +151,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                           num_tokens, max_splits, out_stride, num_kv_heads * GROUP};
     float o[VALUE_COLUMNS / 2];
     uint32_t q[QUERIES_IN_REGISTERS ? STEPS : 1][4];
-    float row_sums[4];               // by products, of the lane's two rows: elements 0 and 2
+    float row_sums[4];               // row sums by WGMMA: elements 0 and 2 for the lane's two rows
     const auto start_logits = [&] {  // S = Q K^T
         const uint64_t a =
             make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + softmax.first_row * ROW_BYTES);
@@ -162,7 +166,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         }
         warpgroup_commit_batch();
     };
-    const auto start_output = [&](bool accumulate) {  // O += P V, and sums of rows of P
+    const auto start_output = [&](bool accumulate) {  // O += P V, and the row sums of P
         const uint64_t b =
             make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES, ValueTile::TOKEN_STRIDE, PANEL_STRIDE);
         tiles.value.wait();
@@ -171,7 +175,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         for (int i = 0; i < TOKENS / 16; ++i) {
             const uint64_t of_values = advance_smem_desc(b, i * 2 * ValueTile::TOKEN_STRIDE);
             wgmma<product_t, VALUE_COLUMNS, true>(o, softmax.p[i], of_values, accumulate || i > 0);
-            if constexpr (SUMS_BY_PRODUCTS) {
+            if constexpr (ROW_SUMS_BY_WGMMA) {
                 wgmma<product_t, 8>(row_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0),
                                     accumulate || i > 0);
             }
@@ -181,7 +185,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     const auto end_output = [&] {
         warpgroup_wait<0>();
         warpgroup_fence_operand(o);
-        if constexpr (SUMS_BY_PRODUCTS) warpgroup_fence_operand(row_sums);
+        if constexpr (ROW_SUMS_BY_WGMMA) warpgroup_fence_operand(row_sums);
         release(tiles.value);
         tiles.value.advance();
     };
@@ -191,14 +195,14 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         uint8_t* const queries = tiles.queries + tiles.query.stage * QUERY_BYTES;
         if constexpr (QUERIES_IN_REGISTERS) {
             const uint8_t* const rows = queries + (softmax.first_row + warp * 16) * ROW_BYTES;
-            load_query_rows<scalar_t, QUERY_PANEL>(q, softmax.row_powers, rows);
+            load_query_rows<scalar_t, QUERY_PANEL>(q, softmax.q_descale, rows);
         } else if constexpr (CONVERTS_QUERIES) {
             const int row = softmax.first_row + warp * 16 + lane / 4;
             uint8_t* const first = queries + row * ROW_BYTES;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 uint8_t* const own = first + half * 8 * ROW_BYTES;
-                softmax.row_powers[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
+                softmax.q_descale[half] = convert_query_row<scalar_t, PANELS, QUERY_PANEL>(own, row, lane % 4);
             }
             fence_proxy_async();
             named_barrier_sync(QUERIES + warpgroup, 128);
@@ -209,7 +213,7 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
     while (works[tiles.query.stage].tokens > 0) {
         const Work work = works[tiles.query.stage];
         if (QUERIES_IN_REGISTERS) release(tiles.query);
-        if (IS_FP8 && HEAD_SCALES) softmax.unit = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
+        if (IS_FP8 && HEAD_SCALES) softmax.scale_log2 = logit_unit<false>(scale * k_scale[work.kv_head], 0.0f);
         softmax.begin(work, alibi_slopes);
         const auto release_keys = [&](int tile) {
             release(tiles.key);
@@ -218,15 +222,15 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                 tiles.query.release(tiles.query.stage);
         };
 
-        uint32_t missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
+        uint32_t invalid_boxes = HAS_INVALID_PAGES ? invalid_pages[tiles.key.stage] : 0;
         warpgroup_wait<0>();
         warpgroup_fence_operand(s);
         release_keys(work.last_tile);
-        softmax.begin_tile(work.last_tile, missing);
-        softmax.find_base<true>(work.last_tile, missing);
+        softmax.begin_tile(work.last_tile, invalid_boxes);
+        softmax.update_row_max<true>(work.last_tile, invalid_boxes);
 #pragma unroll
         for (int i = 0; i < TOKENS / 4; ++i) softmax.p[i / 4][i % 4] = 0;
-        softmax.each_seen_chunk([&](int c) {
+        softmax.each_visible_chunk([&](int c) {
             softmax.exponentials(c, c + FIRST_CHUNK / 2);
             softmax.round_probabilities(c, c + FIRST_CHUNK / 2);
         });
@@ -235,11 +239,11 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
             start_logits();
-            missing = HAS_HOLES ? holes[tiles.key.stage] : 0;
+            invalid_boxes = HAS_INVALID_PAGES ? invalid_pages[tiles.key.stage] : 0;
             start_output(accumulate);
             accumulate = true;
             end_turn();
-            softmax.begin_tile(tile, missing);
+            softmax.begin_tile(tile, invalid_boxes);
             warpgroup_wait<1>();
             warpgroup_fence_operand(s);
             release_keys(tile);
@@ -250,34 +254,34 @@ prefill_sm90(const __grid_constant__ TensorMap query_map,  // [num_tokens, num_h
                     hold_next_wait(fminf(softmax.exp_sum[0], softmax.exp_sum[1]));
                 }
                 end_output();
-                if (softmax.rises) {
+                if (softmax.needs_rescale) {
 #pragma unroll
-                    for (int i = 0; i < VALUE_COLUMNS / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
+                    for (int i = 0; i < VALUE_COLUMNS / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.shrink[i / 2];
+                    for (int i = 0; i < 4; ++i) row_sums[i] *= softmax.correction[i / 2];
                 }
-                // Probabilities are rounded beside the exponentials that follow the wait.
+                // Rounding overlaps with the exponentials after the wait.
                 become_probabilities(BEFORE_WAIT, TOKENS / 2);
                 softmax.round_probabilities(0, TOKENS / 2);
             };
-            if (HAS_USUAL && softmax.is_usual()) {
-                softmax.rises = false;
-                finish([&](int begin, int end) { softmax.usual_exponentials(begin, end); });
+            if (HAS_FAST_PATH && softmax.takes_fast_path()) {
+                softmax.needs_rescale = false;
+                finish([&](int begin, int end) { softmax.fast_path_exponentials(begin, end); });
             } else {
-                softmax.find_base<false>(tile, missing);
+                softmax.update_row_max<false>(tile, invalid_boxes);
                 finish([&](int begin, int end) { softmax.exponentials(begin, end); });
             }
         }
         if (!QUERIES_IN_REGISTERS && !EARLY_QUERIES) release(tiles.query);
         start_output(accumulate);
         end_output();
-        if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each
+        if (ROW_SUMS_BY_WGMMA) {  // all four lanes of a row have the row sum; store() adds the lanes
             softmax.exp_sum[0] = 0.25f * row_sums[0];
             softmax.exp_sum[1] = 0.25f * row_sums[2];
         }
 
-        results.store(work, o, softmax.max_logit, softmax.exp_sum);
-        // Results are stored first: the next item's queries come later than this one's last product ends.
+        results.store(work, o, softmax.row_max, softmax.exp_sum);
+        // The store comes first: the next item's queries arrive later than this item's last WGMMA ends.
         tiles.query.advance();
         await_queries();
         start_logits();

@@ -1,30 +1,30 @@
-// prefill_sm90_fp8: prefill_sm90.cu for queries, keys and values of e4m3, which are multiplied as they are.
+// prefill_sm90_fp8: attention prefill on Hopper with e4m3 queries, keys and values; both matmuls run in FP8.
 //
 //     l_ij = scale * q_scale * k_scale * q_i . k_j            limit_i - window < j <= limit_i
 //     p_ij = e4m3(2^8 exp(l_ij - m_i))                        m_i: about max_j l_ij
 //     out_i = v_scale * sum_j p_ij v_j / (sum_j p_ij + 2^8 * 1e-6)
 //
-// After FlashAttention-3 (arXiv:2407.08608). Items of work, warpgroups and turns are those of prefill_sm90.cu.
-// Beside the producer, the other warps of its warpgroup transpose tiles of values (prefill_transpose.cuh).
+// After FlashAttention-3 (arXiv:2407.08608). Work items, warp specialisation and ping-pong are those of
+// prefill_sm90.cu. The warps next to the producer transpose value tiles (prefill_transpose.cuh).
 //
-// Sums of products of 8-bit elements have 14 bits (wgmma.cuh), of which many tiles' sums would leave nothing of the next
-// tile. So values of a tile are summed by products in registers of their own, PIECE elements of the head at a time, and
-// added to the sums of the item in float32. The first piece is multiplied beside the logits of the next tile, the others
-// beside exponentials.
+// FP8 WGMMA accumulates with 14 bits of mantissa (wgmma.cuh), so the accumulators of many tiles would lose the next
+// tile. P V of each tile is therefore computed in accumulators of its own, PIECE elements of the head at a time, and
+// promoted to the item's float32 accumulators. The first piece is issued together with S = Q K^T of the next tile; the
+// others overlap with the exponentials.
 //
 // Constants
 //     scalar_t       T: element type of out: half_t or bf16_t
 //     cache_t        fp8_e4m3_t: element type of queries and caches
 //     table_t, length_t, starts_t    element types of block_tables, seq_lens and cu_seqlens_q
 //     HEAD_SIZE      64, 128 or 256
-//     TOKENS         keys of a tile: 64 or 128
+//     TOKENS         keys of a KV tile: 64 or 128
 //     VALUE_SIZE     HEAD_SIZE
 //     BOX_TOKENS, WHOLE_HEADS, GROUP, STAGES, QUERY_STAGES, CODE_STAGES, CONSUMERS, CAUSAL    as in prefill_sm90.cu
-//     HEAD_SCALES    each key-value head has its own scales of keys and values
+//     HEAD_SCALES    each KV head has its own scales of keys and values
 
 #include "attention.cuh"
 
-using product_t = cache_t;  // element type of what products take
+using product_t = cache_t;  // element type of both matmuls
 constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
 
 #include "prefill_epilogue.cuh"
@@ -34,11 +34,11 @@ constexpr bool HAS_SPLITS = false, HAS_SOFTCAP = false, HAS_ALIBI = false;
 #include "wgmma.cuh"
 
 constexpr int NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int DEPTH = 32;                        // elements along K of a product
-constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // elements of the head, as registers allow
+constexpr int DEPTH = 32;                        // K of one WGMMA
+constexpr int PIECE = CONSUMERS == 3 ? 32 : 64;  // N of a piece of P V, limited by registers
 constexpr int PIECES = HEAD_SIZE / PIECE;
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
-constexpr int TURNS = 1;  // the named barrier of the first consumer's turns; the others follow
+constexpr int TURNS = 1;  // named barriers TURNS + w: ping-pong order of consumer w
 constexpr uint32_t FOUR_ONES = 0x38383838u;
 static_assert(is_same<product_t, fp8_e4m3_t> && VALUE_SIZE == HEAD_SIZE && HEAD_SIZE % PIECE == 0 &&
               VALUE_ROWS % PIECE == 0);
@@ -54,7 +54,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
                  const length_t* seq_lens,                    // [num_seqs]
                  const starts_t* cu_seqlens_q,                // [num_seqs + 1]
                  const float* sinks,                          // [num_heads]
-                 const float* q_scale,                        // [1] or [num_kv_heads], q_scale_step apart; or null: 1
+                 const float* q_scale,                        // [1] or [num_kv_heads], stride q_scale_step; null: 1
                  const float* k_scale, const float* v_scale,  // [1] or [num_kv_heads]
                  uint32_t* items_taken,                       // [1], zero before and after
                  int64_t num_tokens, int64_t num_seqs, int64_t min_tokens, int64_t num_blocks, int64_t num_kv_heads,
@@ -65,13 +65,13 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     extern __shared__ __align__(1024) uint8_t shared[];
     __shared__ Work works[QUERY_STAGES];
     __shared__ Codes kinds[CODE_STAGES];
-    __shared__ uint32_t holes[STAGES];
+    __shared__ uint32_t invalid_pages[STAGES];
     __shared__ Found found;
-    Tiles tiles(shared, works, holes, kinds, &found);
+    Tiles tiles(shared, works, invalid_pages, kinds, &found);
     tiles.init<NUM_THREADS>();
-    // Ones of 8 rows of 16 elements: both halves of an operand of 8 columns that runs along 32 keys.
-    __shared__ __align__(128) uint32_t ones[SUMS_BY_PRODUCTS ? 32 : 1];
-    if (SUMS_BY_PRODUCTS && threadIdx.x < 32) {
+    // An 8 x 16 core matrix of ones. It serves as both halves (along 32 keys) of a B operand of 8 columns.
+    __shared__ __align__(128) uint32_t ones[ROW_SUMS_BY_WGMMA ? 32 : 1];
+    if (ROW_SUMS_BY_WGMMA && threadIdx.x < 32) {
         ones[threadIdx.x] = FOUR_ONES;
         fence_proxy_async();
     }
@@ -103,7 +103,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         sync_warp();
         ring.release(ring.stage);
     };
-    // Turns: products are started by one consumer after another.
+    // Ping-pong: the consumers issue WGMMAs one after another.
     const auto await_turn = [&] { named_barrier_sync(TURNS + warpgroup, 256); };
     const auto end_turn = [&] { named_barrier_arrive(TURNS + (warpgroup + 1) % CONSUMERS, 256); };
     if (warpgroup == CONSUMERS - 1) end_turn();
@@ -111,7 +111,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     const Results results{
         out, lse, nullptr, nullptr, nullptr, sinks, v_scale, num_tokens, 1, out_stride, num_kv_heads * GROUP};
     float o[HEAD_SIZE / 2], piece[PIECE / 2];
-    float tile_sums[4], row_sums[2];  // of probabilities, by products, of the lane's two rows: elements 0 and 2
+    float tile_sums[4], row_sums[2];  // row sums of P by WGMMA, of a tile (elements 0 and 2) and of the item
     const auto start_logits = [&] {   // S = Q K^T
         const int first_row = warpgroup * 64;
         const uint64_t a = make_smem_desc(tiles.queries + tiles.query.stage * QUERY_BYTES + first_row * ROW_BYTES);
@@ -125,7 +125,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         }
         warpgroup_commit_batch();
     };
-    // P V of PIECE elements, and, with the first of them, sums of rows of P.
+    // Issues P V of PIECE elements, and with the first piece the row sums of P.
     const auto start_piece = [&](int n) {
         const uint64_t b =
             make_smem_desc(tiles.values + tiles.value.stage * ValueTile::BYTES + place_of_values(n * PIECE));
@@ -134,13 +134,14 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
 #pragma unroll
         for (int i = 0; i < TOKENS / DEPTH; ++i) {
             wgmma<product_t, PIECE>(piece, softmax.p[i], advance_smem_desc(b, i * DEPTH), i > 0);
-            if (SUMS_BY_PRODUCTS && n == 0) {
+            if (ROW_SUMS_BY_WGMMA && n == 0) {
                 wgmma<product_t, 8>(tile_sums, softmax.p[i], make_smem_desc<SWIZZLE_NONE>(ones, 128, 0), i > 0);
             }
         }
         warpgroup_commit_batch();
     };
-    // Adds P V of a tile, whose first piece is in flight, to the sums so far. beside(n) runs while piece n + 1 is multiplied.
+    // Promotes P V of a tile to the item's accumulators. The first piece is already in flight. beside(n) runs while
+    // piece n + 1 is computed.
     const auto add_pieces = [&](auto beside) {
 #pragma unroll
         for (int n = 0; n < PIECES; ++n) {
@@ -148,7 +149,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
             warpgroup_fence_operand(piece);
 #pragma unroll
             for (int i = 0; i < PIECE / 2; ++i) o[n * (PIECE / 2) + i] += piece[i];
-            if (SUMS_BY_PRODUCTS && n == 0) {
+            if (ROW_SUMS_BY_WGMMA && n == 0) {
                 warpgroup_fence_operand(tile_sums);
                 row_sums[0] += tile_sums[0];
                 row_sums[1] += tile_sums[2];
@@ -169,7 +170,7 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
     while (works[tiles.query.stage].tokens > 0) {
         const Work work = works[tiles.query.stage];
         const float query_scale = q_scale ? q_scale[work.kv_head * q_scale_step] : 1.0f;
-        softmax.unit = logit_unit<false>(scale * (query_scale * k_scale[HEAD_SCALES ? work.kv_head : 0]), 0.0f);
+        softmax.scale_log2 = logit_unit<false>(scale * (query_scale * k_scale[HEAD_SCALES ? work.kv_head : 0]), 0.0f);
         softmax.begin(work, nullptr);
         const auto release_keys = [&](int tile) {
             release(tiles.key);
@@ -180,15 +181,15 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] = 0.0f;
         row_sums[0] = row_sums[1] = 0.0f;
 
-        uint32_t missing = holes[tiles.key.stage];
+        uint32_t invalid_boxes = invalid_pages[tiles.key.stage];
         warpgroup_wait<0>();
         warpgroup_fence_operand(softmax.s);
         release_keys(work.last_tile);
-        softmax.begin_tile(work.last_tile, missing);
-        softmax.find_base<true>(work.last_tile, missing);
+        softmax.begin_tile(work.last_tile, invalid_boxes);
+        softmax.update_row_max<true>(work.last_tile, invalid_boxes);
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) softmax.p[i / 4][i % 4] = 0;
-        softmax.each_seen_chunk([&](int c) {
+        softmax.each_visible_chunk([&](int c) {
             softmax.exponentials(c, c + FIRST_CHUNK / 2);
             softmax.round_probabilities(c, c + FIRST_CHUNK / 2);
         });
@@ -196,35 +197,35 @@ prefill_sm90_fp8(const __grid_constant__ TensorMap query_map,  // [num_tokens, n
         for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile) {
             await_turn();
             start_logits();
-            missing = holes[tiles.key.stage];
+            invalid_boxes = invalid_pages[tiles.key.stage];
             start_piece(0);
             end_turn();
-            softmax.begin_tile(tile, missing);
+            softmax.begin_tile(tile, invalid_boxes);
             warpgroup_wait<1>();
             warpgroup_fence_operand(softmax.s);
             release_keys(tile);
-            softmax.find_base<false>(tile, missing);
+            softmax.update_row_max<false>(tile, invalid_boxes);
             add_pieces([&](int n) {
                 if (n == 0) softmax.exponentials(0, TOKENS / 2);
             });
-            if (softmax.rises) {
+            if (softmax.needs_rescale) {
 #pragma unroll
-                for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= softmax.shrink[i / 2 % 2];
-                row_sums[0] *= softmax.shrink[0];
-                row_sums[1] *= softmax.shrink[1];
+                for (int i = 0; i < HEAD_SIZE / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
+                row_sums[0] *= softmax.correction[0];
+                row_sums[1] *= softmax.correction[1];
             }
             softmax.round_probabilities(0, TOKENS / 2);
         }
         if (!EARLY_QUERIES) release(tiles.query);
         start_piece(0);
         add_pieces([](int) {});
-        if (SUMS_BY_PRODUCTS) {  // all lanes of a row have its sum: a quarter of it to each
+        if (ROW_SUMS_BY_WGMMA) {  // all four lanes of a row have the row sum; store() adds the lanes
             softmax.exp_sum[0] = 0.25f * row_sums[0];
             softmax.exp_sum[1] = 0.25f * row_sums[1];
         }
 
-        results.store(work, o, softmax.max_logit, softmax.exp_sum);
-        // Results are stored first: the next item's queries come later than this one's last product ends.
+        results.store(work, o, softmax.row_max, softmax.exp_sum);
+        // The store comes first: the next item's queries arrive later than this item's last WGMMA ends.
         tiles.query.advance();
         tiles.query.wait();
         start_logits();

@@ -1,80 +1,106 @@
-// prefill_softmax.cuh: what a consumer of prefill_sm90, whose constants it reads, makes of products of queries
-// and keys: probabilities, tile by tile.
+// prefill_softmax.cuh: the online softmax of prefill_sm90 and prefill_sm90_fp8: turns the scores S = Q K^T of a KV tile
+// into the probabilities P that the second WGMMA takes. Reads the constants of the kernel that includes it.
 //
-//     p = exp2(logit(q . k) - base)        logit: the scale, a soft cap, slopes and masks, in units of log 2
+//     p = exp2(logit(q . k) - row_max)     logit: scale, logits soft cap, ALiBi and masks, in units of log 2
 //
-// The base of a row is its largest logit when that was last looked for. Lane 4g + t of warp w has of rows 16w + g and
-// 16w + g + 8 of its warpgroup, in each 8 keys, pair t.
+// row_max is the row max of the last rescale, so it may lag the true row max by RESCALE_THRESHOLD.
+//
+// Thread mapping (WGMMA accumulator layout): lane 4g + t of warp w holds rows 16w + g and 16w + g + 8 of its warpgroup,
+// and in each 8 keys of a row the pair 2t, 2t + 1.
 #pragma once
 #include "attention.cuh"
 #include "memory.cuh"
 #include "prefill_epilogue.cuh"
 #include "prefill_scheduler.cuh"
 
-// Whether a polynomial of two terms serves small products under a soft cap.
+// SHORT_SERIES: a polynomial of two terms replaces the soft cap of small scores.
 constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
-// The first tile of an item is computed in chunks of so many keys, of which those that no row sees are left out.
+// FIRST_CHUNK: keys per chunk of a work item's first tile. Chunks that no row sees are skipped.
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
-// Probabilities are up to 2^SLACK: a row's largest logit is looked for again when a logit is further above the last one,
-// in units of log 2. Sums of the largest values there are stay finite up to 2^(32 - SLACK) tokens.
-// Probabilities of e4m3 are scaled up by 2^8 already, and 448 is the largest e4m3.
-constexpr float SLACK = sizeof(product_t) == 1 ? 0.8f : 8.0f;
-// Whether queries became product_t, each row relative to a power of two: a row's products then have a unit of their own.
+// RESCALE_THRESHOLD, in units of log 2: row_max is updated only when a logit exceeds it by more, so probabilities reach
+// 2^RESCALE_THRESHOLD. In bfloat16, accumulators of the largest values stay finite up to 2^(32 - RESCALE_THRESHOLD)
+// tokens. The e4m3 probabilities are scaled up by 2^8 already, and the largest e4m3 is 448.
+constexpr float RESCALE_THRESHOLD = sizeof(product_t) == 1 ? 0.8f : 8.0f;
+// CONVERTS_QUERIES: queries of an fp8 cache are converted to product_t (float16). Each row is divided by a power of two
+// of its own, so that scores of different rows have different scales.
 constexpr bool CONVERTS_QUERIES = is_same<product_t, half_t> && !is_same<scalar_t, half_t>;
-constexpr int UNITS = CONVERTS_QUERIES ? 2 : 1;  // of a thread's rows
-// Values of more than 128 elements leave no registers for row sums by WGMMA: docs/performance/prefill.md,
-// "Instructions per KV tile".
+constexpr int NUM_ROW_SCALES = CONVERTS_QUERIES ? 2 : 1;  // scales per thread, one per row
+// HAS_REGISTERS: the consumer has registers left for row sums by WGMMA. Values of more than 128 elements leave none:
+// docs/performance/prefill.md, "Instructions per KV tile".
 constexpr bool HAS_REGISTERS = VALUE_SIZE <= 128 && !HAS_SPLITS;
-// Whether rounded probabilities are summed, by products with ones beside those with values. Else each lane sums its own
-// before they are rounded, as a log-sum-exp needs them.
-constexpr bool SUMS_BY_PRODUCTS = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
-// Whether interior tiles take a path of their own: docs/performance/prefill.md, "Fast path for interior tiles". Under a
-// soft cap these are the tiles that the short series serves. E4m3 loses by it: "E4m3 has no fast path".
+// ROW_SUMS_BY_WGMMA: row sums come from a WGMMA of the rounded probabilities with a matrix of ones, issued together
+// with P V. Otherwise each lane adds its own probabilities before rounding, as a log-sum-exp needs them.
+constexpr bool ROW_SUMS_BY_WGMMA = HAS_REGISTERS && !HAS_LSE && (!HAS_SOFTCAP || SHORT_SERIES);
+// HAS_FAST_PATH: unmasked tiles without rescale take a separate path: docs/performance/prefill.md, "Fast path for
+// interior tiles". Under a soft cap it takes only tiles that the short series serves. E4m3 is slower with it: "E4m3 has
+// no fast path".
 constexpr bool OF_E4M3 = is_same<product_t, fp8_e4m3_t>;
-constexpr bool HAS_USUAL = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_SOFTCAP || SUMS_BY_PRODUCTS);
+constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_SOFTCAP || ROW_SUMS_BY_WGMMA);
 
-// The softmax of the 64 rows of a warpgroup. What has two elements belongs to the thread's rows own_row and own_row + 8.
+// The online softmax of a warpgroup's 64 rows. Members with two elements belong to the thread's rows own_row and
+// own_row + 8. In the names of FlashAttention-3: scale_log2 is softmax_scale_log2, update_row_max is max_get_scale, and
+// correction is scores_scale.
+//
+// Compile-time flags. "launch": the plan passes the constant; prefill_sm90_fp8.cu itself sets the three marked *.
+//
+//     flag               set by               read by                      if true
+//     HAS_SOFTCAP *      launch               here, epilogue, sm90 kernel  logits are capped; scale_log2 is scale / cap
+//     HAS_ALIBI *        launch               here, sm90 kernel            slopes are valid; scores_unscaled is false
+//     HAS_SPLITS *       launch               here, loader, epilogue       no BY_MAGNITUDE, no HAS_REGISTERS
+//     HAS_LSE            launch               here, epilogue               row sums before rounding; no SHORT_SERIES
+//     BY_MAGNITUDE       epilogue: soft cap   here, epilogue               row_max of small scores is MAX_MAGNITUDE
+//     SHORT_SERIES       here: BY_MAGNITUDE   here                         by_short_series may be true
+//     CONVERTS_QUERIES   here: product_t      here, sm90 kernel            q_descale is valid; one scale per row
+//     HAS_REGISTERS      here: VALUE_SIZE     here, sm90 kernel            registers are left for row sums by WGMMA
+//     ROW_SUMS_BY_WGMMA  here: HAS_REGISTERS  here, both kernels           the kernel sets exp_sum after the last tile
+//     OF_E4M3            here: product_t      here                         probabilities are scaled up by 2^8
+//     HAS_FAST_PATH      here: HAS_REGISTERS  here, sm90 kernel            later tiles ask takes_fast_path()
 struct Softmax {
-    // Of the call: the logit of a product is logit_of(product, unit, soft_cap), for which a series serves up to its limit.
+    // Constant for the call. The logit of a score is logit_of(score, scale_log2, soft_cap). Each series approximates it
+    // for scores up to the series' limit.
     const Window& window;
     const float soft_cap;
-    float unit;
+    float scale_log2;
     const CapSeries<2> short_series;
     const CapSeries<3> series;
     const CapSeries<5> long_series;
     float series_limit, short_limit;
-    const int first_row;  // of the warpgroup, in the block
-    // Of the work item. A row sees keys up to `limits`, as far back as the window goes. All rows of the warpgroup see keys
-    // whole_begin ... whole_end, and some row sees the first `seen` keys of the tile that comes first.
-    int limits[2], whole_begin, whole_end, seen;
+    const int first_row;  // first row of the warpgroup, among the rows of the block
+    // Constant for a work item. limits: the last key that a row sees. Every row of the warpgroup sees all keys from
+    // unmasked_begin to unmasked_end. Some row sees the first `visible` keys of the first tile.
+    int limits[2], unmasked_begin, unmasked_end, visible;
     float slopes[2];
-    float row_powers[2];  // of two, to which queries are relative, if CONVERTS_QUERIES
-    float units[UNITS];   // what makes logits of products
-    float max_logit[2], exp_sum[2];
-    // Of the tile. `whole`: all rows see all keys of the tile. `rises`: max_logit has risen, and sums so far are to shrink.
-    // `huge`: max_logit is beyond 2^24. `plain`: s are products when they become probabilities, and by_short_series says
-    // which series serves them. `settled`: bases are such that tiles may be usual.
-    bool whole, rises, huge, plain, by_short_series, settled;
-    float square;  // of the largest magnitude of products, under a soft cap
-    float shrink[2];
-    float s[TOKENS / 2];                             // products, then logits unless `plain`, then probabilities
-    uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // probabilities, rounded
+    float q_descale[2];                    // CONVERTS_QUERIES: powers of two by which the query rows were divided
+    float row_scale_log2[NUM_ROW_SCALES];  // score * row_scale_log2 is the logit
+    float row_max[2], exp_sum[2];
+    // State of a tile.
+    // unmasked: every row sees every key of the tile.
+    // needs_rescale: row_max has risen; accumulators and row sums are to be multiplied by `correction`.
+    // scale_first: |row_max| exceeds 2^24; scores are scaled before row_max is subtracted.
+    // scores_unscaled: s still holds scores, which the exponentials convert to logits.
+    // by_short_series: the short series serves all scores of the warp.
+    // max_allows_fast_path: only a positive logit can raise row_max; with a soft cap: no logit of the short series.
+    bool unmasked, needs_rescale, scale_first, scores_unscaled, by_short_series, max_allows_fast_path;
+    float square;  // soft cap: square of the largest |score|
+    float correction[2];
+    float s[TOKENS / 2];                             // scores, then logits unless scores_unscaled, then probabilities
+    uint32_t p[TOKENS * sizeof(product_t) / 32][4];  // rounded probabilities: A fragments of P V
 
-    // product_unit: the scale of logits and of keys. warpgroup: the number of the consumer.
-    DEVICE Softmax(const Window& window, float product_unit, float soft_cap, int warpgroup)
+    // qk_scale: the softmax scale times the descale of keys. warpgroup: index of the consumer.
+    DEVICE Softmax(const Window& window, float qk_scale, float soft_cap, int warpgroup)
         : window(window),
           soft_cap(soft_cap),
-          unit(logit_unit<HAS_SOFTCAP>(product_unit, soft_cap)),
-          short_series(product_unit, soft_cap),
-          series(product_unit, soft_cap),
-          long_series(product_unit, soft_cap),
+          scale_log2(logit_unit<HAS_SOFTCAP>(qk_scale, soft_cap)),
+          short_series(qk_scale, soft_cap),
+          series(qk_scale, soft_cap),
+          long_series(qk_scale, soft_cap),
           first_row(warpgroup * 64) {
-        const float unit_limit = BY_MAGNITUDE || unit > 0.0f ? MAX_MAGNITUDE / fabsf(product_unit * LOG2_E) : 0.0f;
+        const float unit_limit = BY_MAGNITUDE || scale_log2 > 0.0f ? MAX_MAGNITUDE / fabsf(qk_scale * LOG2_E) : 0.0f;
         series_limit = fminf(series.limit, unit_limit);
         short_limit = fminf(short_series.limit, unit_limit);
     }
 
-    // Begins a work item, whose row_powers are known.
+    // Begins a work item. The caller has set q_descale.
     DEVICE void begin(const Work& work, const float* alibi_slopes) {
         const int own_row = first_row + made_anew(threadIdx.x) % 128 / 32 * 16 + made_anew(threadIdx.x) % 32 / 4;
         limits[0] = work.limit_of(own_row);
@@ -83,42 +109,44 @@ struct Softmax {
         for (int half = 0; half < 2; ++half) {
             const int head = work.kv_head * GROUP + (own_row + half * 8) % GROUP;
             slopes[half] = HAS_ALIBI ? alibi_slopes[head] * LOG2_E : 0.0f;
-            max_logit[half] = minus_infinity();
+            row_max[half] = minus_infinity();
             exp_sum[half] = 0.0f;
         }
-        whole_end = work.limit_of(first_row);
-        whole_begin = window.first_seen(work.limit_of(first_row + 63));
-        seen = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
-        whole = rises = huge = plain = by_short_series = settled = false;
+        unmasked_end = work.limit_of(first_row);
+        unmasked_begin = window.first_seen(work.limit_of(first_row + 63));
+        visible = work.limit_of(first_row + 63) + 1 - work.last_tile * TOKENS;
+        unmasked = needs_rescale = scale_first = scores_unscaled = by_short_series = max_allows_fast_path = false;
 #pragma unroll
-        for (int i = 0; i < UNITS; ++i) {
-            units[i] = CONVERTS_QUERIES && !HAS_SOFTCAP ? unit * row_powers[i] : unit;
-            // Masked products are -inf, which 0 would make NaN, and 0 is a product, of which infinity would make NaN.
-            if (CONVERTS_QUERIES && unit > 0.0f) units[i] = fminf(fmaxf(units[i], 0x1p-126f), FLOAT_MAX);
+        for (int i = 0; i < NUM_ROW_SCALES; ++i) {
+            row_scale_log2[i] = CONVERTS_QUERIES && !HAS_SOFTCAP ? scale_log2 * q_descale[i] : scale_log2;
+            // Masked scores are -inf, and -inf * 0 is NaN; a score may be 0, and 0 * infinity is NaN.
+            if (CONVERTS_QUERIES && scale_log2 > 0.0f)
+                row_scale_log2[i] = fminf(fmaxf(row_scale_log2[i], 0x1p-126f), FLOAT_MAX);
         }
     }
 
-    // What products that are `plain` lack to be logits.
-    DEVICE float factor_of(int half) const { return plain && !HAS_SOFTCAP ? units[half % UNITS] : 1.0f; }
+    // The factor from s to logits, if s holds unscaled scores.
+    DEVICE float factor_of(int half) const {
+        return scores_unscaled && !HAS_SOFTCAP ? row_scale_log2[half % NUM_ROW_SCALES] : 1.0f;
+    }
 
-    // f(c) for each chunk of the first tile's keys that some row of the warpgroup sees; c is the thread's first element of
-    // the chunk.
+    // Calls f(c) for each chunk of the first tile that has a key which some row of the warpgroup sees. c is the index
+    // of the thread's first element of the chunk.
     template <typename F>
-    DEVICE void each_seen_chunk(F f) const {
+    DEVICE void each_visible_chunk(F f) const {
 #pragma unroll
         for (int c = 0; c < TOKENS / 2; c += FIRST_CHUNK / 2) {
-            if (2 * c < seen) f(c);
+            if (2 * c < visible) f(c);
         }
     }
 
-    // Begins a tile, before its products are there. `missing`: a bit for each box of the tile that comes from no block of
-    // the cache.
-    DEVICE void begin_tile(int tile, uint32_t missing) {
+    // Begins a tile, before its scores are computed. invalid_boxes: a bit for each box without a valid page.
+    DEVICE void begin_tile(int tile, uint32_t invalid_boxes) {
         const int start = tile * TOKENS;
-        whole = start + TOKENS - 1 <= whole_end && start >= whole_begin && !missing;
+        unmasked = start + TOKENS - 1 <= unmasked_end && start >= unmasked_begin && !invalid_boxes;
     }
 
-    // Of the thread's products from `begin` to `end`.
+    // The largest |score| of the thread's elements from `begin` to `end`.
     DEVICE float largest_magnitude(int begin, int end) const {
         float of_row[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -126,27 +154,29 @@ struct Softmax {
         return fmaxf(of_row[0], of_row[1]);
     }
 
-    // Whether the short series serves all products of the warp. Squares are compared: the assembler then computes the
-    // series of an interior tile ahead of the wait for P V: docs/performance/prefill.md, "Fast path for interior tiles".
+    // Sets by_short_series: the short series serves all scores of the warp. Squares are compared, so that ptxas hoists
+    // the series of an interior tile above the wait for P V: docs/performance/prefill.md, "Fast path for interior
+    // tiles".
     DEVICE void find_square(float magnitude) {
         square = magnitude * magnitude;
         by_short_series = SHORT_SERIES && !any_lane(!(square < short_limit * short_limit));
     }
 
-    // Whether the tile is as most tiles are: all rows see the tile whole, and no logit makes max_logit rise. Such a logit
-    // would be positive, as rows are settled, so that the largest logit is found as an integer.
-    DEVICE bool is_usual() {
+    // Whether the tile takes the fast path: every row sees every key, and no logit raises row_max. A logit that raised
+    // it would be positive, because max_allows_fast_path holds, so an integer max of the float bits finds it.
+    DEVICE bool takes_fast_path() {
         if constexpr (HAS_SOFTCAP) {
             find_square(largest_magnitude(0, TOKENS / 2));
-            return by_short_series && whole && settled;
+            return by_short_series && unmasked && max_allows_fast_path;
         }
-        if (!(whole && settled)) return false;
+        if (!(unmasked && max_allows_fast_path)) return false;
         float largest[2];
         find_positive(largest);
-        return !any_lane(is_above(largest[0] * units[0], 0) || is_above(largest[1] * units[1 % UNITS], 1));
+        return !any_lane(is_above(largest[0] * row_scale_log2[0], 0) ||
+                         is_above(largest[1] * row_scale_log2[1 % NUM_ROW_SCALES], 1));
     }
 
-    // The thread's largest logit, or product, of each row; a lower one where none is positive.
+    // The thread's largest logit or score of each row. If none is positive, the result may be lower than the largest.
     DEVICE void find_positive(float (&largest)[2]) const {
         largest[0] = s[0];
         largest[1] = s[2];
@@ -156,55 +186,55 @@ struct Softmax {
         }
     }
 
-    DEVICE bool is_above(float logit, int half) const { return logit > max_logit[half] + SLACK; }
+    DEVICE bool is_above(float logit, int half) const { return logit > row_max[half] + RESCALE_THRESHOLD; }
 
-    // Products of a tile become logits, or stay products where exponentials make logits of them. Probabilities are
-    // relative to max_logit, a row's largest logit when it was last looked for: max_logit `rises` with a logit that
-    // is more than SLACK above it. What was computed relative to the one before is then multiplied by `shrink`.
+    // Converts the scores of a tile to logits, or leaves them if the exponentials convert them, and updates row_max.
+    // row_max is updated (needs_rescale) only when a logit exceeds it by more than RESCALE_THRESHOLD. What was computed
+    // relative to the old row_max is then to be multiplied by `correction`.
     template <bool IS_FIRST>
-    DEVICE void find_base(int tile, uint32_t missing) {
+    DEVICE void update_row_max(int tile, uint32_t invalid_boxes) {
         constexpr int CHUNK = IS_FIRST ? FIRST_CHUNK : TOKENS;
         const int start = tile * TOKENS, t = made_anew(threadIdx.x) % 4;
-        if (CONVERTS_QUERIES && HAS_SOFTCAP) {  // whose series know one unit
+        if (CONVERTS_QUERIES && HAS_SOFTCAP) {  // the series has one scale for all rows
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= row_powers[i / 2 % 2];
+            for (int i = 0; i < TOKENS / 2; ++i) s[i] *= q_descale[i / 2 % 2];
         }
         const auto each_chunk = [&](auto f) {
-            if constexpr (IS_FIRST) each_seen_chunk(f);
+            if constexpr (IS_FIRST) each_visible_chunk(f);
             else f(0);
         };
-        // Where all products of a warp are small, a series takes the place of tanh.
-        if (HAS_SOFTCAP && (IS_FIRST || !HAS_USUAL)) {
+        // A series replaces tanh if all scores of the warp are small.
+        if (HAS_SOFTCAP && (IS_FIRST || !HAS_FAST_PATH)) {
             float magnitude = 0.0f;
             each_chunk([&](int c) { magnitude = fmaxf(magnitude, largest_magnitude(c, c + CHUNK / 2)); });
             find_square(magnitude);
         }
         const bool by_series =
             HAS_SOFTCAP && !HAS_ALIBI && (by_short_series || !any_lane(!(square < series_limit * series_limit)));
-        // In the plain case products take the place of logits, up to the factor `unit` or the series.
-        plain = !HAS_ALIBI && (HAS_SOFTCAP ? whole && by_series : unit > 0.0f);
+        // If scores_unscaled, s keeps scores, which differ from logits by scale_log2 or by the series.
+        scores_unscaled = !HAS_ALIBI && (HAS_SOFTCAP ? unmasked && by_series : scale_log2 > 0.0f);
         const bool by_long_series = HAS_SOFTCAP && !any_lane(!(square < long_series.limit * long_series.limit));
         float largest[2] = {minus_infinity(), minus_infinity()};
         each_chunk([&](int c) {
             const int end = c + CHUNK / 2;
-            if (!plain) {
+            if (!scores_unscaled) {
 #pragma unroll
                 for (int i = c; i < end; ++i) {
-                    if (!HAS_SOFTCAP) s[i] *= units[i / 2 % UNITS];
+                    if (!HAS_SOFTCAP) s[i] *= row_scale_log2[i / 2 % NUM_ROW_SCALES];
                     else if (by_series) s[i] = series.logit(s[i]);
                     else if (by_long_series) s[i] = long_series.logit(s[i]);
-                    else s[i] = logit_of<true>(s[i], unit, soft_cap);
+                    else s[i] = logit_of<true>(s[i], scale_log2, soft_cap);
                 }
             }
             if (HAS_ALIBI) {
 #pragma unroll
                 for (int i = c; i < end; ++i) {
-                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // 2t columns before its own
+                    const int column = i / 4 * 8 + i % 2, half = i / 2 % 2;  // column within the tile, less 2t
                     const float distance = float(start + 2 * t - limits[half]);
                     s[i] = fmaf(slopes[half], distance + float(column), s[i]);
                 }
             }
-            // Masks of the limits, of the window and of blocks that do not exist, each where there are such keys.
+            // Masks for the causal limits, the window and invalid pages, each only if it applies to the tile.
             const auto mask = [&](bool any, auto is_masked) {
                 if (!any) return;
 #pragma unroll
@@ -212,13 +242,14 @@ struct Softmax {
                     if (is_masked(i / 4 * 8 + i % 2, i / 2 % 2)) s[i] = minus_infinity();
                 }
             };
-            const int before = start + 2 * t;  // columns before the lane's first
-            mask(start + 2 * end - 1 > whole_end, [&](int column, int half) { return column > limits[half] - before; });
-            mask(start < whole_begin,
+            const int before = start + 2 * t;  // column 0 of the lane
+            mask(start + 2 * end - 1 > unmasked_end,
+                 [&](int column, int half) { return column > limits[half] - before; });
+            mask(start < unmasked_begin,
                  [&](int column, int half) { return column < window.first_seen(limits[half]) - before; });
-            mask(missing, [&](int column, int half) { return missing >> column / BOX_TOKENS & 1; });
-            if (BY_MAGNITUDE && plain) return;
-            if (OF_E4M3 && HAS_REGISTERS && !IS_FIRST && settled) return find_positive(largest);
+            mask(invalid_boxes, [&](int column, int half) { return invalid_boxes >> column / BOX_TOKENS & 1; });
+            if (BY_MAGNITUDE && scores_unscaled) return;
+            if (OF_E4M3 && HAS_REGISTERS && !IS_FIRST && max_allows_fast_path) return find_positive(largest);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -230,40 +261,43 @@ struct Softmax {
         });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (HAS_SOFTCAP && plain) largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
+            if (HAS_SOFTCAP && scores_unscaled)
+                largest[half] = BY_MAGNITUDE ? MAX_MAGNITUDE : series.logit(largest[half]);
         }
-        rises = IS_FIRST || any_lane(is_above(largest[0] * factor_of(0), 0) || is_above(largest[1] * factor_of(1), 1));
-        if (rises) {
+        needs_rescale =
+            IS_FIRST || any_lane(is_above(largest[0] * factor_of(0), 0) || is_above(largest[1] * factor_of(1), 1));
+        if (needs_rescale) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float larger = largest[half];
                 larger = fmaxf(larger, shfl_xor(larger, 1));
                 larger = fmaxf(larger, shfl_xor(larger, 2));
-                larger = fmaxf(max_logit[half], larger * factor_of(half));
-                shrink[half] = relative_exp2(max_logit[half], larger);
-                exp_sum[half] *= shrink[half];
-                max_logit[half] = larger;
+                larger = fmaxf(row_max[half], larger * factor_of(half));
+                correction[half] = relative_exp2(row_max[half], larger);
+                exp_sum[half] *= correction[half];
+                row_max[half] = larger;
             }
-            huge = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(max_logit[0])),
-                                                  fabsf(probability_base<product_t>(max_logit[1]))) > 0x1p24f);
-            // Under a soft cap small logits are then at most SLACK above the base. Else a logit that makes max_logit rise
-            // is positive, and so is its product.
-            const float least = fminf(max_logit[0], max_logit[1]) + SLACK;
-            settled =
-                !huge && (HAS_SOFTCAP || unit > 0.0f) && !any_lane(!(least >= (HAS_SOFTCAP ? MAX_MAGNITUDE : 0.0f)));
+            scale_first = !HAS_SOFTCAP && any_lane(fmaxf(fabsf(probability_base<product_t>(row_max[0])),
+                                                         fabsf(probability_base<product_t>(row_max[1]))) > 0x1p24f);
+            // Under a soft cap, logits that the short series serves then exceed row_max by at most RESCALE_THRESHOLD.
+            // Otherwise a logit that raises row_max is positive, and so is its score.
+            const float least = fminf(row_max[0], row_max[1]) + RESCALE_THRESHOLD;
+            max_allows_fast_path = !scale_first && (HAS_SOFTCAP || scale_log2 > 0.0f) &&
+                                   !any_lane(!(least >= (HAS_SOFTCAP ? MAX_MAGNITUDE : 0.0f)));
         }
-        // An exact product differs from the base by the rounding error of the base, too. All probabilities of a row
-        // have that factor; but beyond 2^24 the factor may be 0 or infinite, and products are rounded first.
-        if (huge) {
+        // The FMA of an exact score and row_max also shows the rounding error of row_max. It is a common factor of all
+        // probabilities of a row and cancels. Beyond 2^24 that factor may be 0 or infinite, so scores are scaled, and
+        // rounded, first.
+        if (scale_first) {
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) s[i] *= factor_of(i / 2 % 2);
         }
     }
 
-    // Elements of the thread from `begin` to `end` become probabilities of logit_above(element, base, half).
+    // Elements of the thread from `begin` to `end` become probabilities: exp2 of logit_above(element, row_max, half).
     template <typename LogitAbove>
     DEVICE void each_exponential(int begin, int end, LogitAbove logit_above) {
-        const float base[2] = {probability_base<product_t>(max_logit[0]), probability_base<product_t>(max_logit[1])};
+        const float base[2] = {probability_base<product_t>(row_max[0]), probability_base<product_t>(row_max[1])};
         float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -271,33 +305,34 @@ struct Softmax {
             for (int i = begin / 2; i < end / 2; ++i) {
                 float& x = s[i / 2 * 4 + 2 * half + i % 2];
                 x = estimate_exp2(logit_above(x, base[half], half));
-                if (!SUMS_BY_PRODUCTS) sums[half] += x;
+                if (!ROW_SUMS_BY_WGMMA) sums[half] += x;
             }
             exp_sum[half] += sums[half];
         }
     }
 
-    // Those of a usual tile. A series is computed while the unit of exponentials, which starts one of a warp in 8 cycles,
-    // is busy.
-    DEVICE void usual_exponentials(int begin, int end) {
+    // Probabilities of a tile on the fast path. The FMAs of a series overlap with the special function unit, which
+    // starts one exp2 of a warp every 8 cycles.
+    DEVICE void fast_path_exponentials(int begin, int end) {
         each_exponential(begin, end, [&](float y, float from, int half) {
-            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, units[half % UNITS], -from);
+            return HAS_SOFTCAP ? short_series.logit(y, from) : fmaf(y, row_scale_log2[half % NUM_ROW_SCALES], -from);
         });
     }
 
     DEVICE void exponentials(int begin, int end) {
-        if (HAS_SOFTCAP && plain && by_short_series) {
+        if (HAS_SOFTCAP && scores_unscaled && by_short_series) {
             each_exponential(begin, end, [&](float y, float from, int) { return short_series.logit(y, from); });
-        } else if (HAS_SOFTCAP && plain) {
+        } else if (HAS_SOFTCAP && scores_unscaled) {
             each_exponential(begin, end, [&](float y, float from, int) { return series.logit(y, from); });
         } else {
             each_exponential(begin, end, [&](float x, float from, int half) {
-                return fmaf(x, huge ? 1.0f : factor_of(half), -from);
+                return fmaf(x, scale_first ? 1.0f : factor_of(half), -from);
             });
         }
     }
 
-    // Words of two 16-bit elements have neighbouring keys; those of four bytes two keys of 8 and two of the next 8.
+    // Packs probabilities into A fragments. A word of 16-bit elements holds two adjacent keys. A word of 8-bit elements
+    // holds two keys of one group of 8 and two of the next.
     DEVICE void round_probabilities(int begin, int end) {
         if constexpr (sizeof(product_t) == 1) {
 #pragma unroll

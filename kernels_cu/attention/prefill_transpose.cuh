@@ -1,31 +1,32 @@
-// prefill_transpose.cuh: tiles of e4m3 values for prefill_sm90_fp8, whose constants it reads, transposed as products of
-// 8-bit elements take them: keys of an element of the head lie one after another.
+// prefill_transpose.cuh: transposes tiles of e4m3 values for prefill_sm90_fp8: an 8-bit WGMMA takes B only K-major, so
+// the keys of one element of the head must be contiguous. Reads the constants of the kernel that includes it.
 //
-// A row of 128 bytes has TOKENS keys of one element, or of one of each PARTS-th of the head. In each 16 keys, the places of
-// four bytes are those of keys 2t, 2t + 1, 2t + 8 and 2t + 9: what thread 4g + t of a warp has of a row of logits, and so
-// of rounded probabilities.
+// A row of 128 bytes has TOKENS keys of one element, or of KEY_PARTS elements, VALUE_ROWS apart. Within each 16 keys,
+// word t holds keys 2t, 2t + 1, 2t + 8 and 2t + 9: the keys that thread 4g + t of a warp holds in its accumulators, and
+// so in its A fragment of rounded probabilities.
 //
-// Warps take 32 tokens of 16 elements at a time. Four transposing loads of 8 tokens give lane 4g + t words of elements 2g
-// and 2g + 1 of tokens 2t and 2t + 1; two words of neighbouring eights make a word of either element. Of the rows that a
-// store has, the first four are even elements and the last four odd ones, or the other way round: eight rows, swizzled,
-// then lie in all banks.
+// Thread mapping: a warp takes 32 tokens of 16 elements at a time. Four transposing ldmatrix of 8 tokens give lane 4g +
+// t words with elements 2g and 2g + 1 of tokens 2t and 2t + 1. Two words of adjacent groups of 8 tokens make one word
+// of each element. The first four rows of a store are even elements and the last four odd ones, or the other way round:
+// the eight swizzled rows then lie in different banks.
 #pragma once
 #include "prefill_loader.cuh"
 
 constexpr int KEY_PARTS = ROW_BYTES / TOKENS, VALUE_ROWS = HEAD_SIZE / KEY_PARTS;
 static_assert(ROW_BYTES % TOKENS == 0 && VALUE_ROWS % 16 == 0);
 
-// Where values of 64 elements begin in a tile.
+// Byte offset in a tile at which the values of an element begin.
 DEVICE constexpr int place_of_values(int element) {
     return element % VALUE_ROWS * ROW_BYTES + element / VALUE_ROWS * TOKENS;
 }
 
-// WHOLE: all tokens of the tile are attended to. Others are overwritten with zeros.
+// WHOLE: some row sees every token of the tile. Otherwise values of tokens that no row sees become zeros.
 template <bool WHOLE>
 DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind) {
-    constexpr int GROUPS = TOKENS / 32, CHUNKS = HEAD_SIZE / 16, PART_CHUNKS = CHUNKS / KEY_PARTS;  // of 16 elements
+    constexpr int GROUPS = TOKENS / 32, CHUNKS = HEAD_SIZE / 16,
+                  PART_CHUNKS = CHUNKS / KEY_PARTS;  // chunks of 16 elements
     const int lane = threadIdx.x % WARP_SIZE, warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
-    const int matrix = lane / 8, row = lane % 8;  // whose addresses the lane gives
+    const int matrix = lane / 8, row = lane % 8;  // the row whose address this lane passes to ldmatrix
     const int element = 2 * row + ((row >= 4) != (matrix % 2));
     const uint32_t first = lane < WARP_SIZE / 2 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
     const int read_at = matrix * ValueTile::TOKEN_STRIDE + swizzle_128b(row, 0),
@@ -73,7 +74,7 @@ DEVICE void transpose_tile(Tiles& tiles, const Codes kind) {
     tiles.value.advance();
 }
 
-// Transposes all tiles of values that the producer loads.
+// Transposes all value tiles that the producer loads.
 DEVICE void transpose_tiles(Tiles& tiles) {
     for (;; tiles.code.advance()) {
         tiles.code.wait();

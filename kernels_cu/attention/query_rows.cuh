@@ -1,13 +1,15 @@
-// query_rows.cuh: queries beside codes of an fp8 cache become float16 in shared memory, the type that holds every code.
+// query_rows.cuh: converts queries to float16 for a matmul with keys of an fp8 cache, because float16 represents every
+// fp8 value.
 #pragma once
 #include "attention.cuh"
 #include "mma.cuh"
 #include "tma.cuh"
 #include "widen.cuh"
 
-// A row of queries of type Q, which lies in PANELS swizzled panels at `row`, becomes float16 in its place, relative to a
-// power of two: returns what products of the row are to be multiplied by. By four neighbouring lanes, whose numbers are t;
-// `number`: of the row. Neighbouring rows take other halves of 128 bytes: lanes then read all banks.
+// Converts a row of queries of type Q to float16 in place. The row lies in PANELS swizzled panels at `row`, and is
+// divided by a power of two; returns that power, by which scores of the row are to be multiplied. Four adjacent lanes t
+// = 0 ... 3 call it. `number` is the index of the row: even and odd rows start with different halves of 128 bytes,
+// which avoids bank conflicts.
 template <typename Q, int PANELS, int PANEL_BYTES>
 DEVICE float convert_query_row(uint8_t* row, int number, int t) {
     const auto at = [&](int i) { return row + i / 2 * PANEL_BYTES + (t + (i + number) % 2 * 4) * 16; };
@@ -29,8 +31,9 @@ DEVICE float convert_query_row(uint8_t* row, int number, int t) {
     return 1.0f / factor;
 }
 
-// Loads 16 rows of queries of type Q, which lie in swizzled panels at `rows`, as float16 operands of a warp: q[i] is the
-// fragment of elements 16i and on (mma.cuh). The lane's rows, lane / 4 and 8 further on, are relative to powers of two.
+// Loads 16 rows of queries of type Q, which lie in swizzled panels at `rows`, as float16 A fragments of a warp: q[i] is
+// the fragment of elements 16i to 16i + 15 (mma.cuh). The lane's rows are lane / 4 and lane / 4 + 8. Each row is
+// divided by its element of `powers`; float16 rows are loaded as they are, and `powers` is not written.
 template <typename Q, int PANEL_BYTES, int STEPS>
 DEVICE void load_query_rows(uint32_t (&q)[STEPS][4], float (&powers)[2], const uint8_t* rows) {
     const int lane = threadIdx.x % WARP_SIZE;

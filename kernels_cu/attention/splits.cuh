@@ -1,20 +1,19 @@
-// splits.cuh: which tokens of a sequence each split has (split-KV), and how many splits.
+// splits.cuh: split-KV: the number of splits of a sequence, and the tokens of each split.
 #pragma once
 #include "vec.cuh"
 
-constexpr int TILE_TOKENS = 16;  // a split begins at a multiple of TILE_TOKENS, or of another unit that a plan says
+constexpr int TILE_TOKENS = 16;  // alignment of a split's first token, unless a plan passes another unit
 
 // The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens
 // origin + s * size <= i < origin + (s + 1) * size among them, for 0 <= s < count.
 struct Splits {
     int first, length, origin, size, count;
 
-    // max_tokens: tokens that the block table has room for; a longer sequence is cut to it.
-    // window: tokens at the end of the sequence that are attended; 0: all tokens.
-    // partition: tokens of every split, counted from token 0. 0: splits of equal size, at most max_splits of them, each
-    // of
-    //   min_split tokens or more.
-    // unit: of which a split is a multiple, and so is min_split.
+    // max_tokens: capacity of the block table in tokens; a longer sequence is truncated.
+    // window: number of tokens at the end of the sequence that are attended; 0: all tokens.
+    // partition: tokens of every split, counted from token 0. 0: at most max_splits splits of equal size, min_split
+    // tokens or more.
+    // unit: every split begins at a multiple of `unit`; min_split is one, too.
     DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split,
                   int unit = TILE_TOKENS) {
         length = int(min(max(seq_len, int64_t(0)), max_tokens));
@@ -30,17 +29,17 @@ struct Splits {
     DEVICE bool exists(int split) const { return split < count && end(split) > first; }
 };
 
-// How many splits each sequence gets, so that all blocks of a launch end at about the same time. `wave_splits` is the
-// number of splits that run on the device at once, one wave.
+// Balance: the number of splits of each sequence, chosen so that all CTAs of a launch end at about the same time.
+// `wave_splits` is the number of splits that run on the device at once, one wave.
 //
-// Sequences of equal length: as many splits as fill one wave, or two waves if the sequences are long. Sequences of
-// mixed lengths: splits in proportion to the length, whole waves of them at most, because the blocks of a wave that is
-// hardly begun leave the memory idle. More than two waves of sequences need no such care. All lanes of a warp call every
-// function.
+// Sequences of equal length get the number of splits that fills one wave, or two waves if the sequences are long.
+// Sequences of mixed lengths get splits in proportion to their length, and at most whole waves of them: a last wave
+// with few CTAs leaves memory bandwidth idle. More than two waves of sequences need no balancing. All lanes of a warp
+// must call every function.
 constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
-// Of mixed lengths, tokens of a split where one wave takes all: below SHORT_SPLIT one wave pays, if it has two splits for
-// each sequence; from LONG_SPLIT on three do, and so they do for more sequences than a wave has splits.
-// docs/performance/decode.md, "Mixed lengths run in whole waves"
+// Mixed lengths, by the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest if it has two
+// splits for each sequence. From LONG_SPLIT on, three waves are fastest, and also if there are more sequences than
+// splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
 constexpr int MIN_WHOLE_HEAD = 128;  // elements of a head from which whole waves pay
 

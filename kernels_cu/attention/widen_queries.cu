@@ -1,9 +1,9 @@
-// widen_queries: queries of e4m3 for kernels that take them as T, and the scale of keys that their logits have then.
+// widen_queries: converts e4m3 queries to T for kernels that take T, and folds the scale of queries into that of keys.
 //
 //     widened = T(query)          exact
 //     key_scales[h] = q_scale[h] * k_scale[h]
 //
-// Threads: one vector of queries each; one scale each, too.
+// Thread mapping: each thread converts one vector of queries and computes at most a few scales (grid stride).
 //
 // Constants
 //     scalar_t       T: float, half_t or bf16_t
@@ -15,7 +15,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 widen_queries(scalar_t* widened,        // [num_tokens, num_heads, head_size]
               float* key_scales,        // [num_scales]
               const fp8_e4m3_t* query,  // [num_tokens, num_heads, head_size]
-              const float* q_scale,     // [1] or [num_scales], q_scale_step apart; or null: 1
+              const float* q_scale,     // [1] or [num_scales], stride q_scale_step; null: 1
               const float* k_scale,     // [num_scales]
               int64_t count, int64_t row_size, int64_t query_stride, int64_t num_scales, int64_t q_scale_step) {
     await_previous_kernel();

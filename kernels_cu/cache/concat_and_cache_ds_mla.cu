@@ -1,13 +1,13 @@
 // concat_and_cache_ds_mla: writes a token's latent vector, quantised, and its rotary key into a 656-byte entry of a
 // paged cache.
 //
-//     kv_cache[block, offset] = [512 codes, four float32 scales s, 64 elements of k_pe]
-//     s[i] = max(max |x| / 448, 2^-126),   code = e4m3(x / s)
+//     kv_cache[block, offset] = [512 fp8 values, four float32 scales s, 64 elements of k_pe]
+//     s[i] = max(max |x| / 448, 2^-126),   value = e4m3(x / s)
 //     for tile i of 128 elements x of kv_c; NaN is ignored in the maximum
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE); a slot that does not exist is skipped
 //
-// Threads: 64 threads for each token, 8 elements for each thread. 16 lanes share a tile; the first 8 threads copy the
-// rotary key.
+// Thread mapping: 64 threads for each token, 8 elements for each thread. 16 lanes share a tile; the first 8 threads
+// copy the rotary key.
 //
 // Constants
 //     scalar_t      element type of kv_c and k_pe, of two bytes

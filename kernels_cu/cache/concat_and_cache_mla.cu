@@ -1,10 +1,10 @@
 // concat_and_cache_mla: writes a token's latent vector and rotary key into a slot of a paged cache.
 //
 //     kv_cache[block, offset] = [kv_c[t], k_pe[t]]           where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
-//     fp8: the codes of x / scale                            a slot that does not exist is skipped
+//     fp8: x / scale rounded to fp8                          a slot that does not exist is skipped
 //
-// Threads: a block takes TOKENS tokens. Its threads share the vectors of these tokens; a thread loads BATCH vectors
-// before it stores one (each_piece in cache.cuh).
+// Thread mapping: a CTA takes TOKENS tokens. Its threads share the vectors of these tokens; a thread loads BATCH
+// vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t      element type of kv_c and k_pe
@@ -13,7 +13,7 @@
 //     LATENT_SIZE   elements of kv_c
 //     ROPE_SIZE     elements of k_pe
 //     VEC_SIZE      divides LATENT_SIZE and ROPE_SIZE
-//     TOKENS        tokens of a thread block
+//     TOKENS        tokens of a CTA
 
 #include "cache.cuh"
 #include "paged.cuh"

@@ -4,10 +4,10 @@
 //     x' = T(T(x * cos) - T(y * sin)),   y' = T(T(y * cos) + T(x * sin))
 //     for the pairs (j, j + ROPE_SIZE / 2) if IS_NEOX, else (2j, 2j + 1), of every head of q_pe and of k_pe; the angles
 //     are row positions[t] of cos_sin_cache
-//     kv_cache[block, offset] = [kv_c[t], rotated k_pe[t]]                   fp8: the codes of x / scale
+//     kv_cache[block, offset] = [kv_c[t], rotated k_pe[t]]                   fp8: x / scale, rounded
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
 //
-// A token whose position is not in the table is left as it is. For a token without an existing slot, only queries are
+// A token with a position outside of the table is not changed. For a token without an existing slot, only queries are
 // rotated.
 //
 // Threads: blockIdx.x counts tokens, blockIdx.y parts of a token's work. A thread takes up to ROUNDS items of the
@@ -71,7 +71,7 @@ struct PairVectors {
     }
 };
 
-// A template, so that only one of the two ways is compiled.
+// A template, so that only one of the two branches is compiled.
 template <typename U>
 DEVICE vec_t angles_at(const U* address) {
     const auto angles = Vec<U, VEC_SIZE>::load(address);

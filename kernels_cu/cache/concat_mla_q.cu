@@ -1,9 +1,9 @@
-// concat_mla_q: joins the two parts of every query head of multi-head latent attention.
+// concat_mla_q: concatenates the two parts of every query head of multi-head latent attention.
 //
 //     q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]        bits are copied
 //
-// Threads: the vectors of all heads are numbered head after head. A block takes BATCH * NUM_THREADS of them, a thread
-// every NUM_THREADS-th.
+// Thread mapping: the vectors of all heads are numbered head after head. A CTA takes BATCH * NUM_THREADS vectors, and a
+// thread every NUM_THREADS-th vector.
 //
 // Constants
 //     NUM_HEADS     heads of a token
@@ -29,7 +29,7 @@ concat_mla_q(const scalar_t* ql_nope,  // [num_tokens, NUM_HEADS, NOPE_SIZE]
     int64_t to[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
-        // A thread without a vector loads the last one again: a load behind a condition would be issued late.
+        // A thread without a vector loads the last one again: a conditional load would be issued late.
         const uint64_t vec = min(first + i * NUM_THREADS, num_vecs - 1);
         const uint64_t head = vec / HEAD_VECS;
         const int64_t token = head / NUM_HEADS, of_token = head % NUM_HEADS;

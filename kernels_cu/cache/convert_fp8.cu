@@ -1,4 +1,4 @@
-// convert_fp8: floats to fp8 codes under one scale, or codes to floats.
+// convert_fp8: quantizes floats to fp8 with one scale, or dequantizes fp8 values.
 //
 //     output = e4m3(input / scale), or T(input * scale)
 //

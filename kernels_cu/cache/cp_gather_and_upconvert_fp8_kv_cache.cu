@@ -1,17 +1,17 @@
 // cp_gather_and_upconvert_fp8_kv_cache: copies the 656-byte entries of sequences from a paged cache to rows of
 // bfloat16.
 //
-//     dst[t, i] = bf16(code[i] * scale[i / 128])             i < 512: e4m3 codes, then four float32 scales
+//     dst[t, i] = bf16(x[i] * scale[i / 128])                i < 512: e4m3 values x, then four float32 scales
 //     dst[t, 512 + i] = rope[i]                              i < 64: bfloat16, unchanged
 //     from the entry src_cache[block_table[b, j / BLOCK_SIZE], j % BLOCK_SIZE], where t = workspace_starts[b] + j and
 //     0 <= j < seq_lens[b]
 //
-// A row without a sequence, or whose entry does not exist, is left as it is.
+// A row without a sequence or without an existing entry is not changed.
 //
-// Threads: a group of 32 threads takes ROWS neighbouring rows of dst.
+// Thread mapping: a group of 32 threads takes ROWS adjacent rows of dst.
 // 1. All lanes search for the sequences of these rows, then one lane per row finds the row's entry.
-// 2. Each lane loads, for each row, two vectors of 8 codes that lie 256 codes apart: each store of the group covers one
-//    contiguous piece of the row. Eight lanes per row load the rope.
+// 2. Each lane loads, for each row, two vectors of 8 fp8 values with a stride of 256: each store of the group covers
+//    one contiguous piece of the row. Eight lanes per row load the rope.
 // 3. Stores begin when all loads have been issued.
 //
 // Constants
@@ -45,7 +45,7 @@ DEVICE uint32_t ballot_of_group(bool predicate) {
 // The first row of the caller's group.
 DEVICE int64_t first_row() { return (int64_t(blockIdx.x) * (NUM_THREADS / LANES) + threadIdx.x / LANES) * ROWS; }
 
-// Where the entries of the rows of dst are named.
+// The index tensors that give the entry of a row of dst.
 struct Rows {
     const table_t* block_table;
     const lens_t* seq_lens;
@@ -53,10 +53,10 @@ struct Rows {
     Pages<BLOCK_SIZE> pages;
     int64_t num_rows, batch_size, max_blocks, table_stride, table_entry_stride, lens_stride, starts_stride;
 
-    // Of a row: the position of its entry in the sequence, and the place in block_table that names the position's block;
+    // The position of a row's entry in the sequence, and the index in block_table of the position's block number;
     // NOWHERE for a row without a sequence.
     struct Place { int64_t position, in_table; };
-    // The place of row first + lane, one of ROWS at most, in the first sequence that has the row. Every lane calls.
+    // The Place of row first + lane (lane < ROWS) in the first sequence that has the row. Every lane must call.
     template <bool FRESH>
     DEVICE Place place_of(int64_t first, int lane) const {
         const int64_t row = first + lane, end = min(first + ROWS, num_rows);
@@ -83,11 +83,11 @@ struct Rows {
     }
 };
 
-// Each block prefetches the line with its own number of the starts, the lengths and the table. The first byte of an
-// entry waits for all three.
+// CTA i prefetches line i of the starts, of the lengths and of the table. The load of an entry depends on all three.
 //
-// The first `early_blocks` blocks, which may start while the kernel before runs, also prefetch the entries that the
-// indices name by then. What that kernel changes has been prefetched in vain: nothing is used that is not read again.
+// The first `early_blocks` CTAs may start while the previous kernel runs (PDL). They also prefetch the entries that the
+// indices name by then. If that kernel changes the indices, the prefetch is wasted but harmless: every index is read
+// again.
 struct Early {
     Rows rows;
     Rows::Place place;  // of row first + lane
@@ -140,15 +140,14 @@ cp_gather_and_upconvert_fp8_kv_cache(const uint8_t* src_cache,          // [num_
     const int lane = threadIdx.x % LANES;
     const int64_t first = first_row();
 
-    // The block's number is loaded from its early place while the place is found again.
+    // The block number is loaded from the early Place while the Place is computed again.
     int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
     keep_loads_of_warp();
     const Rows::Place place = early.rows.place_of<false>(first, lane);
     if (place.in_table != early.place.in_table && place.in_table != NOWHERE) block = block_table[place.in_table];
     int64_t at = place.in_table == NOWHERE ? NOWHERE : early.rows.pages.in_block(block, place.position);
 
-    // A row without an entry loads an existing entry and does not use it: a load behind a condition would be issued
-    // late.
+    // A row without an entry loads an existing entry and does not use it: a conditional load would be issued late.
     const uint32_t found = ballot_of_group(at != NOWHERE);
     at = max(at, int64_t(0));
     Vec<fp8_e4m3_t, VEC_SIZE> codes[ROWS][2];

@@ -3,11 +3,11 @@
 //     dst_k[t] = K[offset], dst_scale[t] = S[offset]         of the cache block block_table[b, j / BLOCK_SIZE]
 //     where b is the sequence of row t, j = t - cu_seq_lens[b], offset = j % BLOCK_SIZE
 //
-// A cache block holds the codes K of all its slots, then the scales S of all its slots. A row without a sequence, or
-// whose entry does not exist, is left as it is.
+// A cache block holds the fp8 keys K of all its slots, then the scales S of all its slots. A row without a sequence or
+// without an existing entry is not changed.
 //
-// Threads: a block takes TOKENS rows. One thread per row finds the row's entry; then all threads share the vectors, and
-// a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
+// Thread mapping: a CTA takes TOKENS rows. One thread per row finds the row's entry; then all threads share the
+// vectors, and a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     table_t         element type of block_table
@@ -16,7 +16,7 @@
 //     SCALE_SIZE      bytes of a key's scales
 //     VEC_SIZE        bytes of a key in one memory access; divides HEAD_SIZE
 //     SCALE_VEC       bytes of scales in one memory access; divides SCALE_SIZE
-//     TOKENS          rows of a thread block; at most NUM_THREADS
+//     TOKENS          rows of a CTA; at most NUM_THREADS
 
 #include "cache.cuh"
 #include "paged.cuh"
@@ -25,8 +25,7 @@ constexpr int HEAD_VECS = HEAD_SIZE / VEC_SIZE;
 constexpr int SCALE_VECS = SCALE_SIZE / SCALE_VEC;
 static_assert(HEAD_SIZE % VEC_SIZE == 0 && SCALE_SIZE % SCALE_VEC == 0 && TOKENS <= NUM_THREADS);
 
-// Each block prefetches the line with its own number of the lengths and the table. The first byte of a key waits for
-// both.
+// CTA i prefetches line i of the lengths and of the table. The load of a key depends on both.
 DEVICE void
 prefetch_indices(const table_t* block_table, const lens_t* cu_seq_lens, int64_t num_seqs, int64_t max_blocks,
                  int64_t table_stride, int64_t table_entry_stride, int64_t lens_stride) {
@@ -58,8 +57,7 @@ cp_gather_indexer_k_quant_cache(const uint8_t* kv_cache,     // [num_blocks, BLO
             const int64_t begin = sequence < num_seqs ? int64_t(cu_seq_lens[sequence * lens_stride]) : -1;
             if (begin >= 0 && begin <= row) {
                 position = row - begin;
-                // A slot stride of 0 gives the place of the block: codes and scales have their own strides between
-                // slots.
+                // A slot stride of 0 gives the offset of the block: keys and scales have different slot strides.
                 const Pages<BLOCK_SIZE> pages{num_blocks, block_stride, 0};
                 block =
                     pages.at_position(position, block_table + sequence * table_stride, max_blocks, table_entry_stride);

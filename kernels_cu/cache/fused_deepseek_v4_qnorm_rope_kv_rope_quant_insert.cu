@@ -1,19 +1,20 @@
-// fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert: norms and turns the query heads of DeepSeek-V4's attention, turns
-// the shared key, and writes the key into a slot of a paged cache, quantised.
+// fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert: applies RMS norm and RoPE to the query heads of DeepSeek-V4's
+// attention and RoPE to the shared key, and writes the quantized key into a slot of a paged cache.
 //
-//     q_out[t, h] = turned(x / sqrt(mean(x^2) + eps)) for x = q_in[t, h];  0 for h >= NUM_HEADS
-//     key         = T(turned(kv[t]));   turned(x): elements 448 to 511 turn in pairs (448 + 2j, 449 + 2j):
+//     q_out[t, h] = rope(x / sqrt(mean(x^2) + eps)) for x = q_in[t, h];  0 for h >= NUM_HEADS
+//     key         = T(rope(kv[t]));   rope(x): rotates elements 448 to 511 in pairs (448 + 2j, 449 + 2j):
 //                   x' = x * cos - y * sin,  y' = y * cos + x * sin, with row position_ids[t] of cos_sin_cache
 //     s[g]        = the smallest power of two not below max(max |key|, 1e-4) / 448 over group g of 64 elements, g < 7
-//     a block of k_cache = BLOCK_SIZE entries [448 codes e4m3(key / s), 64 elements of key], then BLOCK_SIZE entries
+//     a block of k_cache = BLOCK_SIZE entries [448 elements e4m3(key / s), 64 elements of key], then BLOCK_SIZE entries
 //                   [7 biased exponents of s, a byte of 0]
 //
-// In float32, rounded once to T, the dtype of q_in. NaN is ignored in the maximum; its code is that of -448. Without
-// a row for its position, a token is not turned and its key not written; nor is a key without an existing slot.
+// Computed in float32 and rounded once to T, the dtype of q_in. NaN is ignored in the maximum and stored as -448. If
+// cos_sin_cache has no row for its position, a token is not rotated and its key is not written. A key without an
+// existing slot is not written either.
 //
-// Threads: 32 lanes have a head. Lane i holds elements 8i to 8i + 7 and 256 + 8i to 263 + 8i, so that the turning
-// elements lie in the last eight lanes, and eight lanes share a group of the cache. The heads of a token, padded, and
-// behind them its key are dealt to groups of lanes: group g of the token takes heads g, g + GROUPS, and so on.
+// Thread mapping: 32 lanes share a head. Lane i holds elements 8i to 8i + 7 and 256 + 8i to 263 + 8i, so that the last
+// eight lanes hold the rotated elements, and eight lanes share a group of the cache. The padded heads of a token and
+// then its key are distributed round-robin: lane group g of the token takes heads g, g + GROUPS, and so on.
 //
 // Constants
 //     scalar_t        T: element type of q_in, kv and q_out, of two bytes
@@ -43,7 +44,7 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 // Vector `i` of the lane begins at this element of a head.
 DEVICE int element_of(int i, int lane) { return (i * LANES + lane) * VEC_SIZE; }
 
-// Turns the pairs of `x`, elements of a head from `element` on.
+// Rotates the pairs of `x`, which are elements of a head from `element` on.
 DEVICE void turn(float (&x)[VEC_SIZE], const float (&cosine)[PAIRS], const float (&sine)[PAIRS]) {
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
@@ -88,7 +89,7 @@ fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(const scalar_t* q_in,         
     }
     const int64_t position = position_ids[token * positions_stride];
     const bool turns = position >= 0 && position < max_position;
-    const int rope = element_of(VECS - 1, lane) - NOPE_SIZE;  // the first turning element of the lane, if not negative
+    const int rope = element_of(VECS - 1, lane) - NOPE_SIZE;  // the first rotated element of the lane, if not negative
     float cosine[PAIRS], sine[PAIRS];
     if (turns && rope >= 0) {
         const float* angles = cos_sin_cache + position * ROPE_SIZE + rope / 2;
@@ -108,7 +109,7 @@ fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(const scalar_t* q_in,         
 #pragma unroll
             for (int j = 0; j < VEC_SIZE; ++j) sum += x[i][j] * x[i][j];
         }
-        sum = lane_reduce<Sum, LANES>(sum);  // also of the key: all lanes of a warp take part
+        sum = lane_reduce<Sum, LANES>(sum);  // for the key, too: all lanes of a warp must take part
         const float inverse_rms = is_key ? 1.0f : rsqrtf(sum / HEAD_SIZE + eps);
         float max_abs[VECS];
 #pragma unroll

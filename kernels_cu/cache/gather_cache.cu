@@ -1,14 +1,14 @@
 // gather_cache: copies the entries of sequences from a paged cache to consecutive rows.
 //
-//     dst[t] = src_cache[block, offset]                      or codes * scale, in float32, rounded once
+//     dst[t] = src_cache[block, offset]                      or fp8 value * scale, in float32, rounded once
 //     where b is the sequence of row t, p = t - cu_seq_lens[b] + seq_starts[b],
 //           block = block_table[b, p / BLOCK_SIZE], offset = p % BLOCK_SIZE
 //
-// A row without a sequence, or whose entry does not exist, is left as it is.
+// A row without a sequence or without an existing entry is not changed.
 //
-// Threads: a block takes TOKENS rows. One thread per row finds the row's entry: of fewer than LANES sequences, each lane
-// loads where one begins, and the search goes through the lanes. Then all threads share the vectors, and a thread loads
-// BATCH vectors before it stores one (each_piece in cache.cuh).
+// Thread mapping: a CTA takes TOKENS rows. One thread per row finds the row's entry. With fewer than LANES sequences,
+// each lane loads the start of one sequence, and the search uses shuffles. Then all threads share the vectors, and a
+// thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
 //
 // Constants
 //     scalar_t        element type of dst
@@ -19,16 +19,16 @@
 //     starts_t        element type of seq_starts
 //     ENTRY_SIZE      elements of an entry; a multiple of VEC_SIZE
 //     HAS_OWNER       token_to_seq names the sequence of a row; else the sequence is searched in cu_seq_lens
-//     TOKENS          rows of a thread block; at most NUM_THREADS
+//     TOKENS          rows of a CTA; at most NUM_THREADS
 
 #include "cache.cuh"
 #include "paged.cuh"
 
-constexpr int LANES = 32;                                         // that search together
+constexpr int LANES = 32;                                         // lanes that search together
 constexpr int FINDERS = ceil_div(TOKENS, WARP_SIZE) * WARP_SIZE;  // threads that find rows, in whole warps
 static_assert(ENTRY_SIZE % VEC_SIZE == 0 && TOKENS <= NUM_THREADS && NUM_THREADS % LANES == 0);
 
-// Where the entries of rows are named.
+// The index tensors that give the entry of a row.
 struct Rows {
     const table_t* block_table;
     const lens_t* cu_seq_lens;
@@ -51,8 +51,8 @@ struct Rows {
             if (sequence < 0 || sequence >= num_seqs) return {NOWHERE, 0, 0};
             return {sequence, bound(sequence), bound(sequence + 1)};
         }
-        // The number of sequences that end at the row or before it, by the steps of count_up_to, whose answer this is for
-        // numbers that do not ascend, too. Lanes behind the last sequence have its end.
+        // The number of sequences that end at the row or before. The steps are those of count_up_to, so that the answer
+        // is the same for numbers that do not ascend, too. Lanes after the last sequence hold its end.
         const int64_t begin = bound(min(int64_t(threadIdx.x % LANES), num_seqs));
         int sequence = 0, end = int(num_seqs);
 #pragma unroll
@@ -68,8 +68,8 @@ struct Rows {
         return owner.sequence < num_seqs ? owner : Owner{NOWHERE, 0, 0};
     }
 
-    // Of a row: the position of its entry in the sequence, and the place in block_table that names the position's block;
-    // NOWHERE for a row without a sequence. Every lane of the warp calls.
+    // The position of a row's entry in the sequence, and the index in block_table of the position's block number;
+    // NOWHERE for a row without a sequence. Every lane of the warp must call.
     struct Place { int64_t position, in_table; };
     template <bool FRESH>
     DEVICE Place place_of(int64_t row) const {
@@ -85,11 +85,12 @@ struct Rows {
     }
 };
 
-// Each block prefetches the line with its own number of each index array: the first blocks fetch what later blocks
-// need. Three or four of these loads depend on each other before the first byte of an entry moves.
+// CTA i prefetches line i of each index array, so that the first CTAs fetch what later CTAs need. The load of an entry
+// depends on a chain of three or four index loads.
 //
-// The first `early_blocks` blocks, which may start while the kernel before runs, also prefetch the entries that the
-// indices name by then. What that kernel changes has been prefetched in vain: nothing is used that is not read again.
+// The first `early_blocks` CTAs may start while the previous kernel runs (PDL). They also prefetch the entries that the
+// indices name by then. If that kernel changes the indices, the prefetch is wasted but harmless: every index is read
+// again.
 struct Early {
     Rows rows;
     Rows::Place place;  // of the thread's row
@@ -147,7 +148,7 @@ gather_cache(const cache_t* src_cache,     // [num_blocks, BLOCK_SIZE, ENTRY_SIZ
     __shared__ int64_t entries[TOKENS];
     const int64_t first = int64_t(blockIdx.x) * TOKENS;
     if (threadIdx.x < FINDERS) {
-        // The block's number is loaded from its early place while the place is found again.
+        // The block number is loaded from the early Place while the Place is computed again.
         int64_t block = early.place.in_table == NOWHERE ? 0 : int64_t(block_table[early.place.in_table]);
         keep_loads();
         const Rows::Place place = early.rows.place_of<false>(first + threadIdx.x);

@@ -1,12 +1,11 @@
-// group_slots: finds the tokens that go to each group of GROUP neighbouring slots of a cache, in whatever order
-// slot_mapping has them.
+// group_slots: finds the tokens of each group of GROUP adjacent slots of a cache, for any order of slot_mapping.
 //
 //     marks[g] has bit o, and tokens[g * GROUP + o] = t, where slot_mapping[t] = g * GROUP + o
 //     groups[0 .. *count) are the groups with a mark, in any order; a slot that does not exist is skipped
 //
-// The kernel is launched twice. With CLEAR it sets to 0 the count and the marks that the second launch will use. So the
-// work grows with the number of tokens, not with the cache, and no memory is read before it is written. Of several
-// tokens with one slot, the first to arrive is kept.
+// The kernel is launched twice. With CLEAR it sets to 0 the count and the marks that the second launch will use, so the
+// work grows with the number of tokens, not with the cache, and no memory is read before it is written. If several
+// tokens have the same slot, the first to arrive is kept.
 //
 // Threads: one token per thread.
 //

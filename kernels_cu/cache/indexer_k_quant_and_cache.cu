@@ -5,7 +5,7 @@
 //     K[offset] = e4m3(x / s), S[offset, group] = s          in the cache block `block`
 //     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE); a slot that does not exist is skipped
 //
-// A cache block holds the codes K of all its slots, then the scales S of all its slots.
+// A cache block holds the fp8 keys K of all its slots, then the scales S of all its slots.
 //
 // Threads: LANES lanes share a group and hold all of it in registers.
 //

@@ -1,13 +1,12 @@
 // reshape_and_cache: writes keys and values of tokens into the slots of a packed cache.
 //
 //     key_cache[block, h, d / X, offset, d % X] = key[t, h, d]      value_cache[block, h, d, offset] = value[t, h, d]
-//     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)     fp8: the codes of x / scale
+//     where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)     fp8: x / scale, rounded
 //     A slot that does not exist is skipped.
 //
-// Within a cache block, neighbouring slots lie X elements apart for keys and one element apart for values. So a thread
-// block takes TOKENS tokens and COLUMNS elements of each, transposes them in shared memory, and stores them slot by
-// slot. Values of RUN tokens are stored by one access if their slots are neighbours that begin at a multiple of RUN,
-// else one by one.
+// Within a cache block, the stride between slots is X elements for keys and one element for values. So a CTA takes
+// TOKENS tokens and COLUMNS elements of each, transposes them in shared memory, and stores them slot by slot. Values of
+// RUN tokens are stored by one access if their slots are adjacent and begin at a multiple of RUN, else one by one.
 //
 // Threads: blockIdx.x counts groups of tokens, blockIdx.y groups of columns; blockIdx.z is 0 for keys, 1 for values.
 //
@@ -16,12 +15,12 @@
 //     cache_t       element type of the caches: scalar_t or an fp8 type
 //     slot_t        element type of slot_mapping
 //     ROW_SIZE      elements of a token: heads * head size
-//     X             neighbouring elements of a key
+//     X             innermost dimension of key_cache
 //     LOAD_VEC      elements of key and value in one memory access; divides ROW_SIZE and COLUMNS
 //     KEY_VEC       elements of key_cache in one memory access; divides X and COLUMNS
 //     RUN           elements of value_cache in one memory access; divides BLOCK_SIZE
-//     TOKENS        tokens of a thread block; at most NUM_THREADS
-//     COLUMNS       elements of each token in a thread block; a multiple of 16
+//     TOKENS        tokens of a CTA; at most NUM_THREADS
+//     COLUMNS       elements of each token in a CTA; a multiple of 16
 
 #include "async.cuh"
 #include "cache.cuh"
@@ -37,7 +36,7 @@ DEVICE Vec<bits_t, N>& bits_at(bits_t* tile, int token, int column) {
     return *reinterpret_cast<Vec<bits_t, N>*>(tile + token * PITCH + column);
 }
 
-// Whether the block has RUN tokens from `token` on, and their slots are neighbours.
+// Whether the CTA has RUN tokens from `token` on, with adjacent slots.
 DEVICE bool begins_run(const slot_t* slots, int token) {
     if (token < 0 || token + RUN > TOKENS) return false;
     for (int i = 1; i < RUN; ++i) {
@@ -77,7 +76,7 @@ reshape_and_cache(const scalar_t* key,         // [num_tokens, ROW_SIZE]
     using vec_t = Vec<scalar_t, LOAD_VEC>;
     constexpr int ROW_VECS = COLUMNS / LOAD_VEC;
     each_piece<NUM_THREADS, TOKENS, ROW_VECS, (TOKENS * ROW_VECS < 2 * NUM_THREADS ? 1 : 2)>(
-        [&](int token, int piece) {  // behind the last token or column, the last one is loaded and not used
+        [&](int token, int piece) {  // after the last token or column, the last one is loaded and not used
             return vec_t::load(source + min(first_token + token, num_tokens - 1) * stride +
                                min(piece * LOAD_VEC, columns - LOAD_VEC));
         },

@@ -1,7 +1,7 @@
 // reshape_and_cache_flash: writes keys and values of tokens into the slots of a paged cache, head by head.
 //
 //     key_cache[block, offset, h, :] = key[t, h, :]          where block, offset = divmod(slot_mapping[t], BLOCK_SIZE)
-//     fp8: the codes of key / k_scale, or key / k_scale[h]   values likewise; a slot that does not exist is skipped
+//     fp8: key / k_scale, or key / k_scale[h], rounded       values likewise; a slot that does not exist is skipped
 //
 // Threads: blockIdx.x counts groups of TOKENS tokens; blockIdx.y is 0 for keys, 1 for values. The threads of a block
 // share the vectors of its tokens; a thread loads BATCH vectors before it stores one (each_piece in cache.cuh).
@@ -13,7 +13,7 @@
 //     NUM_HEADS     heads of a token
 //     HEAD_SIZE     elements of a head; a multiple of VEC_SIZE
 //     HEAD_SCALES   each head has its own scale
-//     TOKENS        tokens of a thread block
+//     TOKENS        tokens of a CTA
 
 #include "cache.cuh"
 #include "paged.cuh"

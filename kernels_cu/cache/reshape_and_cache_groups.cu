@@ -1,11 +1,11 @@
-// reshape_and_cache_groups: reshape_and_cache for many tokens, which group_slots has sorted by groups of neighbouring
+// reshape_and_cache_groups: reshape_and_cache for many tokens, which group_slots has sorted by groups of adjacent
 // slots.
 //
 //     key_cache[block, h, d / X, offset, d % X] = key[t, h, d]      value_cache[block, h, d, offset] = value[t, h, d]
-//     for every slot with a mark of every listed group, and the token t of the slot; fp8: the codes of x / scale
+//     for every slot with a mark of every listed group, and the token t of the slot; fp8: x / scale, rounded
 //
-// The slots of a group are neighbours in both caches: their tokens are stored together, in whole sectors, wherever they
-// stand in slot_mapping.
+// The slots of a group are adjacent in both caches: their tokens are stored together, in whole sectors, for any order
+// of slot_mapping.
 //
 // Threads: a piece is COLUMNS elements of the keys, or of the values, of one group's tokens. A block transposes a piece
 // in shared memory and stores it, then goes on to piece blockIdx.x + gridDim.x: how many groups there are is known on
@@ -16,7 +16,7 @@
 //     cache_t       element type of the caches: scalar_t or an fp8 type
 //     ROW_SIZE      elements of a token: heads * head size
 //     GROUP         slots of a group, at most 32 and at most NUM_THREADS; divides BLOCK_SIZE
-//     X             neighbouring elements of a key
+//     X             innermost dimension of key_cache
 //     LOAD_VEC      elements of key and value in one memory access; divides ROW_SIZE and COLUMNS
 //     KEY_VEC       elements of key_cache in one memory access; divides X and COLUMNS
 //     RUN           elements of value_cache in one memory access; divides GROUP
@@ -67,7 +67,7 @@ reshape_and_cache_groups(const scalar_t* key,     // [num_tokens, ROW_SIZE]
         const int64_t stride = is_value ? value_stride : key_stride;
         using vec_t = Vec<scalar_t, LOAD_VEC>;
         each_piece<NUM_THREADS, GROUP, COLUMNS / LOAD_VEC, BATCH>(
-            [&](int row, int piece) {  // behind the last column, the last one is loaded and not used
+            [&](int row, int piece) {  // after the last column, the last one is loaded and not used
                 return vec_t::load(source + int64_t(sources[row]) * stride +
                                    min(piece * LOAD_VEC, int(columns) - LOAD_VEC));
             },
