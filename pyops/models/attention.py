@@ -30,7 +30,7 @@ class Attention:
         config: sizes and options.
         sliding_window: the number of last tokens to attend to; 0 for all.
         rope: the rotary embedding; None for none.
-        place: of the weights.
+        place: dtype, device and quantization of the weights.
     """
 
     slot_bytes = 0
@@ -133,7 +133,7 @@ class MLP:
 
     Args:
         config: sizes and options.
-        place: of the weights.
+        place: dtype, device and quantization of the weights.
         intermediate_size: channels; None for those of `config`.
     """
 

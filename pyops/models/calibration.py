@@ -31,10 +31,10 @@ def calibrate_kv_scales(
 
     Returns:
         {name in a checkpoint: [1] or [num_key_value_heads] float32 on the CPU}, which `write_kv_scales` takes and a
-        safetensors file beside the weights may hold.
+        safetensors file next to the weights may hold.
 
     Raises:
-        ModelError: a prompt is refused, or something written is no finite number.
+        ModelError: a prompt is refused, or a key or value is not finite.
     """
     if not prompts:
         raise ModelError("calibrate_kv_scales", "prompts: expected one or more, got none")

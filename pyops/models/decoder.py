@@ -193,8 +193,7 @@ class Decoder:
             checked: whether to check the data first; False for tensors without data.
 
         Raises:
-            ModelError: the kernels cannot read such weights, or they have been converted already and weights written
-                since then would be lost.
+            ModelError: the kernels cannot read such weights, or `prepare` was called before.
         """
         if self._prepared:
             raise ModelError("prepare", "expected one call: the weights of experts are those that are multiplied")

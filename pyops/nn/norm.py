@@ -76,7 +76,7 @@ class RMSNorm(CustomOp):
         return x, residual
 
     def _of_part(self, x: Tensor, residual: Tensor | None) -> Any:
-        """The norm by the mean of the first elements of a row only. There is no kernel for it."""
+        """The norm by the mean square of the first elements of a row only. No kernel computes it."""
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"RMSNorm: x: expected rows of hidden_size={self.hidden_size}, got shape {tuple(x.shape)}")
         z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
