@@ -69,8 +69,8 @@ class CompilationConfig:
 
     Attributes:
         custom_ops: entries "all", "none", "+name" and "-name", as a list or as a string with commas; elements of a
-            list may have commas, too. If neither "all" nor "none" is given, one is added: "none" if inductor compiles the
-            model, because inductor fuses native methods; else "all".
+            list may have commas, too. If neither "all" nor "none" is given, one is added: "none" if inductor compiles
+            the model, because inductor fuses native methods; else "all".
         mode: how the model is compiled.
         backend: the compiler of the model.
         platform: where layers will run; None for the result of `current_platform`.

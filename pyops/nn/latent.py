@@ -75,7 +75,7 @@ def absorbed_attention(
 
     Args:
         query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
-        up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: projections from latent vectors to keys and values.
+        up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: projects latent vectors to keys and values.
         entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the latent KV cache, of the queries' dtype
             or of float8_e4m3fn.
         block_tables, seq_lens: as in `paged_attention_v1`.

@@ -89,7 +89,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values. Ranks divide the heads; ranks share kv heads if these are fewer.
 
-    `weight_loader` takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, stacked. The output of a rank is [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
+    `weight_loader` takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, stacked. The output of a rank is
+    [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
 
     Args:
         hidden_size: columns of each weight.

@@ -56,8 +56,7 @@ class QuantFP8(CustomOp):
 
     ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size], or of any rank for group scales, in
     float32, float16 or bfloat16. It returns (fp8 values, scale). The fp8 dtype is float8_e4m3fnuz on gfx942,
-    float8_e4m3fn elsewhere. A scale that was given is returned as it is by `forward_cuda`, and in a shape that broadcasts by
-    `forward_native`.
+    float8_e4m3fn elsewhere. `forward_cuda` returns a given scale as it is, `forward_native` in a shape that broadcasts.
 
     `forward_cuda` calls `pyops.scaled_fp8_quant` or `pyops.per_token_group_quant_fp8`. `forward_native` differs from
     them: it multiplies by the reciprocal of a token's scale, bounds scales by 1 / (512 * the largest fp8 value) from

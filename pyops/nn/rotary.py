@@ -279,7 +279,7 @@ class DualChunkRotaryEmbedding(OpLayer, op=dual_chunk_rotary_embedding):
 
     ``forward(positions, query, key, offsets=None)`` takes positions [num_tokens], int32 or int64, query [num_tokens,
     num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16, and key the same with
-    num_kv_heads. It returns new tensors: the queries turned in five ways, [num_tokens, 5 * num_heads * head_size], and
+    num_kv_heads. It returns new tensors: the queries rotated in five ways, [num_tokens, 5 * num_heads * head_size], and
     the keys, [num_tokens, num_kv_heads * head_size].
 
     Args:

@@ -87,7 +87,7 @@ def _install_latent() -> str:
 
 
 def _install_latent_prefill() -> str:
-    """Put the backend of MLA prefill first, which vLLM chooses apart from decode."""
+    """Put the backend of MLA prefill first; vLLM chooses it separately from decode."""
     from vllm.v1.attention.backends.mla.prefill import selector as prefill
 
     choices = prefill._auto_select_mla_prefill_backend
