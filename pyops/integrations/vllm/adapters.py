@@ -131,7 +131,7 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
 
 
 def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for the result of a GEMM with a weight in Marlin's layout, in the dtype of `pyops.marlin_gemm`'s result."""
+    """Memory for the result of a GEMM with a weight in Marlin's layout, in the dtype that `pyops.marlin_gemm` gives."""
     from torch import bfloat16  # the module itself: torch.compile does not trace the lazy one
 
     dtype = a.dtype

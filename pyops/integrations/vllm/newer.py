@@ -72,9 +72,9 @@ def rms_norm_per_block_quant(
     """(quantized values, scales) of `pyops.rms_norm_per_block_quant`, new tensors.
 
     The quantized values have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn,
-    float8_e4m3fnuz or int8; the scales are [num_tokens, hidden_size / group] float32, in memory transposed if `is_scale_transposed`, with
-    a column stride that is a multiple of `tma_alignment` tokens if that is not 0. `group_size` is two numbers; the
-    second is the elements of a group. A `residual` is read and written.
+    float8_e4m3fnuz or int8; the scales are [num_tokens, hidden_size / group] float32, in memory transposed if
+    `is_scale_transposed`, with a column stride that is a multiple of `tma_alignment` tokens if that is not 0.
+    `group_size` is two numbers; the second is the elements of a group. A `residual` is read and written.
     """
     if len(group_size) != 2 or group_size[1] < 1:
         raise OpError("rms_norm_per_block_quant", "group_size", f"expected [1, elements], got {group_size}")

@@ -36,8 +36,8 @@ def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) 
 
     A plan splits the keys by the capacity of the table, which in vLLM is the longest sequence that the model allows.
     So the table is truncated after the longest sequence of the step, at a power of two, which keeps plans few. A batch
-    that a CUDA graph may hold keeps all columns: vLLM warms up with sequences of one token, and what it captures then must
-    be the plan that has run.
+    that a CUDA graph may hold keeps all columns: vLLM warms up with sequences of one token, and what it captures then
+    must be the plan that has run.
     """
     columns: int = common.block_table_tensor.shape[1]
     if common.max_query_len <= _captured_query_len(config):
