@@ -59,14 +59,12 @@ class Config:
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
-        gates_attention: whether the output of attention is multiplied by the sigmoid of a gate that the query
-            projection computes for each head.
+        gates_attention: whether attention has output gates: sigmoids of a second part of each query head.
         qkv_by_head: whether a checkpoint orders rows of QKV by KV heads: the queries, the key and the value of each.
         hidden_act: activation of MLPs.
         has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
         norms: kind and positions of norms; `rms_norm_eps` is the epsilon of all of them.
-        parallel_residual: whether attention and MLP of a layer run in parallel on the same input, instead of in
-            sequence.
+        parallel_residual: whether layers are parallel blocks: attention and MLP have the same input.
         shares_norm: whether both share one input norm.
         multipliers: of embeddings, logits and the outputs of layers.
         layer_ropes: for each layer, its rotary embedding, None for none; () where all have `rope`.
