@@ -15,7 +15,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Sequences of different lengths, one behind another.
+    """Sequences of different lengths, one after another.
 
     Attributes:
         seq_lens: [num_seqs] int32.
@@ -42,7 +42,7 @@ def _lengths(longest: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def ragged_batches(draw: st.DrawFn, max_seqs: int = 8, max_seq_len: int = 300) -> RaggedBatch:
-    """Batches of 1 to `max_seqs` sequences: empty, of one token, beside powers of two, of `max_seq_len` tokens."""
+    """Batches of 1 to `max_seqs` sequences: empty, of one token, next to powers of two, of `max_seq_len` tokens."""
     lengths = draw(st.lists(_lengths(max_seq_len), min_size=1, max_size=max_seqs), label="lengths")
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
@@ -55,7 +55,7 @@ class PagedCache:
     """A paged cache of keys and values, and the tables by which sequences find theirs.
 
     Token i of sequence s lies in slot ``i % block_size`` of the block ``block_tables[s, i // block_size]``. Slots that
-    no sequence uses are NaN. Entries of `block_tables` behind the last that a sequence needs are hostile.
+    no sequence uses are NaN. Entries of `block_tables` after the last that a sequence needs are hostile.
 
     Attributes:
         key_cache, value_cache: by `layout`,
