@@ -58,7 +58,7 @@ class Engine:
     frees all of its blocks and waits to be recomputed.
 
     Args:
-        model: a model whose weights are set.
+        model: a model with its weights set.
         num_blocks: blocks of the cache. None: enough for `max_num_seqs` sequences of `max_seq_len` tokens, but no more
             than fit into 0.8 of the device's free memory. A model without attention needs no blocks.
         block_size: tokens of a block.

@@ -1,4 +1,4 @@
-"""Experts whose weights are in the quantised types of GGUF files."""
+"""Experts with weights in the quantised types of GGUF files."""
 
 from __future__ import annotations
 

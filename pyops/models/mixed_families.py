@@ -178,7 +178,7 @@ MISTRAL3_TEXTS = {
 
 
 def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, eos: int, values: _Values) -> dict[str, Any]:
-    """Fields of the config of a decoder whose layers are all state-space layers without MLPs."""
+    """Fields of the config of a decoder that consists of state-space layers without MLPs."""
     sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     state_space = parse(values)
     return sizes | {

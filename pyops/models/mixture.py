@@ -156,7 +156,7 @@ def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
-    """Mistral 4: softmax; the best of the groups whose two best experts are the best."""
+    """Mistral 4: softmax; the best experts of the best groups, ranked by the sum of their two best scores."""
     counts = {"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 0}
     return Mixture(
         top_k=first(values.get("num_experts_per_tok"), 4),

@@ -83,7 +83,7 @@ def packed_linear(
     device: torch.device,
     memory: Tensor | None = None,
 ) -> PackedLinear:
-    """Projections of `columns` elements, stacked, whose weights are not set: {name in the module: rows}.
+    """Stacked projections of `columns` elements, with uninitialised weights: {name in the module: rows}.
 
     Args:
         memory: contiguous memory for the packed weights, which begin at its first byte; None to allocate it.

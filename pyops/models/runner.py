@@ -93,7 +93,7 @@ class Runner:
     that it neither reads nor writes the cache.
 
     Args:
-        model: a model whose weights are set.
+        model: a model with its weights set.
         num_blocks, block_size: blocks of the cache, and tokens of a block.
         max_num_seqs: sequences of one step, at most.
         max_seq_len: tokens of a sequence, at most.

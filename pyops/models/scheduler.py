@@ -177,7 +177,7 @@ class Scheduler:
         return [(request, 1) for request in self.running if request.is_step]
 
     def _prompts(self) -> list[tuple[Request, int]]:
-        """[(request whose prompt is not yet computed, tokens of this step)]."""
+        """[(request in prefill, prompt tokens of this step)]."""
         budget, found = self._max_num_batched_tokens, []
         for request in self.running:
             count = min(budget, request.pending)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a decoder whose projections are divided among the processes of a group.
+"""Tensor parallelism: a decoder with projections that are divided among the processes of a group.
 
 Heads of attention and channels of MLPs and experts are divided; every process has the embedding, the norms, the routers
 and the head. Each process computes a partial sum of a layer's output. `Decoder._add_norm` alone all-reduces the partial

@@ -48,7 +48,7 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
 
     Args:
         vllm: ``"0.16"``, or ``"0.22"`` for what that version calls with other arguments, what is new in it, and the
-            ops of 0.16 beside.
+            other ops of 0.16.
 
     Raises:
         OpError: another version.

@@ -196,7 +196,7 @@ def choose_rows(
     """The geometry of a kernel for `num_rows` rows of the dtype of `row`.
 
     Args:
-        row: a tensor whose last dimension is made of rows; gives dtype, device and the size of a row.
+        row: a tensor with rows along its last dimension; gives dtype, device and the size of a row.
         num_rows: rows of the launch.
         vectors: how rows are cut, see `row_vectors`.
         measured: the numbers of the kernel.

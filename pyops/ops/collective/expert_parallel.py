@@ -159,7 +159,7 @@ class ExpertParallel:
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of the results of each token over the ranks of its experts, in float32 in their order, rounded once.
 
-        The choices are those of the last `dispatch`, whose topk_ids must not have been written meanwhile.
+        The choices are those of the last `dispatch`; its topk_ids must not have been written meanwhile.
 
         Args:
             rows: [most_tokens * world_size, hidden_size] of `dtype`, of every row the sum over this rank's experts: the

@@ -166,7 +166,7 @@ def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
     """The largest tiles of gated_delta_chunk.cu that shared memory holds; None if it holds none."""
     has_mma = device.supports("mma")
     for tokens, stages in _TILES if has_mma else _HELD_TILES:
-        # Keys, queries and values of each stage, whose rows are padded to 128 bytes; two square matrices of two tiles.
+        # Keys, queries and values of each stage, with rows padded to 128 bytes; two square matrices of two tiles.
         key_bytes, value_bytes = (tokens * -(-size // 64) * 128 for size in (key_size, 16 * warps))
         row_bytes = 128 if has_mma else 2 * (tokens + 8)
         summed_bytes = 0 if has_mma else key_size * row_bytes

@@ -60,7 +60,7 @@ def selective_state_update(
     the state after its token t is written to column t.
 
     A slot that is `pad_slot_id` or does not exist is not written. Nothing is written of a sequence that would read such
-    a slot, or whose tokens do not exist.
+    a slot, or that has tokens that do not exist.
 
     Args:
         state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any

@@ -107,8 +107,8 @@ def sort_launch(
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
 
-    `places` are the elements that a group writes for its rows and their padding. `tuned` says that the sort is what
-    the op tunes.
+    `places` is the number of elements that a group writes for its rows and their padding. `tuned` says that the op
+    tunes the sort.
     """
     device = topk_ids.device
     num_tokens, topk = topk_ids.shape

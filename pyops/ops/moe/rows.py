@@ -33,7 +33,7 @@ _BATCH, _BATCH_THREADS = 4, 1024
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-    Sums are float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+    The accumulator is float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.

@@ -59,7 +59,7 @@ def mxfp8_experts_quant(
 
     Args:
         input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
-        problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), of which the rows alone are read.
+        problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K); only the rows are read.
         expert_offsets: [num_experts] int32, contiguous: the first row of each expert.
         blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
         quant_output: [num_rows, hidden_size] float8_e4m3fn, written; rows of one stride.

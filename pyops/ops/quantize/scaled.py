@@ -82,7 +82,7 @@ def scaled_int8_quant(
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
-            unless contiguous or a matrix whose rows are.
+            unless contiguous or a matrix with contiguous rows.
         scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None for dynamic, [rows, 1].
         symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
     """

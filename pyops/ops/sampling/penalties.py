@@ -98,7 +98,7 @@ def apply_penalties_(
     """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
     In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
-    completions.) Logits whose count is 0 or negative keep their bits.
+    completions.) Logits with a count of 0 or less keep their bits.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.

@@ -115,7 +115,7 @@ def paged_caches(
     """Caches in the layout "flash" or "packed", either one unless given, of any float type, fp8 too.
 
     Sequences end within a block, at its end, or have no token; they share blocks, and no block lies where one would
-    guess. Behind a row's last entry in use come negative ones, blocks that do not exist, the largest integer and blocks
+    guess. After a row's last entry in use come negative ones, blocks that do not exist, the largest integer and blocks
     of others; with `broken` also among those in use, for ops that leave out what no block holds.
     """
     layout = layout or draw(st.sampled_from(["flash", "packed"]), label="layout")
