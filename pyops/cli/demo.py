@@ -81,7 +81,7 @@ def _tokens(text: str) -> list[int]:
 
 
 def reference(model: Decoder, tokens: list[int]) -> Tensor:
-    """Logits behind every token, [num_tokens, vocab_size] float32: no ops of this library, no cache, no merged weights.
+    """Logits after every token, [num_tokens, vocab_size] float32: no ops of this library, no cache, no merged weights.
 
     For models without biases, norms of heads and windows, and with llama3's scaling of the rotary embedding.
     """

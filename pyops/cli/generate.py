@@ -27,7 +27,7 @@ def generate(
     device: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> bool:
-    """Print what the model in `folder`, or in a GGUF file, writes behind the prompts.
+    """Print the continuations of the prompts by the model in `folder`, or in a GGUF file.
 
     One text is printed as it comes, several when all are done.
     """

@@ -1,1 +1,1 @@
-"""pyops in the place of what other projects bring themselves. `import pyops` loads none of it."""
+"""pyops as a replacement for parts of other projects. `import pyops` does not load these modules."""

@@ -12,25 +12,25 @@ mixed_families        decoders with mixtures, latent attention or state-space la
 hybrid_families       decoders with attention and layers that keep states
 quantization          quantised weights as config.json describes them
 kv_scheme             what is said of a paged cache there
-gguf_families         GGUF files: what the metadata of each architecture have
+gguf_families         GGUF files: the metadata of each architecture
 gguf_header           the header of a GGUF file
 gguf_keys             which keys of its metadata are read, and which change nothing
-gguf_names            where tensors of a Hugging Face folder are in a GGUF file
+gguf_names            names of the tensors of a Hugging Face folder in a GGUF file
 gguf_file             GGUF files: metadata as config.json would have it, tensors
 gguf_tokenizer        the tokenizer in a GGUF file
 config                config.json
-kv_cache              the dtype of a paged cache, and the scales of its codes
-packed_linear         projections of packed weights
-gguf_linear           projections of weights in GGUF's types
-linear                projections, plain, of 8-bit weights, packed or in GGUF's types
+kv_cache              the dtype of a paged cache, and the scales of its fp8 values
+packed_linear         projections with packed weights
+gguf_linear           projections with weights in GGUF's quantized types
+linear                projections: plain, 8-bit, packed, or in GGUF's quantized types
 norm                  norms of rows and heads
 batch                 the tokens of one forward pass
 attention             attention over a paged cache; MLPs
-expert_weights        weights of experts: plain, of 8 bits, decoded at loading
+expert_weights        weights of experts: plain, 8-bit, or dequantized at load time
 marlin_experts        packed weights of experts in Marlin's layout
 gguf_experts          weights of experts in GGUF's types
 experts               mixtures of experts
-latent_attention      attention over a paged cache of latent entries
+latent_attention      attention over a paged latent KV cache
 mamba                 state-space layers, with states in slots
 decoder               the model
 tensor_parallel       the model divided among processes
@@ -38,7 +38,7 @@ kv_scales             scales of fp8 caches, from a checkpoint or a caller
 checkpoint hooks      weights from a folder; what changes logits before a token is chosen
 params                SamplingParams and sampling
 runner                the model with its cache and CUDA graphs
-kernels scheduler     what serving a model launches; which requests run, and with what of the cache
+kernels scheduler     kernels that serving a model launches; which requests run, with which blocks and slots
 logprobs              hooks, `min_tokens` and log-probabilities of a step
 engine                continuous batching
 calibration           scales of fp8 caches, from prompts

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Attention with grouped queries and maybe a rotary embedding. It keeps keys and values, in blocks of tokens.
+    """Grouped-query attention, optionally with a rotary embedding. It keeps keys and values, in blocks of tokens.
 
-    A cache of float8 holds codes under `scales`, which are multiplied by them where they are read.
+    An fp8 cache holds quantized keys and values; the attention kernels multiply them by `scales`.
 
     Args:
         config: sizes and options.
         sliding_window: the number of last tokens to attend to; 0 for all.
         rope: the rotary embedding; None for none.
-        place: of the weights.
+        place: dtype, device and quantization of the weights.
     """
 
     slot_bytes = 0
@@ -38,7 +38,7 @@ class Attention:
     def __init__(self, config: Config, sliding_window: int, rope: Rope | None, place: Place) -> None:
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config, self.sliding_window, self.rope, self.place = config, sliding_window, rope, place
-        parts = 2 if config.gates_attention else 1  # of a query head: itself, and the gate of what it finds
+        parts = 2 if config.gates_attention else 1  # rows per query head: the head, and its output gate
         self.sizes = parts * heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
         self.qkv = place.linear(named_sizes(config.names.qkv, self.sizes), config.hidden_size, config.qkv_bias)
         self.q_norm, self.k_norm = self._norm(heads), self._norm(kv_heads)
@@ -48,7 +48,7 @@ class Attention:
         self.token_size = 2 * self.sizes[1]
 
     def _norm(self, num_heads: int) -> Norm | None:
-        """The norm of so many query or key heads."""
+        """The norm of `num_heads` query or key heads."""
         config = self.config
         if not config.qk_norm:
             return None
@@ -108,18 +108,18 @@ class Attention:
         return self.o((out if gate is None else out.mul_(gate.sigmoid_())).flatten(1))
 
     def _normalised(self, norm: Norm, heads: Tensor) -> Tensor:
-        """The norms of `heads`, [num_tokens, heads, head_dim], in their place if the op can read them there."""
+        """Normalise `heads`, [num_tokens, heads, head_dim], in place if the op supports their strides."""
         if self.config.qk_norm != "head":
             norm(heads.flatten(1))
             return heads
-        if norm.kind == "gemma":  # whose op takes rows of one stride
+        if norm.kind == "gemma":  # gemma_rms_norm needs rows with one stride
             return norm.of(heads.reshape(-1, heads.shape[-1])).view(heads.shape)
         norm(heads)
         return heads
 
 
 def named_sizes(names: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
-    """{name in a checkpoint: rows} of projections of one input; a single name stands for all of them joined."""
+    """{name in a checkpoint: rows} of projections of one input; a single name stands for one fused projection."""
     return dict(zip(names, sizes, strict=True)) if len(names) > 1 else {names[0]: sum(sizes)}
 
 
@@ -133,8 +133,8 @@ class MLP:
 
     Args:
         config: sizes and options.
-        place: of the weights.
-        intermediate_size: channels, where they are not those of `config`.
+        place: dtype, device and quantization of the weights.
+        intermediate_size: channels; None for those of `config`.
     """
 
     def __init__(self, config: Config, place: Place, intermediate_size: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What one forward pass computes: the newest tokens of several texts."""
+"""What one forward pass computes: the newest tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Batch:
     """The newest tokens of several sequences. One forward pass computes them and adds them to the cache.
 
     Attributes:
-        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their rows in tables of rotary embeddings
-            (their positions in their sequences, unless these are long: see `Rope.cos_sin`), and their slots in the
-            blocks of the cache. A token with slot -1 is not added to the blocks.
+        tokens, positions, slot_mapping: [num_tokens] integers: the tokens, their rows in the cos/sin tables (their
+            positions in their sequences, except in long sequences: see `Rope.cos_sin`), and their slots in the blocks
+            of the cache. A token with slot -1 is not added to the blocks.
         block_tables: [num_seqs, max_blocks]: the cache blocks of each sequence.
         seq_lens: [num_seqs]: tokens of each sequence, the newest included.
-        cu_seqlens_q: [num_seqs + 1]: the first of `tokens` of each sequence, then num_tokens.
-        state_slots: [num_seqs] int32: the slot of each sequence among the states; -1 for a sequence that keeps none.
-        has_states: [num_seqs] bool: whether a sequence goes on from its slot; None if all do.
-        num_decodes: the first num_decodes sequences have one token each and go on from their slots.
+        cu_seqlens_q: [num_seqs + 1]: the index of each sequence's first token in `tokens`, then num_tokens.
+        state_slots: [num_seqs] int32: the slot of each sequence's states; -1 for a sequence without states.
+        has_states: [num_seqs] bool: whether a sequence continues from the state in its slot; None if all do.
+        num_decodes: the first num_decodes sequences have one token each and continue from their slots.
     """
 
     tokens: Tensor
@@ -38,5 +38,5 @@ class Batch:
 
     @cached_property
     def cu_seqlens_of_prompts(self) -> Tensor:
-        """`cu_seqlens_q` of the sequences behind the first num_decodes, without the tokens of these."""
+        """`cu_seqlens_q` of the prefills: the sequences after the first num_decodes, counted from their first token."""
         return self.cu_seqlens_q[self.num_decodes :] - self.num_decodes

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 def calibrate_kv_scales(
     model: Decoder, prompts: Sequence[Sequence[int]], *, per_head: bool = False
 ) -> dict[str, Tensor]:
-    """Set the scales of a model's fp8 caches so that what the prompts write into a cache fills the range of e4m3.
+    """Set the scales of a model's fp8 caches so that the keys and values of the prompts fill the range of e4m3.
 
-    The prompts run one after the other, over a cache of the model's own dtype. A scale is the largest magnitude of the
-    keys, or of the values, divided by 448, the largest code; 1 where all of them are 0. Call it before an `Engine` with
-    an fp8 cache is made; of a model that is divided among processes, in each of them with the same prompts.
+    The prompts run one after the other, over a cache of the model's own dtype. A scale is the absmax of the keys, or of
+    the values, divided by 448, the largest e4m3 value; it is 1 if all of them are 0. Call this function before you make
+    an `Engine` with an fp8 cache. With tensor parallelism, call it in every process with the same prompts.
 
     Args:
-        prompts: tokens of texts like those that the model will serve.
-        per_head: whether each head of keys and values has a scale of its own, instead of one for each layer.
+        prompts: token sequences like those that the model will serve.
+        per_head: whether there is a scale for each head of keys and values, instead of one for each layer.
 
     Returns:
         {name in a checkpoint: [1] or [num_key_value_heads] float32 on the CPU}, which `write_kv_scales` takes and a
-        safetensors file beside the weights may hold.
+        safetensors file next to the weights may hold.
 
     Raises:
-        ModelError: a prompt is refused, or something written is no finite number.
+        ModelError: a prompt is refused, or a key or value is not finite.
     """
     if not prompts:
         raise ModelError("calibrate_kv_scales", "prompts: expected one or more, got none")
@@ -48,7 +48,7 @@ def calibrate_kv_scales(
     for prompt in prompts:
         engine.generate([prompt], SamplingParams(max_tokens=1))
         for (module, scales), cache in zip(scales_by_module(model).items(), kept, strict=True):
-            for kind, written in zip(scales.kinds, cache, strict=False):  # behind keys and values, states
+            for kind, written in zip(scales.kinds, cache, strict=False):  # states follow keys and values
                 name, found = f"{module}.{kind}", scales.whole(_largest_of_heads(written))
                 largest[name] = torch.maximum(largest.get(name, found), found)
     scales_of_prompts = {name: _scale(by_head, per_head) for name, by_head in largest.items()}

@@ -25,14 +25,14 @@ from .tensor_parallel import Group, ParallelDecoder
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*", "*.pth", "*.pt", "tf_model.h5", "flax_model.msgpack")
-_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # of symmetric codes: zeros
+_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")  # zeros, because caches are symmetric
 _FLOATS = {"F32", "F16", "BF16"}
 # Names in safetensors of the dtypes of quantised weights.
 _CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32"}
-# What is known without it: tables that are computed from the config, masks, the sizes of a packed weight. And scales of
-# queries, which no attention of models quantises.
+# Redundant tensors: tables that are computed from the config, masks, the sizes of a packed weight. And scales of
+# queries, because no attention of these models quantizes queries.
 _NOT_READ = (".q_scale", "rotary_emb.inv_freq", ".weight_shape", ".attention.bias", ".attention.masked_bias")
-# Names that formats have for one thing: {end of a name: that of `Decoder.tensors`}.
+# Alternative names of some formats: {end of a name: the end that `Decoder.tensors` has}.
 _ALIASES = {
     ".weight_scale_inv": ".weight_scale",
     ".activation_scale": ".input_scale",
@@ -43,7 +43,7 @@ _ALIASES = {
     **{f".{kind}_proj.output_scale": f".{kind}_scale" for kind in "kv"},
     **{f".{kind}_cache.scale": f".{kind}_scale" for kind in "kv"},
 }
-# Likewise, beginnings of names: a decoder that is a part of a model has them, by any version of transformers.
+# Likewise for beginnings of names: those of a decoder inside a multimodal model, in any version of transformers.
 _PREFIXES = {
     "language_model.model.": "model.",
     "model.language_model.": "model.",
@@ -76,7 +76,7 @@ def load(
         device: device of the weights.
         dtype: "float32", "float16" or "bfloat16"; None for the dtype that ``config.json`` names.
         progress: called with (bytes loaded so far, bytes in all).
-        group: processes among which the model is divided. Each calls; each reads all, and keeps its part.
+        group: the tensor-parallel processes. Each of them calls `load`, reads all tensors, and keeps its shard.
 
     Raises:
         ModelError: a shard or a tensor is missing, a tensor is not of this architecture, a shape is wrong, a dtype is
@@ -107,7 +107,7 @@ def load(
     own, free = made("meta").tensors().values(), free_bytes(device)
     total = sum(tensor.nbytes for tensor in own)
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in own}
-    needed = sum(storages.values())  # more than `total` where codes are decoded
+    needed = sum(storages.values())  # more than `total` if weights are dequantized
     if free < needed:
         raise ModelError(folder, f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB")
     model, done = made(device), 0
@@ -135,7 +135,7 @@ def _with_joined_experts(config: Config, headers: dict[str, _Header]) -> Config:
 
 
 def _least_tensors(config: Config) -> tuple[int, str]:
-    """Fewer tensors than any file of the model has, and why: what comes next takes memory for each."""
+    """A lower bound of the number of tensors, and its reason. It is checked before memory is allocated for each."""
     layers, mixture = config.num_hidden_layers, config.mixture
     if mixture is not None and not (mixture.is_stacked or mixture.joined):
         return sum(mixture.layers) * mixture.num_experts, f"{layers} layers of {mixture.num_experts} experts"
@@ -145,7 +145,7 @@ def _least_tensors(config: Config) -> tuple[int, str]:
 
 
 def _say_what_is_not_finite(folder: Path, tensors: dict[str, Any]) -> None:
-    """A warning that names the first weight with NaN or infinity, also one that was not before it had this dtype."""
+    """Warn of the first weight with NaN or infinity, including one that overflowed when it was converted."""
     found = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()}
     ends = {name: torch.aminmax(tensor) for name, tensor in found.items() if tensor.dtype.itemsize > 1}  # of fp8: none
     if ends:
@@ -253,7 +253,7 @@ def _kv_scales(folder: Path, headers: dict[str, _Header], model: Decoder) -> tup
 
 
 def _without_zero_biases(headers: dict[str, _Header], plan: dict[str, Any]) -> dict[str, _Header]:
-    """The headers but for biases of zeros that GPTQ may write beside weights of an architecture without biases."""
+    """The headers without the zero biases that GPTQ may write for an architecture without biases."""
     found = {}
     for name, header in headers.items():
         if name not in plan and name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in plan:

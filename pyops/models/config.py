@@ -31,7 +31,7 @@ PLAIN_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "relu
 
 
 def _model_opt(path: Path) -> dict[str, Any] | None:
-    """The ``quantization_config`` of an fp8 cache, where an early file of ModelOpt and not ``config.json`` asks for it.
+    """The ``quantization_config`` of an fp8 cache that an early ModelOpt file specifies instead of ``config.json``.
 
     ModelError if it says that weights are quantised.
     """
@@ -49,35 +49,35 @@ class Config:
     Attributes:
         intermediate_size: channels of an MLP; 0 where layers have none.
         num_attention_heads, num_key_value_heads, head_dim: 0 where no layer is attention.
-        layer_types: for each layer, "attention", the kind of `state_space`, `BOTH` or `MLP_ALONE`; () where all are
-            attention. The type of a layer decides what the layer keeps of a text.
-        state_space: what the layers that are not attention are; None where all are.
-        latent: sizes of multi-head latent attention; None where attention is of another kind.
-        sinks: whether each head has one more logit, without a value.
-        mixture: what layers have instead of an MLP that are mixtures of experts; None where none are.
+        layer_types: for each layer, "attention", the kind of `state_space`, `BOTH` or `MLP_ALONE`; () if all are
+            attention. The type of a layer decides what the layer caches of a sequence.
+        state_space: sizes of the state-space layers; None if all layers are attention.
+        latent: sizes of multi-head latent attention; None for other attention.
+        sinks: whether each head has an attention sink: one more logit, without a value.
+        mixture: sizes of the mixture-of-experts layers; None if all layers have a plain MLP.
         sliding_windows: for each layer, the number of last tokens it attends to; 0 for all tokens.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias.
         qk_norm: how queries and keys are normalised before the rotary embedding: "head", each head by the same weights;
             "heads", each head by weights of its own; "row", the heads of a token together; "" if they are not.
-        gates_attention: whether what attention gives is multiplied by the sigmoids of a second part of each query head.
+        gates_attention: whether attention has output gates: sigmoids of a second part of each query head.
         qkv_by_head: whether a checkpoint orders rows of QKV by KV heads: the queries, the key and the value of each.
         hidden_act: activation of MLPs.
         has_gate: whether MLPs are ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
-        norms: kind and places of norms; `rms_norm_eps` is the epsilon of all of them.
-        parallel_residual: whether attention and MLP of a layer have the same input, before its own norm each.
-        shares_norm: whether both have one norm.
-        multipliers: of embeddings, logits and what layers add.
+        norms: kind and positions of norms; `rms_norm_eps` is the epsilon of all of them.
+        parallel_residual: whether layers are parallel blocks: attention and MLP have the same input.
+        shares_norm: whether both share one input norm.
+        multipliers: of embeddings, logits and the outputs of layers.
         layer_ropes: for each layer, its rotary embedding, None for none; () where all have `rope`.
-        residual_in_float32: whether the sums of layers are float32, whatever the dtype.
-        not_read: beginnings of names of tensors that a checkpoint may have and texts do not need: of layers behind
-            the last, which predict tokens further on, and of what reads images.
+        residual_in_float32: whether the residual stream is float32, whatever the dtype.
+        not_read: name prefixes of tensors that a checkpoint may have and text generation does not need: those of
+            multi-token prediction layers, and of vision encoders.
         quantization: how projections are quantised; None where they are not.
         kv_cache_dtype: dtype of the cache that the checkpoint asks for, as `Engine` takes it.
         dtype: dtype of the checkpoint, of its weights that are not quantised.
-        eos_token_ids: tokens that end a text.
+        eos_token_ids: tokens that end a sequence.
         names: of the parts of the model in a checkpoint.
-        row_factors: numbers that rows of weights and biases are multiplied by when they are read: (end of the name of a
-            tensor, (factor, rows) of one run of its rows after another).
+        row_factors: factors that multiply rows of weights and biases when they are loaded: (end of a tensor's name,
+            ((factor, number of rows), ...) for consecutive runs of rows).
     """
 
     vocab_size: int
@@ -183,7 +183,7 @@ class Config:
 
     @property
     def max_short_length(self) -> int:
-        """Tokens up to which a text turns by the frequencies of short texts: see `Rope.max_short_length`."""
+        """Tokens up to which a sequence uses the frequencies of short sequences: see `Rope.max_short_length`."""
         return min((rope.max_short_length for rope in self.ropes), default=MAX_POSITIONS)
 
     @property
@@ -193,7 +193,7 @@ class Config:
 
     @property
     def has_attention(self) -> bool:
-        """Whether a layer is attention, so that texts need blocks of a paged cache."""
+        """Whether a layer is attention, so that sequences need blocks of a paged cache."""
         return "attention" in self.layer_types or BOTH in self.layer_types
 
     @classmethod

@@ -13,8 +13,9 @@ from .._model_error import ModelError
 
 _MAX_SIZE = 1 << 20  # of every size: torch can describe a matrix of two such sizes on the device "meta"
 MAX_POSITIONS = (1 << 31) - 1
-MAX_JSON = 1 << 24  # bytes of a file, or of a header: some 100,000 tensors, which DeepSeek-V3 has
-# What a model has one tensor or more for, by the last word of its name: a small file must not ask for much memory.
+MAX_JSON = 1 << 24  # bytes of a file, or of a header: enough for the 100,000 tensors of DeepSeek-V3
+# Bounds of counts, by the last word of the field: each unit allocates tensors, and a small file must not ask for much
+# memory.
 _MAX_COUNTS = {"layers": 1 << 14, "experts": 1 << 14}
 _POSITION_COUNTS = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window")
 

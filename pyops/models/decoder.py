@@ -26,13 +26,13 @@ from .rope import Rope
 if TYPE_CHECKING:
     from torch import Tensor
 
-Cache = list[tuple["Tensor", ...]]  # what each layer keeps of texts
-_RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # deviation and bound of random 8-bit weights
-_RANDOM_INPUT = 8.0  # what is 127 under a random static scale
+Cache = list[tuple["Tensor", ...]]  # for each layer, what it caches of sequences
+_RANDOM_CODE, _MAX_RANDOM_CODE = 32.0, 127.0  # standard deviation and bound of random 8-bit weights
+_RANDOM_INPUT = 8.0  # the activation that a random static scale maps to 127
 
 
 class MlpAlone:
-    """An MLP, or a mixture, as what a layer has instead of attention. It keeps nothing of a text."""
+    """An MLP, or a mixture of experts, in a layer without attention. It caches nothing."""
 
     token_size, slot_bytes, scales = 0, 0, None
 
@@ -50,11 +50,11 @@ Mixer = Attention | LatentAttention | StateSpaceLayer | AttentionBesideStates | 
 
 
 class Layer(NamedTuple):
-    """A layer: what mixes tokens; then, if the architecture has it, an MLP.
+    """A layer: a token mixer, such as attention, and an MLP if the architecture has one.
 
     Attributes:
-        input_norm, mlp_norm: of the inputs of both; None where an input is not normalised, or by the other's norm.
-        mixer_out_norm, mlp_out_norm: of what both give; None where that is not normalised.
+        input_norm, mlp_norm: norms of the inputs; None if an input is not normalised, or shares the other's norm.
+        mixer_out_norm, mlp_out_norm: norms of the outputs; None if an output is not normalised.
     """
 
     mixer: Mixer
@@ -85,7 +85,7 @@ class Layer(NamedTuple):
 
 
 class Decoder:
-    """The decoder. Its weights are not set: `tensors` says which there are, `write` and `randomise` set them.
+    """The decoder. Its weights are uninitialised: `tensors` lists them, `write` and `randomise` set them.
 
     Args:
         config: sizes and options.
@@ -94,7 +94,7 @@ class Decoder:
         device: device of the weights; on "meta" they take no memory.
 
     Attributes:
-        slot_bytes: memory that a slot takes, which is all that a text keeps beside its blocks.
+        slot_bytes: bytes of a slot: everything that a sequence caches outside of its blocks.
     """
 
     def __init__(self, config: Config, dtype: str | None = None, device: Any = "cpu") -> None:
@@ -117,7 +117,7 @@ class Decoder:
         self._tensors, self._prepared = self._named(), False
 
     def _layer(self, i: int, place: Place) -> Layer:
-        """Layer number `i`, whose type decides what mixes tokens and what is kept of them."""
+        """Layer number `i`. Its type decides its token mixer, and what the mixer caches."""
         config, hidden_size = self.config, self.config.hidden_size
         at = f"{config.names.layers}.{i}"
         mixer = self._mixer(i, place._replace(module=f"{at}.{config.names.attention}"))
@@ -147,8 +147,8 @@ class Decoder:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}. `write` sets them.
 
-        Under ``A_log`` are the decays ``A = -exp(A_log)``, but for the gated delta rule. Packed weights of experts are
-        there until `prepare`.
+        The entries ``A_log`` hold the decays ``A = -exp(A_log)``, except for the gated delta rule. Packed weights of
+        experts are listed until `prepare`.
         """
         return self._tensors
 
@@ -167,12 +167,12 @@ class Decoder:
         """Set the weights that a checkpoint calls `name` to what it has under this name.
 
         Raises:
-            ModelError: groups or zero points of a packed weight are not what ``config.json`` says.
+            ModelError: groups or zero points of a packed weight contradict ``config.json``.
         """
         weights, packed = self._tensors[name], self.config.quantization
         if isinstance(packed, PackedQuantization):
             check_written(packed, name, tensor)
-        if name.endswith(".input_scale"):  # which projections of one input share: nothing saturates under the largest
+        if name.endswith(".input_scale"):  # stacked projections share the largest, so that none saturates
             tensor = torch.maximum(weights, tensor.to(weights).reshape(weights.shape))
         config = self.config
         if config.qkv_by_head and name.rpartition(".")[0].endswith(config.names.qkv):
@@ -187,13 +187,13 @@ class Decoder:
             weights.exp_().neg_()
 
     def prepare(self, checked: bool = True) -> None:
-        """Once all tensors of a checkpoint are written: make of packed weights of experts what is multiplied.
+        """Convert packed weights of experts to the layout of the kernels, once the whole checkpoint is written.
 
         Args:
-            checked: whether it is checked first that they can be, which tensors without data cannot.
+            checked: whether to check the data first; False for tensors without data.
 
         Raises:
-            ModelError: such weights cannot be multiplied, or have been made already: codes in their place were lost.
+            ModelError: the kernels cannot read such weights, or `prepare` was called before.
         """
         if self._prepared:
             raise ModelError("prepare", "expected one call: the weights of experts are those that are multiplied")
@@ -207,8 +207,8 @@ class Decoder:
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
         """Set the weights of norms to 1, all others to normal noise with deviation ``scale / sqrt(columns)``.
 
-        The weights of a Gemma's norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are such
-        noise but for what of it is rounded, and cut off at four deviations.
+        The weights of Gemma norms, to which 1 is added, and biases of norms are set to 0. 8-bit weights are the same
+        noise, rounded and clamped at four standard deviations.
 
         Raises:
             ModelError: weights are packed.
@@ -218,17 +218,17 @@ class Decoder:
         return self
 
     def token_bytes(self, kv_cache_dtype: str = "auto") -> int:
-        """Memory that a token takes in the blocks of a cache. ModelError for a `kv_cache_dtype` that is not served."""
+        """Bytes of a token in the blocks of a cache. ModelError for a `kv_cache_dtype` that is not supported."""
         itemsize: int = cache_dtype(self.config, self.dtype, kv_cache_dtype).itemsize
         return itemsize * sum(layer.mixer.token_size for layer in self.layers)
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int, kv_cache_dtype: str = "auto") -> Cache:
-        """What each layer keeps of texts: keys and values in blocks of tokens, or states in slots."""
+        """The cache of each layer: keys and values in blocks of tokens, or states in slots."""
         dtype = cache_dtype(self.config, self.dtype, kv_cache_dtype)
         return [layer.mixer.new_cache(num_blocks, block_size, num_slots, dtype) for layer in self.layers]
 
     def new_tables(self, num_positions: int) -> dict[Rope, Tensor]:
-        """The table of each rotary embedding for texts of up to `num_positions` tokens: see `Rope.cos_sin`."""
+        """The table of each rotary embedding for sequences of up to `num_positions` tokens: see `Rope.cos_sin`."""
         head_dim = self.config.head_dim
         return {rope: rope.cos_sin(head_dim, num_positions, self.device).to(self.dtype) for rope in self.config.ropes}
 
@@ -237,7 +237,7 @@ class Decoder:
         return nullcontext()
 
     def agreed(self, blocks: int) -> int:
-        """The blocks of a cache for which every process has room that has a part of the model."""
+        """The number of cache blocks that fits on every process of a tensor-parallel model."""
         return blocks
 
     def forward(self, batch: Batch, cache: Cache, tables: dict[Rope, Tensor]) -> Tensor:
@@ -285,7 +285,7 @@ class Decoder:
 
 
 def _scaled(tensor: Tensor, runs: tuple[tuple[float, int], ...]) -> Tensor:
-    """`tensor` in float32, each run of its rows times a factor: (factor, rows) of one run after another."""
+    """`tensor` in float32, with each run of rows multiplied by its factor; `runs` are (factor, number of rows)."""
     factors = torch.tensor([factor for factor, _ in runs], dtype=torch.float32, device=tensor.device)
     counts = torch.tensor([count for _, count in runs], dtype=torch.int64, device=tensor.device)
     rows = factors.repeat_interleave(counts)

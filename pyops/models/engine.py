@@ -1,4 +1,4 @@
-"""Continuous batching: requests wait for room in the cache, run together, and step back when blocks run out."""
+"""Continuous batching: requests wait for free cache blocks, run together, and are preempted when blocks run out."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length"]
 
 _CACHE_SHARE = 0.8  # of free memory, where nobody says how many blocks; the rest is for activations and workspaces
-# Bytes that a Runner takes beside its cache, at the peak: of an element of a table of cosines and sines, whose angles,
-# cosines and sines are float32 before they are joined and rounded; and of an entry of a row, int64, with its copy while
-# a graph is captured.
+# Peak bytes that a Runner allocates in addition to its cache. Per element of a cos/sin table: angles, cosines and sines
+# are float32 before they are concatenated and rounded. Per element of a decode row: an int64, and its copy while a
+# graph is captured.
 _TABLE_BYTES, _ROW_BYTES = 16, 16
 
 
@@ -37,10 +37,10 @@ class Output(NamedTuple):
     Attributes:
         request: the number that `Engine.add` gave.
         token: the token.
-        finished: set with the last token: "stop" at an end of text or a stop token, "length" at ``max_tokens``.
+        finished: set with the last token: "stop" at an EOS or a stop token, "length" at ``max_tokens``.
         logprobs: of this token, if `SamplingParams.logprobs` asks for them.
         prompt_logprobs: with the first token of a request, if `SamplingParams.prompt_logprobs` asks for them: one for
-            each token of the prompt, None for the first, which nothing comes before.
+            each token of the prompt, None for the first, which has no preceding token.
     """
 
     request: int
@@ -53,27 +53,27 @@ class Output(NamedTuple):
 class Engine:
     """Continuous batching over a paged cache (Kwon et al. 2023, arXiv:2309.06180), and states in slots.
 
-    A step computes one token of every running request whose prompt is computed, and prompts, or parts of prompts, if
-    there are any to compute. When a request needs a block and none is free, the youngest request is preempted: it gives
-    back all of its blocks and waits to be computed again.
+    A step decodes one token of every running request that has finished prefill, and prefills other requests, in chunks
+    if their prompts are long. When a request needs a block and no block is free, the youngest request is preempted: it
+    frees all of its blocks and waits to be recomputed.
 
     Args:
-        model: a model whose weights are set.
-        num_blocks: blocks of the cache. None for as many as `max_num_seqs` texts of `max_seq_len` tokens fill, or as
-            fit into 0.8 of the device's free memory, whichever is less. A model without attention needs none.
+        model: a model with its weights set.
+        num_blocks: blocks of the cache. None: enough for `max_num_seqs` sequences of `max_seq_len` tokens, but no more
+            than fit into 0.8 of the device's free memory. A model without attention needs no blocks.
         block_size: tokens of a block.
         max_num_seqs: requests that run at the same time, at most. Each has a slot for the states of state-space layers.
         max_num_batched_tokens: prompt tokens of one step, at most.
-        max_seq_len: tokens of a text with its prompt, at most; None for 4096, or the model's positions if these are
-            fewer.
+        max_seq_len: tokens of a sequence, prompt included, at most; None for 4096, or the model's
+            ``max_position_embeddings`` if that is less.
         graphs: as in `Runner`.
         logits_hook: called once a step with the logits of all requests that get a token, before tokens are chosen:
             ``(float32 logits [rows, vocab_size], [Text of each row])``. It changes them in place and returns None, or
-            returns logits of the same shape. It runs outside of CUDA graphs, in every process that has a part of the
+            returns logits of the same shape. It runs outside of CUDA graphs, on every rank of a tensor-parallel
             model. `SamplingParams.logits_hook` is the same for one request.
         kv_cache_dtype: "auto" for what ``config.json`` asks for, or the model's dtype if it asks for none; "fp8" or
-            "fp8_e4m3", or "fp8_e5m2", for codes under the scales that the checkpoint has or that `calibrate_kv_scales`
-            or `write_kv_scales` has set, else 1; or the name of the model's dtype.
+            "fp8_e4m3", or "fp8_e5m2", for fp8 values with the scales of the checkpoint, or those that
+            `calibrate_kv_scales` or `write_kv_scales` has set, else 1; or the name of the model's dtype.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class Engine:
         return found
 
     def cancel(self, request: int) -> None:
-        """End a request between steps: no more of its tokens come, and its blocks and slot are free at once.
+        """End a request between steps: it generates no more tokens, and its blocks and slot are free at once.
 
         Raises:
-            ModelError: the request has ended or never was.
+            ModelError: the request has ended or does not exist.
         """
         self._scheduler.cancel(self._found("Engine.cancel", request))
 
@@ -183,14 +183,15 @@ class Engine:
         return found
 
     def step_back(self, request: int, num_tokens: int) -> None:
-        """Take back the last tokens of a request, which goes on behind its first `num_tokens`, the prompt's included.
+        """Remove the last tokens of a request, which continues after its first `num_tokens`, the prompt included.
 
-        Tokens that are drawn again have new draws. The cache keeps what it has of the tokens that remain, if all layers
-        are attention. States hold a text as a whole, so a model that has some computes the text again from its
-        beginning, in parts as a prompt.
+        Tokens that are sampled again get new random draws. If all layers are attention, the cache keeps the entries of
+        the remaining tokens. A recurrent state covers its whole sequence, so a model with states recomputes the
+        sequence from its first token, in chunks like a prompt.
 
         Raises:
-            ModelError: the request has ended or never was, or has fewer tokens, or more of them in its prompt.
+            ModelError: the request has ended or does not exist, has fewer than `num_tokens` tokens, or has a prompt
+                longer than `num_tokens`.
         """
         found = self._found("Engine.step_back", request)
         least, most = found.num_prompt_tokens, len(found.tokens)
@@ -267,7 +268,7 @@ def check_request(config: Config, prompt: Sequence[int], params: SamplingParams,
 
 
 def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_seq_len: int, token_bytes: int) -> int:
-    """Blocks of a cache that fit into the free memory of the device, beside what a `Runner` of these sizes takes."""
+    """Blocks of a cache that fit into the free memory of the device, next to a `Runner` of these sizes."""
     config = model.config
     table_rows = max_seq_len * (2 if max_seq_len > config.max_short_length else 1)
     tables = _TABLE_BYTES * table_rows * config.head_dim * len(config.ropes)

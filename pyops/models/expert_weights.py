@@ -1,4 +1,4 @@
-"""Weights of experts that `fused_experts` multiplies: plain, of 8 bits, or decoded from codes of fewer bits."""
+"""Expert weights for `fused_experts`: plain, 8-bit, or dequantized at load time from fewer bits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ExpertWeights(NamedTuple):
 
     Attributes:
         weight: [num_experts, out, in].
-        weight_scale: float32, of each row or each block, where weights are of 8 bits; or None.
-        input_scale: one float32, the largest of the experts' static scales; or None.
+        weight_scale: float32, one for each row or each block of 8-bit weights; or None.
+        input_scale: one float32, the maximum of the experts' static scales; or None.
     """
 
     weight: Tensor
@@ -65,20 +65,20 @@ def named_biases(biases: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
 
 
 def projections(mixture: Mixture, hidden_size: int, expert: int) -> list[tuple[dict[str, int], int]]:
-    """({name in a checkpoint: rows}, columns) of both products of an expert."""
+    """({name in a checkpoint: rows}, columns) of both GEMMs of an expert."""
     at, channels = f"experts.{expert}.", mixture.intermediate_size
     gate_up = {f"{at}{mixture.gate}": channels, f"{at}{mixture.up}": channels}
     return [(gate_up, hidden_size), ({f"{at}{mixture.down}": hidden_size}, channels)]
 
 
 class PlainExperts:
-    """Experts whose weights are floating-point, or of 8 bits under scales.
+    """Experts with floating-point weights, or with 8-bit weights and scales.
 
     Args:
-        mixture: what they are.
+        mixture: sizes and options of the experts.
         hidden_size: elements of a hidden state.
-        place: of the weights.
-        quantization: of the weights and of what they multiply; or None.
+        place: device and dtype of the weights.
+        quantization: of the weights and the activations; or None.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PlainExperts:
             return dict(zip(self.mixture.joined, (self.gate_up.weight, self.down.weight), strict=True))
         if not self.mixture.is_stacked:
             return self._named()
-        # Gates and ups are neighbours in such a checkpoint, as swigluoai takes them.
+        # Gate and up rows are interleaved in such a checkpoint, as swigluoai expects them.
         weights = self.gate_up.weight.mT, self.down.weight.mT
         return dict(zip(STACKED, weights, strict=True)) | named_biases(self.biases)
 
@@ -120,7 +120,7 @@ class PlainExperts:
         return found
 
     def check(self) -> None:
-        """Once a checkpoint is written: ModelError for what cannot be multiplied. There is nothing of the kind here."""
+        """Called once a checkpoint is written. Plain weights can always be multiplied, so nothing is checked."""
 
     def prepare(self) -> None:
         """Once a checkpoint is written: make of it what is multiplied. These weights are so already."""
@@ -148,8 +148,8 @@ class PlainExperts:
 
 
 class PackedAsPlain(PlainExperts):
-    """Experts of packed weights that no product of experts takes. A checkpoint writes codes to the memory of the
-    weights, and `prepare` makes the weights of them, one expert at a time."""
+    """Experts with packed weights that no grouped GEMM reads. A checkpoint writes the packed quants to the memory of
+    the weights, and `prepare` dequantizes them in place, one expert at a time."""
 
     def __init__(self, mixture: Mixture, hidden_size: int, place: Place, packed: PackedQuantization) -> None:
         super().__init__(mixture, hidden_size, place)
@@ -172,9 +172,9 @@ class PackedAsPlain(PlainExperts):
 
 
 class Mxfp4AsPlain(PlainExperts):
-    """Experts of weights in mxfp4 where no product of experts takes them, as `PackedAsPlain`.
+    """Experts with mxfp4 weights that no grouped GEMM reads, dequantized like those of `PackedAsPlain`.
 
-    Weights are exact in bfloat16 and float32: ``e2m1 * 2^(scale - 127)``.
+    The dequantized weights are exact in bfloat16 and float32: ``e2m1 * 2^(scale - 127)``.
     """
 
     def tensors(self) -> dict[str, Tensor]:
@@ -186,17 +186,17 @@ class Mxfp4AsPlain(PlainExperts):
     def prepare(self) -> None:
         for weight in (self.gate_up.weight, self.down.weight):
             values = torch.tensor(E2M1_NUMBERS, dtype=torch.float32, device=weight.device)
-            for expert in weight:  # one by one: codes as indices take 16 times their memory
+            for expert in weight:  # one by one: as int64 indices, the e2m1 values take 16 times their memory
                 views = self._views(expert)
                 codes = torch.stack((views["blocks"] & 15, views["blocks"] >> 4), -1).flatten(-2)
                 scaled = torch.ldexp(values[codes.int()], views["scales"].int()[..., None] - _E8M0_BIAS)
                 expert.copy_(scaled.flatten(-2))
 
     def _views(self, weight: Tensor) -> dict[str, Tensor]:
-        """Where codes and scales of a weight [..., rows, columns] go: to the first bytes of each of its rows.
+        """Views into the first bytes of each row of a weight [..., rows, columns], for e2m1 values and scales.
 
         Returns:
-            "blocks": [..., rows, columns / 32, 16] uint8, the earlier of two codes in the lower half of a byte.
+            "blocks": [..., rows, columns / 32, 16] uint8, two e2m1 values to a byte, the earlier in the low nibble.
             "scales": [..., rows, columns / 32] uint8.
         """
         columns = weight.shape[-1]
@@ -209,7 +209,7 @@ class Mxfp4AsPlain(PlainExperts):
 def as_plain(
     mixture: Mixture, hidden_size: int, place: Place, quantization: PackedQuantization | Mxfp4Experts
 ) -> PlainExperts:
-    """Experts whose packed weights are decoded where they are loaded to."""
+    """Experts with packed weights that are dequantized in the memory to which they are loaded."""
     if isinstance(quantization, Mxfp4Experts):
         return Mxfp4AsPlain(mixture, hidden_size, place)
     return PackedAsPlain(mixture, hidden_size, place, quantization)

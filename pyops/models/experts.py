@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuantization | Mxfp4Experts | None:
-    """How the projections of experts, which have these names, are quantised; all of them or none."""
+    """How the expert projections `names` are quantised; all of them or none."""
     own = place.quantization
     if isinstance(own, GgufTypes) and own.of(f"{place.module}.{STACKED[0]}") == GGUF_MXFP4:
         return Mxfp4Experts()
@@ -34,7 +34,7 @@ def _quantization(place: Place, names: list[str]) -> Quantization | PackedQuanti
 
 
 def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts | MarlinExperts | GgufExperts:
-    """The weights of the experts of a layer, which are not set."""
+    """The uninitialised weights of the experts of a layer."""
     experts, parts = range(mixture.num_experts), (mixture.gate, mixture.up, mixture.down)
     own = _quantization(place, [f"{place.module}.experts.{i}.{name}" for i in experts for name in parts])
     if isinstance(own, Mxfp4Experts) and (hidden_size % MX_BLOCK or mixture.intermediate_size % MX_BLOCK):
@@ -55,9 +55,9 @@ def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts |
 
 
 class Experts:
-    """``sum_j p_j down_j(silu(gate_j(x)) * up_j(x))`` over the best experts of each token, by its router.
+    """``sum_j p_j down_j(silu(gate_j(x)) * up_j(x))`` over the top-k experts that the router chooses for each token.
 
-    The activation may be another, and an MLP that every token takes is added where the architecture has it.
+    Some architectures have another activation, or add a shared MLP that every token takes.
     """
 
     def __init__(self, config: Config, mixture: Mixture, place: Place) -> None:
@@ -96,7 +96,7 @@ class Experts:
         return out.add_(shared if self.shared_gate is None else shared.mul_(self.shared_gate(hidden).sigmoid_()))
 
     def _choice(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts of each token."""
+        """Weights and ids of the experts of each token."""
         mixture = self.mixture
         logits = self.router(hidden.float() if mixture.router_in_float32 else hidden)
         choice = hidden, logits, mixture.top_k, mixture.renormalize

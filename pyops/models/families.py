@@ -1,4 +1,4 @@
-"""Dense decoders by their parts: a row for each family, and a function where the row does not say all."""
+"""Dense decoders: a row of a table for each family, and a function for families that need more than a row."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NEOX_ROTARY_FACTOR = 0.25
 
 
 def _mistral(values: _Values, layers: int) -> dict[str, Any]:
-    """Mistral: one window for all layers."""
+    """Mistral: one sliding window for all layers."""
     return {"sliding_windows": one_window(values, layers)}
 
 
 def _ministral(values: _Values, layers: int) -> dict[str, Any]:
-    """Ministral: the window in all layers, unless ``layer_types`` names those that have it."""
+    """Ministral: a sliding window in all layers, unless ``layer_types`` names the layers that have it."""
     return {"sliding_windows": windows_by_layer(values, [SLIDING] * layers)}
 
 
@@ -83,12 +83,12 @@ def _gemma2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _step(values: _Values, default: int) -> Any:
-    """Every so many layers there is one without a window; the second name is that of transformers' own attribute."""
+    """The distance between layers with full attention; the second name is the private attribute of transformers."""
     return first(values.get("sliding_window_pattern"), values.get("_sliding_window_pattern"), default)
 
 
 def _gemma3(values: _Values, layers: int) -> dict[str, Any]:
-    """Gemma 3: Gemma 2 with norms of heads; layers with a window turn by frequencies of their own."""
+    """Gemma 3: Gemma 2 with QK norms; layers with a sliding window have their own rotary frequencies."""
     given = ropes_by_kind(values)
     theta, local_theta = first(values.get("rope_theta"), 1e6), first(values.get("rope_local_base_freq"), 1e4)
     full = Rope.parse(values | {"rope_parameters": given.get(FULL), "rope_theta": theta})
@@ -117,7 +117,7 @@ def granite(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _cohere(values: _Values, layers: int) -> dict[str, Any]:
-    """Cohere: neighbours turn, attention and MLP have one norm."""
+    """Cohere: interleaved rotary pairs, and parallel attention and MLP with one shared norm."""
     return {
         "multipliers": Multipliers(logits=number("logit_scale", values["logit_scale"])),
         "parallel_residual": True,
@@ -128,7 +128,7 @@ def _cohere(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
-    """Cohere 2: Cohere with windows, and only layers with a window turn."""
+    """Cohere 2: Cohere with sliding windows; only layers with a window have a rotary embedding."""
     kinds = layer_kinds(values, pattern(layers, _step(values, 4)))
     found, windows = _cohere(values | {"use_qk_norm": False}, layers), windows_of(values, kinds)
     ropes = tuple(found["rope"] if window else None for window in windows)
@@ -136,7 +136,7 @@ def _cohere2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _smollm3(values: _Values, layers: int) -> dict[str, Any]:
-    """SmolLM3: some layers do not turn, by default every fourth; these have the window, if there is one."""
+    """SmolLM3: some layers, by default every fourth, have no rotary embedding, but the sliding window if any."""
     step = size("no_rope_layer_interval", first(values.get("no_rope_layer_interval"), 4))
     turns = first(values.get("no_rope_layers"), [int((i + 1) % step != 0) for i in range(layers)])
     if not isinstance(turns, list) or len(turns) < layers or not all(one in (0, 1) for one in turns):
@@ -165,7 +165,7 @@ def _starcoder2(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
-    """GPT-NeoX: attention and MLP have norms of their own, of one input by default; names of the rotary embedding."""
+    """GPT-NeoX: by default a parallel block with two norms; other names for the fields of the rotary embedding."""
     found = values | {"rope_theta": values.get("rotary_emb_base")}
     return {
         "num_key_value_heads": values["num_attention_heads"],
@@ -177,7 +177,7 @@ def _gpt_neox(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _renamed_falcon(values: _Values) -> _Values:
-    """Falcon's names of sizes; keys have one head, or as many as queries, unless its new architecture says how many."""
+    """Falcon's names of sizes. KV heads: one, or the number of query heads, or a field of the new architecture."""
     heads, hidden_size = values.get("num_attention_heads"), values.get("hidden_size")
     kv_heads, given = 1 if flag(values, "multi_query", True) else heads, values.get("num_kv_heads")
     if flag(values, "new_decoder_architecture"):
@@ -190,7 +190,7 @@ def _renamed_falcon(values: _Values) -> _Values:
 
 
 def _falcon(values: _Values, layers: int) -> dict[str, Any]:
-    """Falcon: attention and MLP beside each other behind one norm, or a norm each, or one after the other."""
+    """Falcon: a parallel block with one shared norm or two norms, or a sequential block."""
     is_new, is_parallel = flag(values, "new_decoder_architecture"), flag(values, "parallel_attn", True)
     if flag(values, "alibi"):
         raise refuse("alibi", "false", True)

@@ -41,15 +41,15 @@ class Family(NamedTuple):
     """How a family differs from a Llama.
 
     Attributes:
-        defaults: what transformers takes where the file says nothing.
-        norms, names: of its decoders.
-        epsilon: of norms, its name in the file.
+        defaults: the values of transformers for fields that the file does not have.
+        norms, names: norms and names of the parts of its decoders.
+        epsilon: the file's name for the epsilon of norms.
         qkv_bias, o_bias, mlp_bias: whether these projections have a bias, or the name of the flag that says so.
-        partial_rotary_factor: the part of a head that turns, where the file gives no other; None for families that turn
-            whole heads.
+        partial_rotary_factor: the default fraction of a head that is rotated; None for families that rotate whole
+            heads.
         has_longrope: as `Rope.parse` takes it.
-        text: ``model_type`` of the decoder that ``text_config`` in the file describes, where it is a part of a model
-            that reads images, too; "" where the decoder is all of the model.
+        text: ``model_type`` of the decoder that ``text_config`` describes, for a multimodal model; "" if the model is
+            just the decoder.
         renamed: the values of the file, with defaults, under the names that other families have for them.
         fields: further fields of `Config`, from the values of the file, with defaults, and the number of layers.
     """
@@ -98,9 +98,9 @@ class Family(NamedTuple):
 
 
 def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """What a file says of the decoder in a model, and what it says of the model that counts for the decoder.
+    """The config of the decoder in a multimodal model: ``text_config``, and fields of the model that override it.
 
-    Whether embeddings are tied is said of the model alone, and its ends of texts count before those of the decoder.
+    Only the model says whether embeddings are tied, and its eos tokens override those of ``text_config``.
     """
     found = values.get("text_config")
     if not isinstance(found, dict):
@@ -114,7 +114,7 @@ def _text_of(values: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def eos_token_ids(values: dict[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text. A file whose ``eos_token_id`` is null has none."""
+    """The tokens that end a sequence; none if ``eos_token_id`` is null."""
     found = values.get("eos_token_id")
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     if not all(is_integer(token) and token >= 0 for token in tokens):
@@ -145,7 +145,7 @@ def window_of(values: dict[str, Any]) -> int:
 
 
 def layer_kinds(values: dict[str, Any], kinds: list[str], served: tuple[str, ...] = (FULL, SLIDING)) -> list[str]:
-    """The kind of each layer, by ``layer_types``, of those that are served; `kinds` if the file has none."""
+    """The kind of each layer by ``layer_types``, `kinds` without it. ModelError for a kind that is not in `served`."""
     found = first(values.get("layer_types"), kinds)
     if not isinstance(found, list) or len(found) != len(kinds) or not all(kind in served for kind in found):
         raise refuse("layer_types", f"{len(kinds)} of {' or '.join(served)}", found)
@@ -153,32 +153,32 @@ def layer_kinds(values: dict[str, Any], kinds: list[str], served: tuple[str, ...
 
 
 def windows_of(values: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
-    """The window of each layer, of these kinds; 0 for none."""
+    """The sliding window of each layer, by its kind; 0 for none."""
     window = window_of(values)
     return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def windows_by_layer(values: dict[str, Any], kinds: list[str]) -> tuple[int, ...]:
-    """`windows_of` the layers that ``layer_types`` names, and of none but all alike without a window."""
+    """`windows_of` the kinds in ``layer_types``, `kinds` by default. Without a window, all layers must be full."""
     if window_of(values):
         return windows_of(values, layer_kinds(values, kinds))
     return (0,) * len(layer_kinds(values, [FULL] * len(kinds), (FULL,)))
 
 
 def one_window(values: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """`windows_of` layers that all have the window, if there is one; ``layer_types`` may not say otherwise."""
+    """`windows_of` if all layers have the window, or none has one; ModelError if ``layer_types`` says otherwise."""
     kind = SLIDING if window_of(values) else FULL
     return windows_of(values, layer_kinds(values, [kind] * layers, (kind,)))
 
 
 def pattern(layers: int, step: Any) -> list[str]:
-    """The kinds of layers that have a window but for every `step`-th."""
+    """The kinds of layers: every `step`-th is full attention, the others have the sliding window."""
     size("sliding_window_pattern", step)
     return [SLIDING if (i + 1) % step else FULL for i in range(layers)]
 
 
 def ropes_by_kind(values: dict[str, Any]) -> dict[str, Any]:
-    """``rope_parameters`` of layers with a window and without, under their kinds; none where the file has none."""
+    """``rope_parameters`` by kind of layer, with or without a sliding window; {} if the file has no such field."""
     given = first(values.get("rope_parameters"), {})
     if not isinstance(given, dict) or not set(given) <= {FULL, SLIDING}:
         raise refuse("rope_parameters", f"objects for {FULL} and {SLIDING}", given)

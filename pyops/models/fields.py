@@ -12,7 +12,7 @@ from typing import Any
 
 from .config_values import refuse
 
-# No token depends on these; of a field of an object, the last part of its name counts.
+# No token depends on these fields. A field of a nested object is listed by the last part of its name.
 HARMLESS = {
     # who wrote the file, with what, and how transformers builds its module
     *("_name_or_path", "model_type", "transformers_version", "auto_map", "return_dict", "id2label", "label2id"),
@@ -29,17 +29,17 @@ HARMLESS = {
     # how scans are divided, and sizes that others decide
     *("chunk_size", "mamba_chunk_size", "use_associative_scan", "use_mambapy", "qk_head_dim", "intermediate_size"),
     *("time_step_rank", "original_max_position_embeddings", "initial_context_length", "fused_norm", "fused_add_norm"),
-    "max_position_embeddings",  # of `rope_parameters`: that of the file counts
+    "max_position_embeddings",  # in `rope_parameters`: the top-level field overrides it
     *("experts_per_token", "attn_rotary_emb", "max_window_layers"),
     *("d_inner", "d_model", "n_layer", "ssm_cfg", "pad_vocab_size_multiple"),
     # which biases there are, where a family leaves no choice, and tensors say it
     "attention_bias",
-    # what reads images, which texts do not need; where a file describes a decoder apart, the model's ties count
+    # vision encoders, which text generation does not need; the top-level ``tie_word_embeddings`` overrides this one
     *("vision_config", "image_token_index", "boi_token_index", "eoi_token_index"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
     *("vision_feature_layer", "tie_word_embeddings"),
-    # sections of rotary embeddings: a token of a text has the same position in all of them
+    # M-RoPE sections: a text token has the same position in all of them
     *("mrope_section", "mrope_interleaved"),
     # layers that predict tokens further on, which are not read, and the dtype of states, which are float32
     *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_layers_block_type", "num_nextn_predict_layers"),
@@ -47,7 +47,8 @@ HARMLESS = {
     # of Nemotron-H: kernels, and sizes that others decide
     *("use_mamba_kernels", "moe_shared_expert_overlap", "expand", "n_shared_experts"),
 }
-# Tokens depend on these in models that have them. Where a family does not read one, only these values say nothing.
+# Tokens depend on these fields in models that have them. If a family does not read a field, only these values of it
+# are accepted.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -76,7 +77,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
-# Of ``quantization_config``: how codes were found, and kernels.
+# Fields of ``quantization_config``: how the weights were quantized, and choices of kernels.
 HARMLESS_OF_QUANTIZATION = {
     *("damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "dataset", "tokenizer", "batch_size"),
     *("pad_token_id", "max_input_length", "cache_block_outputs", "block_name_to_quantize", "model_seqlen", "meta"),

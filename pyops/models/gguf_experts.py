@@ -1,4 +1,4 @@
-"""Experts whose weights are in the quantised types of GGUF files."""
+"""Experts with weights in the quantised types of GGUF files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class GgufExperts:
-    """Experts of weights in blocks, by `ggml_moe_a8`, or by `ggml_moe_a8_vec` where few choices share an expert.
+    """Experts with GGUF block weights, by `ggml_moe_a8`, or by `ggml_moe_a8_vec` if there are few tokens per expert.
 
     Args:
-        mixture: what they are.
+        mixture: sizes and options of the experts.
         hidden_size: elements of a hidden state.
-        place: of the weights.
-        types: those of the file.
+        place: dtype and device of the weights.
+        types: the quantized types of the file.
 
     Raises:
         ModelError: the gates and ups of a layer, or its experts, are of different types.
@@ -64,7 +64,7 @@ class GgufExperts:
         return matrix.weight.unflatten(0, (self.mixture.num_experts, -1))
 
     def check(self) -> None:
-        """Once a checkpoint is written: ModelError for what cannot be multiplied. There is nothing of the kind here."""
+        """Called once a checkpoint is written. Weights in blocks can always be multiplied, so nothing is checked."""
 
     def prepare(self) -> None:
         """Once a checkpoint is written: make of it what is multiplied. These weights are so already."""
@@ -80,7 +80,7 @@ class GgufExperts:
         return out
 
     def _product(self, x: Tensor, matrix: BlockMatrix, ids: Tensor) -> Tensor:
-        """Of each choice and its expert: [num_choices, rows of an expert], of tokens or of choices in their order."""
+        """The GEMM of each (token, expert) pair: [num_pairs, rows of an expert], for `x` by token or by pair."""
         experts, num_rows = self._by_expert(matrix), len(matrix.weight) // self.mixture.num_experts
         top_k, kind = ids.numel() // len(x), matrix.quant_type
         if ids.numel() <= self.mixture.num_experts:

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: a row for each says what its metadata have that ``config.json`` says otherwise.
+"""Architectures of GGUF files: a row for each maps its metadata to the fields of ``config.json``.
 
 The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and those that the package `gguf` lists.
 """
@@ -23,9 +23,9 @@ ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
 )
 _SIGMOID = 2  # of `expert_gating_func`
 _SCALINGS = ("none", "linear", "yarn", "longrope")
-_YARN_LOG_FACTOR = 0.1  # which `yarn_log_multiplier` has beside ``mscale_all_dim``
+_YARN_LOG_FACTOR = 0.1  # `yarn_log_multiplier` is ``mscale_all_dim`` times this
 _NO_KEYS: Mapping[str, Any] = MappingProxyType({})
-# What ``config.json`` calls what metadata have under ``<architecture>.``.
+# {name in ``config.json``: key in the metadata, after ``<architecture>.``}
 SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -64,13 +64,13 @@ class GgufFamily(NamedTuple):
 
     Attributes:
         architecture: that of Hugging Face.
-        keys: {name in ``config.json``: key in the metadata}, beside `SIZES`.
-        neighbours: whether rows of queries and keys lie as pairs of neighbours turn, which Hugging Face's do not.
-        turns_parts: whether parts of heads may turn.
-        has_pattern: whether layers may have the window, or not, one by one.
+        keys: {name in ``config.json``: key in the metadata}, in addition to `SIZES`.
+        neighbours: whether rows of queries and keys are permuted for interleaved rotary pairs, unlike Hugging Face's.
+        turns_parts: whether the rotary embedding may rotate a part of each head.
+        has_pattern: whether a per-layer pattern may say which layers have the sliding window.
         one_added: whether 1 is added to the weights of norms.
-        own_names: {llama.cpp's name of a part of a layer: that of another family's layers}, where they differ.
-        experts, router, is_stacked: of `Mixture`, where the family has one.
+        own_names: {llama.cpp's name of a part of a layer for this family: its common name}, where they differ.
+        experts, router, is_stacked: as in `Mixture`, if the family has experts.
         more: further values of ``config.json``, from the file and the values found so far.
     """
 
@@ -107,7 +107,7 @@ def _gemma2(file: Metadata, values: _Values) -> _Values:
 
 
 def _gemma3(file: Metadata, values: _Values) -> _Values:
-    """Layers with a window turn by frequencies of their own, which are not scaled."""
+    """Layers with a sliding window have their own rotary frequencies, which are not scaled."""
     local = {"rope_theta": file.own_value("rope.freq_base_swa", 10000.0)}
     return _gemma_scale(62, values) | {"rope_parameters": {FULL: values["rope_parameters"], SLIDING: local}}
 
@@ -126,7 +126,7 @@ def _qwen3_moe(file: Metadata, values: _Values) -> _Values:
 
 
 def _deepseek(file: Metadata, values: _Values) -> _Values:
-    """The sizes of heads. Newer files have those of the latent vector where older ones have those of heads."""
+    """The sizes of heads. In newer files, the keys that held sizes of heads hold those of the latent KV."""
     rope, head_dim = (file.own_value("rope.dimension_count"), _first(file, "attention.key_length"))
     given = all(isinstance(size, int) for size in (rope, head_dim))
     found = {
@@ -233,10 +233,10 @@ def family_of(architecture: str, file: Metadata) -> GgufFamily | None:
 
 
 def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
-    """The metadata as an object of ``config.json``; what they do not say is what transformers takes.
+    """The metadata as an object of ``config.json``; missing values are the defaults of transformers.
 
     Raises:
-        ModelError: what no model of the family has here, by the key.
+        ModelError: a value that no supported model of the family has; the error names the key.
     """
     own = family.family
     found = {name: file.own_value(key) for name, key in {**SIZES, **family.keys}.items()}
@@ -274,7 +274,7 @@ def config_values(family: GgufFamily, file: Metadata) -> dict[str, Any]:
 
 
 def _kinds(file: Metadata, layers: Any) -> list[str] | None:
-    """The kinds of layers, if the file says them: that all but every so many have the window, or which have it."""
+    """The kinds of layers, if the file has a sliding-window pattern: the period of full layers, or a flag per layer."""
     pattern = file.own_value("attention.sliding_window_pattern")
     if pattern is None:
         return None
@@ -322,7 +322,7 @@ def _scaling(file: Metadata) -> _Values:
 
 
 def _yarn(file: Metadata, factor: float) -> _Values:
-    """YaRN. Cosines and sines are multiplied by ``attn_factor``, too, which replaces nothing."""
+    """YaRN. ``attn_factor`` multiplies cosines and sines in addition to YaRN's own factor."""
     if file.has(ROPE_FACTORS):
         raise file.refuse("rope.scaling.type", f"'linear' or 'none' beside {ROPE_FACTORS}", "yarn")
     found = {"rope_type": "yarn", "factor": factor}

@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 
 _FACTORS = ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS  # tensors that config.json has
 _OF_MXFP4 = tuple(f"_{kind}" for kind in MXFP4_PARTS)
-SPECIAL = CONTROL, USER_DEFINED = 3, 4  # types of tokens that are found in a text before it is cut
-# Ends of texts: {name}_token_id in the metadata, and texts of tokens, of turns, of documents and of files.
+SPECIAL = CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched before a text is split
+# Tokens that end a sequence: {name}_token_id in the metadata, and strings that end a text, a message, a document or a
+# file.
 END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 END_TEXTS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"}
 END_TEXTS |= {"<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|endoftext|>", "<|end_of_text|>"}
 END_TEXTS |= {"<\uff5cend\u2581of\u2581sentence\uff5c>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>"}
 END_TEXTS |= {"<fim-repo>", "<|repo_name|>", "<reponame>", "<|file_sep|>"}
-_HALF = 16  # bytes of the codes of a block of MXFP4, which has its power of two before them
+_HALF = 16  # an MXFP4 block is one byte of scale, then 16 bytes of e2m1 values
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -53,7 +54,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 class _Slice(NamedTuple):
-    """What the header of a tensor says, as safetensors has it: bytes of blocks are ``U8`` [rows, bytes of a row]."""
+    """The header of a tensor in the form of safetensors: quantized blocks are ``U8`` [rows, bytes of a row]."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -66,7 +67,7 @@ class _Slice(NamedTuple):
 
 
 class GgufFile:
-    """An open file, whose tensors are read as those of a safetensors file. Opening reads only the header.
+    """An open file with the reading interface of a safetensors file. Opening reads only the header.
 
     Raises:
         ModelError: the file is no whole GGUF file.
@@ -125,8 +126,8 @@ class GgufFile:
     def get_tensor(self, name: str) -> Tensor:
         """The tensor: floating-point, or uint8 [rows, bytes of a row].
 
-        llama.cpp turns pairs of neighbouring elements where Hugging Face turns elements of both halves of a head: in
-        files of Llamas, rows of queries and keys lie in another order, which is undone.
+        llama.cpp rotates adjacent elements as pairs, Hugging Face elements i and i + head_dim / 2. GGUF files of Llamas
+        therefore have permuted rows of queries and keys; reading them undoes the permutation.
         """
         source = self._sources[name]
         if source.made:
@@ -142,7 +143,7 @@ class GgufFile:
         return data if source.part is None else data[source.part]
 
     def config(self) -> dict[str, Any]:
-        """The metadata as an object of ``config.json``; ModelError for what no architecture here has."""
+        """The metadata as an object of ``config.json``; ModelError for values that no architecture here supports."""
         if self.value("split.count", 1) > 1:
             raise ModelError(self.path, "is a part of a model; gguf-split --merge makes one file of all parts")
         embedding = self._tensors.get("token_embd.weight")
@@ -163,9 +164,9 @@ class GgufFile:
         return ModelError(self.path, f"{of or self._architecture}.{key}: expected {expected}, got {reprlib.repr(got)}")
 
     def _ends(self) -> list[int]:
-        """Tokens that end a text: those that keys name, and those that llama.cpp knows by their text.
+        """Tokens that end a sequence: those that metadata keys name, and those that llama.cpp recognises by their text.
 
-        Files of chat models may name the end of a document only, and not that of a turn.
+        The keys of a chat model may name only the end of a document, and not that of a chat message.
         """
         tokens, types = (self.value(f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
         found = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in SPECIAL}
@@ -177,7 +178,7 @@ class GgufFile:
         return int(self.own_value(key, self.own_value("attention.head_count")))
 
     def _types(self) -> dict[str, int]:
-        """{name of a module: number of the type} of all weights that are quantised and stay so."""
+        """{name of a module: number of the type} of all weights that are kept quantised."""
         found = {}
         for name, source in self._sources.items():
             kind = self._tensors[source.own[0]].kind
@@ -191,12 +192,12 @@ class GgufFile:
         return found
 
     def _shape(self, own: str) -> tuple[int, ...]:
-        """Sizes, or those of bytes of blocks."""
+        """The shape of a tensor, in elements, or in bytes if it stays quantised."""
         tensor = self._tensors[own]
         return tensor.shape if tensor.kind.name in PLAIN else tensor.bytes_shape
 
     def _read(self, own: str) -> Tensor:
-        """The elements, or bytes of blocks, of a tensor."""
+        """The elements of a tensor, or its bytes if it stays quantised."""
         tensor = self._tensors[own]
         data = torch.from_numpy(self._bytes(own).copy())
         return data.view(getattr(torch, PLAIN[tensor.kind.name])) if tensor.kind.name in PLAIN else data
@@ -233,19 +234,19 @@ def _header(path: Path, _mtime_ns: int, _size: int) -> GgufHeader:
 
 
 def _kv_b(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values of each head, [.., rank], of keys [heads, rank, elements] and values [heads, elements, rank]."""
+    """``kv_b_proj`` [.., rank], head by head, from keys [heads, rank, elements] and values [heads, elements, rank]."""
     return torch.cat((key.mT, value), 1).flatten(0, 1)
 
 
 def _gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Gates and ups as neighbours, of [num_experts, channels, ...]."""
+    """Interleave gates and ups, [num_experts, channels, ...] each."""
     return torch.stack((gate, up), 2).flatten(1, 2)
 
 
 def _mxfp4(made: str, *weights: Tensor) -> Tensor:
     """Blocks [.., rows, blocks, 16] or scales [.., rows, blocks] of MXFP4, as Hugging Face has them.
 
-    The first half of the codes of a block are the lower halves of its bytes here, and every second code there.
+    In GGUF, the low nibbles hold the first half of a block's values; in Hugging Face's layout, every second value.
     """
     rows = _gate_up(*weights) if len(weights) == 2 else weights[0]
     blocks = rows.unflatten(-1, (-1, 1 + _HALF))

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and where tensors lie. A count beyond the size of the file is refused at once.
+"""The header of a GGUF file: metadata, and offsets of tensors. A count beyond the size of the file is an error at once.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
@@ -19,7 +19,7 @@ _MAGIC, _VERSIONS, _DEFAULT_ALIGNMENT, _MAX_DIMS = b"GGUF", (2, 3), 32, 4
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "?", 10: "<u8", 11: "<i8"}
 _SCALARS |= {12: "<f8"}
-# Bytes of a length, of the least key with its value, and of the least description of a tensor.
+# Bytes of a length, of the shortest key with its value, and of the shortest description of a tensor.
 _LENGTH, _MIN_KEY, _MIN_TENSOR = 8, 13, 24
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -28,10 +28,10 @@ class GgufTensor(NamedTuple):
     """A tensor as the header describes it.
 
     Attributes:
-        shape: number of elements by axis, the last of which is contiguous.
+        shape: number of elements by axis; the last axis is contiguous.
         kind: its type, of the enumeration of the package `gguf`.
         bytes_shape: `shape`, the last axis in bytes.
-        start: of its bytes in the file.
+        start: offset of its bytes in the file.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class GgufTensor(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """Where a value lies: an array of `length` elements of a type, or one value if `length` is None."""
+    """The location of a value: an array of `length` elements of a type, or one value if `length` is None."""
 
     kind: int
     start: int
@@ -99,7 +99,7 @@ class GgufHeader:
         return values[0] if found.length is None else values
 
     def _skip(self, key: str) -> _Value:
-        """Where the value of `key` lies, which begins here with its type; go on behind it."""
+        """The location of the value of `key`, which begins here with its type. Skip to the end of the value."""
         kind, count = self._unsigned(4), None
         if kind == _ARRAY:
             kind = self._unsigned(4)
@@ -130,7 +130,7 @@ class GgufHeader:
         return name, sizes[::-1], kinds(number), offset
 
     def _placed(self, described: list[tuple[str, tuple[int, ...], Any, int]], end: int) -> dict[str, GgufTensor]:
-        """{name: tensor}, all of whose bytes are in the file. They begin behind the `end` of the header, aligned."""
+        """{name: tensor}. ModelError if a tensor exceeds the file. Tensors begin after the header's `end`, aligned."""
         alignment = self.value("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._broken(f"has general.alignment {alignment!r}, which is no power of two")
@@ -161,7 +161,7 @@ class GgufHeader:
         return int.from_bytes(self._take(size), "little")
 
     def _count(self, count: int, size: int) -> int:
-        """`count` elements, if the rest of the file has room for them, of at least so many bytes each."""
+        """`count`, if the rest of the file can hold so many elements of at least `size` bytes; else ModelError."""
         if count > (len(self.data) - self._at) // size:
             raise self._broken(f"ends within {count} elements of its header")
         return count

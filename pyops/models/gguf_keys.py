@@ -42,7 +42,7 @@ TYPES: dict[str, str] = {
     "tokenizer.ggml.token_type": INTEGERS,
     "tokenizer.ggml.scores": NUMBERS,
 }
-# Beginnings of keys, but for that one, and keys. No chat template is applied here.
+# Prefixes of keys without effect, and one whole key: no chat template is applied here.
 HARMLESS_BEGINNINGS = ("general.", "quantize.imatrix.", "split.", "tokenizer.chat_template")
 _SAMPLING = "general.sampling."  # which callers say here, and that is worth a word
 HARMLESS = {

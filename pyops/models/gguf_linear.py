@@ -21,7 +21,7 @@ class BlockMatrix:
         weight: uint8 [rows, bytes of a row].
         quant_type: number of the type.
         columns: elements of a row.
-        dtype: of rows that are taken from the matrix.
+        dtype: of rows that `__getitem__` dequantizes.
     """
 
     weight: Tensor
@@ -30,7 +30,7 @@ class BlockMatrix:
     dtype: torch.dtype
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """The rows of these numbers, [len(rows), columns]."""
+        """The rows with these indices, dequantized: [len(rows), columns]."""
         return ggml_dequantize(self.weight[rows], self.quant_type, len(rows), self.columns, self.dtype)
 
     @property
@@ -39,10 +39,10 @@ class BlockMatrix:
 
 
 class GgufLinear(NamedTuple):
-    """As `Linear`, of matrices in blocks or floating-point: projections of one input, neighbours of one type stacked.
+    """As `Linear`, with block-quantized or floating-point matrices; adjacent projections of one type are stacked.
 
     Attributes:
-        matrices: their rows together are those of the projections, in the order of `sizes`.
+        matrices: one or more; concatenated, their rows are those of the projections, in the order of `sizes`.
         bias: [out], or None.
         sizes: {name of a projection: its rows}.
     """

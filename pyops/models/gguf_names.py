@@ -1,6 +1,6 @@
-"""Where the tensors of a Hugging Face folder are in a GGUF file: names, parts of tensors, and tensors made of several.
+"""Where a GGUF file has the tensors of a Hugging Face folder: names, slices of tensors, and tensors made of several.
 
-llama.cpp has the experts of a layer in one tensor, and the norms of its heads; and it has made two of some.
+llama.cpp stores all experts of a layer in one tensor, likewise the norms of its heads, and splits some tensors in two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .mixture import STACKED
 
 MXFP4_PARTS = ("blocks", "scales")  # of a matrix, as Hugging Face has them
 KV_B = "kv_b_proj"
-# {name of a tensor that is made of others: these parts of a layer}
+# {name of a tensor that is composed of others: llama.cpp's names of these}
 _MADE: dict[str, tuple[str, ...]] = {KV_B: ("attn_k_b", "attn_v_b")}
 _MADE_OF_EXPERTS: dict[str, tuple[str, ...]] = {
     STACKED[0]: ("ffn_gate_exps", "ffn_up_exps"),
@@ -34,10 +34,10 @@ class Source(NamedTuple):
     """Where a tensor is.
 
     Attributes:
-        own: names of the tensors in the file that it is made of.
-        part: the number of it in the first of these; None for all of it.
-        made: what it is made to be: `KV_B` or one of `STACKED`, with "_bias", or with "_blocks" or "_scales" of MXFP4;
-            "" for what it is.
+        own: names of its source tensors in the file.
+        part: its index in the first source tensor; None for all of it.
+        made: the composed tensor: `KV_B` or one of `STACKED`, with "_bias", or with "_blocks" or "_scales" of MXFP4;
+            "" if the source tensor is used as it is.
     """
 
     own: tuple[str, ...]
@@ -46,12 +46,12 @@ class Source(NamedTuple):
 
 
 def sources(shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str], family: GgufFamily) -> dict[str, Source]:
-    """{name in a folder: where it is}. A tensor of no known name keeps its own.
+    """{name in a Hugging Face folder: its source}. A tensor with an unknown name keeps its name.
 
     Args:
-        shapes: of the tensors in the file.
-        mxfp4: which of them are quantised so.
-        family: the file's.
+        shapes: {name of a tensor in the file: shape}.
+        mxfp4: names of the mxfp4 tensors.
+        family: of the file.
     """
     found: dict[str, Source] = {}
     names, parts, made = family.family.names, _parts(family), _made(family)
@@ -70,7 +70,7 @@ def sources(shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str], famil
             found[own] = Source((own,))
         elif "{}" in parts[part]:
             found |= {f"{layer}{parts[part].format(i)}.{end}": Source((own,), i) for i in range(shape[0])}
-        elif parts[part].endswith(("sinks", "_bias")):  # which are no weights or biases of a module in a folder
+        elif parts[part].endswith(("sinks", "_bias")):  # Hugging Face has no ".weight" or ".bias" here
             found[layer + parts[part]] = Source((own,))
         else:
             found[f"{layer}{parts[part]}.{end}"] = Source((own,))
@@ -80,7 +80,7 @@ def sources(shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str], famil
 def _joined(
     name: str, own: list[str], shapes: Mapping[str, tuple[int, ...]], mxfp4: Collection[str]
 ) -> dict[str, Source]:
-    """The tensor, or tensors, that are made of those of a layer that are called `own`, if all are there."""
+    """The tensor, or tensors, that are composed of the tensors `own` of a layer, if the file has all of them."""
     if not all(one in shapes for one in own):
         return {one: Source((one,)) for one in own if one in shapes}
     if name.endswith(KV_B):
@@ -94,7 +94,7 @@ def _joined(
 
 
 def _made(family: GgufFamily) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """{part of a layer: (name, within the layer, of the tensor that is made of it, all parts of that)}."""
+    """{llama.cpp's part of a layer: (name of the composed tensor within the layer, all its parts)}."""
     names = family.family.names
     made = {f"{names.attention}.{name}": of for name, of in _MADE.items()}
     if family.is_stacked:
@@ -103,7 +103,7 @@ def _made(family: GgufFamily) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def _parts(family: GgufFamily) -> dict[str, str]:
-    """{llama.cpp's name of a part of a layer: that of a folder}; "{}" stands for the number of a part of the tensor."""
+    """{llama.cpp's name of a part of a layer: Hugging Face's name}; "{}" stands for an index into the tensor."""
     names = family.family.names
     attention, mlp = f"{names.attention}.", f"{names.mlp}."
     qkv = ("attn_qkv",) if len(names.qkv) == 1 else ("attn_q", "attn_k", "attn_v")

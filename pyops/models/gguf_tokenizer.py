@@ -12,8 +12,8 @@ _AT = "tokenizer.ggml"
 _NORMAL = 1
 _SPACE = "\u2581"  # SentencePiece's
 
-# What the merges of a byte-level vocabulary were learned within, by the file's name for it (``tokenizer.ggml.pre``).
-# Each expression cuts what those before it left; between two matches is a piece, too.
+# Pre-tokenization of byte-level BPE, by the file's name for it (``tokenizer.ggml.pre``). Each expression splits the
+# pieces that the expressions before it left; the text between two matches is a piece, too.
 _DIGIT, _DIGITS, _SPACES = r"\p{N}", r"\p{N}{1,3}", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -24,7 +24,7 @@ _LLAMA3, _QWEN2 = (
 
 
 def _cased(suffix: str, digits: str, ends: str, besides: str = "") -> str:
-    """Words that end where lower case turns to upper; punctuation has `ends` behind it; letters but for `besides`."""
+    """Words that end where lower case changes to upper; punctuation is followed by `ends`; no letter of `besides`."""
     upper, lower = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}{besides}]" for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     words = (rf"[^\r\n\p{{L}}\p{{N}}]?{word}{suffix}" for word in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
     return rf"{'|'.join(words)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n{ends}]*|{_SPACES}"
@@ -60,7 +60,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm"), (_DIGIT, _GPT2)),
     **dict.fromkeys(("gpt-2", "olmo", "default"), (_GPT2,)),
 }
-# Here a word that is a token is not made of merges, and texts begin with a first token if the file does not say.
+# Pre-tokenizers that look up whole words before they merge, and that prepend BOS unless the file says otherwise.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts in NFC
 
@@ -68,12 +68,11 @@ _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # texts in NFC
 def tokenizer_of(file: GgufFile) -> Any:
     """The tokenizer: byte-level BPE (``gpt2``), or SentencePiece's BPE (``llama``).
 
-    A text begins with the file's first token (``bos_token_id``) if ``add_bos_token`` says so, or says nothing where
-    Llamas want it.
+    A sequence begins with BOS (``bos_token_id``) if ``add_bos_token`` says so, or by default for Llama tokenizers.
 
     Raises:
-        ModelError: the file has none, one of another kind, or one whose cuts are not known; or texts are to end with a
-            token.
+        ModelError: the file has no tokenizer, one of another kind, or one with an unknown pre-tokenizer; or it asks to
+            append EOS.
     """
     optional("tokenizers", "text", "models")
     try:
@@ -124,9 +123,9 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Any:
 
 
 def _sentence_piece(file: GgufFile, tokens: list[str], types: list[int]) -> Any:
-    """The best-scored pair of neighbours is merged first. Characters that are no tokens become tokens of bytes.
+    """The adjacent pair with the best score is merged first. Characters that are not tokens become byte tokens.
 
-    A space is put in front of every text, also of one that begins with a space, and of one behind a special token.
+    A space is prepended to every text, even if it begins with a space, and to the text after a special token.
     """
     tokenizers = optional("tokenizers", "text", "models")
     scores = file.value(f"{_AT}.scores")

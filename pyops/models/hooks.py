@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Text(NamedTuple):
-    """A text of which the next token is about to be chosen.
+    """A sequence, just before its next token is chosen.
 
     Attributes:
         request: the number that `Engine.add` gave.
         tokens: the tokens of the prompt, then those generated so far. Hooks must not change them.
-        num_prompt_tokens: how many of them are the prompt's.
+        num_prompt_tokens: how many of the tokens belong to the prompt.
     """
 
     request: int
@@ -46,8 +46,8 @@ def min_p(share: float, temperature: float = 1.0) -> LogitsHook:
 
     Args:
         share: more than 0, at most 1.
-        temperature: the probabilities compared are those at this temperature. Hooks see logits before
-            `SamplingParams.temperature` divides them; give the same value to compare what is drawn from.
+        temperature: the temperature of the compared probabilities. Hooks see logits before
+            `SamplingParams.temperature` divides them; pass the same value to compare the sampled probabilities.
     """
     if not 0 < share <= 1 or not temperature > 0:
         raise ModelError("min_p", f"expected 0 < share <= 1 and temperature > 0, got {share!r} and {temperature!r}")

@@ -53,7 +53,7 @@ def _qwen3_5_moe(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _beside_shared(mixture: Mixture, values: _Values) -> Mixture:
-    """The experts beside a shared MLP with a gate."""
+    """The mixture with a shared MLP that has a gate."""
     shared = size("shared_expert_intermediate_size", first(values.get("shared_expert_intermediate_size"), 512))
     mixture = replace(mixture, shared_intermediate_size=shared)
     return replace(mixture, shared="shared_expert", shared_gate="shared_expert_gate")
@@ -65,7 +65,7 @@ def _of_experts_alone(values: _Values) -> _Values:
 
 
 def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
-    """Falcon-H1: attention and Mamba-2 beside each other in every layer; multipliers of what projections give."""
+    """Falcon-H1: attention and Mamba-2 in parallel in every layer; multipliers of the outputs of projections."""
     space = parse_falcon_h1(values)
     embedding, logits = _factors(values, "embedding_multiplier", "lm_head_multiplier")
     return {
@@ -78,7 +78,7 @@ def _falcon_h1(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _row_factors(values: _Values, space: StateSpace) -> dict[str, tuple[tuple[float, int], ...]]:
-    """`Config.row_factors` of a Falcon-H1: biases have multipliers of outputs alone."""
+    """`Config.row_factors` of a Falcon-H1: multipliers of inputs do not apply to biases."""
     names = "attention_in_multiplier", "key_multiplier", "attention_out_multiplier"
     before, key, after = _factors(values, *names)
     ssm_before, ssm_after = _factors(values, "ssm_in_multiplier", "ssm_out_multiplier")
@@ -112,7 +112,7 @@ def _factors(values: _Values, *names: str) -> list[float]:
 
 
 def _granite(values: _Values, layers: int) -> dict[str, Any]:
-    """Granite 4: Granite's multipliers; attention, which may turn or not, in the layers that ``layer_types`` names."""
+    """Granite 4: Granite's multipliers; attention, with or without RoPE, in the layers that ``layer_types`` names."""
     kinds = first(values.get("layer_types"), [_LINEAR] * layers)
     known = (FULL, "attention", "mamba", _LINEAR)
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
@@ -134,7 +134,7 @@ def _granite(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _granite_mixture(values: _Values, layers: int) -> Mixture | None:
-    """Experts beside a shared MLP; None where there are none."""
+    """Experts with a shared MLP; None if the model has no experts."""
     experts, top_k = values["num_local_experts"], values.get("num_experts_per_tok")
     if not experts:
         return None
@@ -169,7 +169,7 @@ def _nemotron_renamed(values: _Values) -> _Values:
 
 
 def _nemotron_h(values: _Values, layers: int) -> dict[str, Any]:
-    """Nemotron-H: each layer is attention that does not turn, Mamba-2, an MLP or a mixture, without gates."""
+    """Nemotron-H: each layer is attention without RoPE, Mamba-2, or an MLP or a mixture without gates."""
     kinds = _nemotron_kinds(values)
     if values.get("moe_latent_size") is not None:
         raise refuse("moe_latent_size", "null", values["moe_latent_size"])

@@ -18,7 +18,7 @@ from .decoder import Decoder, Layer
 from .quantization import GgufTypes
 from .runner import blocks_for, decode_batch, decode_sizes, default_max_seq_len, row_size
 
-_GROWTH = 1.1  # from one number of prompt tokens that is tried to the next; kernels change at few of them
+_GROWTH = 1.1  # ratio of successive numbers of prompt tokens to plan for; few of them select other kernels
 
 
 def serving_kernels(
@@ -35,8 +35,8 @@ def serving_kernels(
     """The kernels that `load` and an `Engine` with these arguments launch for the model, whatever the requests.
 
     Args:
-        model: a folder with ``config.json``, a GGUF file, or what either says.
-        device: what the kernels are planned for; a model of a device will do.
+        model: a folder with ``config.json``, a GGUF file, or the config of either.
+        device: the device that the kernels are planned for; it may be a device model.
         max_model_len: `Engine`'s max_seq_len.
         max_num_seqs, max_num_batched_tokens, block_size, dtype, kv_cache_dtype: as `Engine` and `load` take them.
     """
@@ -62,7 +62,7 @@ def serving_kernels(
 
 
 def _kinds(decoder: Decoder) -> list[Layer]:
-    """A layer of each kind, which together plan all kernels: layers differ in types, windows, dtypes, GGUF's types."""
+    """One layer of each kind, enough to plan all kernels. Kinds differ in type, window, dtype and GGUF type."""
     config, found = decoder.config, dict[Any, Layer]()
     types = config.quantization if isinstance(config.quantization, GgufTypes) else GgufTypes(())
     experts = (False,) * config.num_hidden_layers if config.mixture is None else config.mixture.layers
@@ -75,7 +75,7 @@ def _kinds(decoder: Decoder) -> list[Layer]:
 
 
 def _prompts(max_num_seqs: int, max_blocks: int, max_num_batched_tokens: int, place: str) -> Iterator[Batch]:
-    """Batches of prompts of 1 to `max_num_batched_tokens` tokens, alone and behind the next tokens of other texts."""
+    """Batches that prefill 1 to `max_num_batched_tokens` tokens, alone and together with decodes."""
     indices: dict[str, Any] = {"dtype": torch.int64, "device": place}
     size = 1.0
     while size < max_num_batched_tokens * _GROWTH:

@@ -1,4 +1,4 @@
-"""The dtype of a paged cache, and the scales of its fp8 codes."""
+"""The dtype of a paged cache, and the scales of its fp8 values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cache_dtype(config: Config, dtype: torch.dtype, kv_cache_dtype: str) -> torc
     """The dtype of a cache of a model of `dtype`, by the `kv_cache_dtype` of an `Engine`.
 
     Raises:
-        ModelError: attention of this model has no such cache.
+        ModelError: attention of this model does not support such a cache.
     """
     own = str(dtype).removeprefix("torch.")
     asked = config.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -35,7 +35,7 @@ def cache_dtype(config: Config, dtype: torch.dtype, kv_cache_dtype: str) -> torc
 
 
 class KvScales:
-    """The scales of a layer's fp8 cache: ``key = code * scale``, and so for values. They are 1 until they are written.
+    """The scales of a layer's fp8 cache: ``key = fp8 value * scale``, likewise for values. They are 1 until written.
 
     Args:
         kinds: the last parts of their names in a checkpoint, in the order of the layer's caches.
@@ -43,9 +43,9 @@ class KvScales:
         device: of the scales.
 
     Attributes:
-        keys, values: [num_heads] float32; all equal where a checkpoint has one scale for a tensor.
-        first: the first of `keys`, as a number.
-        num_heads: those of all processes that have a part of the layer.
+        keys, values: [num_heads] float32; all equal if a checkpoint has one scale for the tensor.
+        first: ``keys[0]`` as a Python float.
+        num_heads: heads of all tensor-parallel processes together.
     """
 
     def __init__(self, kinds: tuple[str, ...], num_heads: int, device: Any) -> None:
@@ -64,15 +64,15 @@ class KvScales:
             self.values.copy_(scale)
 
     def own(self, scale: Tensor) -> Tensor:
-        """Of scales [1] or [num_heads] those of this process."""
+        """The scales of this process's heads, from `scale` [1] or [num_heads]."""
         return scale
 
     def whole(self, own: Tensor) -> Tensor:
-        """[num_heads] numbers, of which `own` are those of this process."""
+        """[num_heads] scales of all processes, from those of this process, `own`."""
         return own
 
     def arguments(self, dtype: torch.dtype) -> tuple[str, Tensor, Tensor]:
         """``kv_cache_dtype, k_scale, v_scale`` of the ops, for a cache of `dtype`."""
         name = fp8.name_of_cache(dtype)
-        # An op that reads no scale would be compiled anew for scales of heads.
+        # Without fp8, ops read no scale: passing the same [1] tensor avoids another specialisation for per-head scales.
         return (name, self._one, self._one) if name == "auto" else (name, self.keys, self.values)

@@ -1,4 +1,4 @@
-"""Scales of a model's fp8 caches: those of a checkpoint or a caller, checked and written."""
+"""Scales of a model's fp8 caches, from a checkpoint or a caller: checks, then writes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def write_kv_scales(model: Decoder, scales: Mapping[str, Tensor | float]) -> Non
     Args:
         scales: {name: positive numbers}, for each layer of attention under the names that checkpoints have, such as
             ``model.layers.0.self_attn.k_scale`` and ``.v_scale``, or ``.kv_scale`` for both. One number, or a tensor of
-            one or of num_key_value_heads elements. Multi-head latent attention has one ``k_scale``, of its entries.
+            one or of num_key_value_heads elements. Multi-head latent attention has one ``k_scale``, for its latent KV.
 
     Raises:
-        ModelError: a name is of no scale or is missing, or a scale is no positive finite number. Nothing is written.
+        ModelError: a name is unknown or missing, or a scale is not a positive finite number. Nothing is written.
     """
     check_names("kv_scales", scales, model)
     by_module = scales_by_module(model)
@@ -43,7 +43,7 @@ def write_kv_scales(model: Decoder, scales: Mapping[str, Tensor | float]) -> Non
 
 
 def check_names(where: object, names: Collection[str], model: Decoder) -> None:
-    """ModelError unless `names` are of scales of the model: those of all layers of attention, or none."""
+    """ModelError unless `names` are scales of the model, for all of its attention layers or for none."""
     by_module = scales_by_module(model)
     for name in names:
         module, _, kind = name.rpartition(".")
@@ -56,7 +56,7 @@ def check_names(where: object, names: Collection[str], model: Decoder) -> None:
 
 
 def checked_scale(where: object, name: str, scale: Tensor | float, num_heads: int) -> Tensor:
-    """`scale` as [1] or [num_heads] float32. ModelError unless it has so many positive finite numbers."""
+    """`scale` as [1] or [num_heads] float32. ModelError unless it has 1 or num_heads positive finite numbers."""
     found = torch.as_tensor(scale, dtype=torch.float32).flatten()
     if found.numel() not in (1, num_heads):
         counts = f"1 element or {num_heads}" if num_heads > 1 else "1 element"

@@ -14,12 +14,12 @@ class Latent:
     """Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
     Attributes:
-        kv_lora_rank: elements of the latent vector that keys and values of all heads are made of.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: elements of a head: of queries and keys, those that do not turn
-            and those that do, and of values.
-        q_lora_rank: elements of the vector that queries are made of; 0 where they are made of the hidden state.
-        interleaved: whether neighbours turn as a pair, and not elements of the two halves.
-        mscale: the square of this multiplies logits, beside ``1 / sqrt(qk_head_dim)``.
+        kv_lora_rank: elements of the latent vector, from which keys and values of all heads are projected.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: elements of a head: the part of queries and keys without RoPE,
+            the part with RoPE, and values.
+        q_lora_rank: elements of the vector from which queries are projected; 0 to project the hidden state.
+        interleaved: whether adjacent elements rotate as a pair (GPT-J style), and not elements of the two halves.
+        mscale: the logits are multiplied by ``mscale ** 2 / sqrt(qk_head_dim)``.
     """
 
     kv_lora_rank: int

@@ -23,16 +23,16 @@ _EPSILON = 1e-6  # of the norms of latent vectors, whatever `rms_norm_eps` is
 
 
 class LatentAttention:
-    """Multi-head latent attention. It keeps of a token its latent vector and its rotated key, in blocks of tokens.
+    """Multi-head latent attention. Its cache holds the latent vector and the rotated key of each token, in blocks.
 
-    Keys and values of heads are products with the latent vector, which `latent_attention` makes for prompts and not for
-    next tokens of texts. The matrices of these products, if they are quantised, are dequantised at the first call, and
+    `latent_attention` projects the latent vectors to keys and values of heads for prefill, and absorbs the projections
+    into queries and outputs for decode. If these projections are quantised, the first call dequantises them, and
     weights that are written later do not change them.
 
     Args:
-        config: sizes and options.
-        latent: those of this attention.
-        place: of the weights.
+        config: sizes and options of the model.
+        latent: sizes and options of this attention.
+        place: dtype, device and quantization of the weights.
     """
 
     slot_bytes = 0
@@ -96,7 +96,7 @@ class LatentAttention:
         return self.kv_b(torch.eye(self.latent.kv_lora_rank, dtype=self.place.dtype, device=self.place.device)).T
 
     def _query(self, hidden: Tensor) -> Tensor:
-        """[num_tokens, num_heads, qk_head_dim], not yet turned."""
+        """[num_tokens, num_heads, qk_head_dim], before the rotary embedding."""
         if self.q_a is not None:
             hidden = self.q_a(hidden)
             rms_norm(hidden, hidden, self.q_norm, _EPSILON)

@@ -44,7 +44,7 @@ class Linear(NamedTuple):
 
 
 class ScaledLinear(NamedTuple):
-    """As `Linear`, of 8-bit weights and activations. Stacked projections have one `input_scale`."""
+    """As `Linear`, with 8-bit weights and activations. Stacked projections share one `input_scale`."""
 
     product: QuantisedLinear
     sizes: dict[str, int]
@@ -89,7 +89,7 @@ class Place(NamedTuple):
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor | BlockMatrix:
-        """The weight of the module `name`: in blocks where a GGUF file has it so."""
+        """The weight of the module `name`, in quantized blocks if a GGUF file has it so."""
         quant_type = self.quantization.of(name) if isinstance(self.quantization, GgufTypes) else None
         if quant_type is None:
             return self.empty(rows, columns)
@@ -100,7 +100,7 @@ class Place(NamedTuple):
         return BlockMatrix(weight, quant_type, columns, self.dtype)
 
     def _of_types(self, types: GgufTypes, sizes: dict[str, int], columns: int, bias: Tensor | None) -> GgufLinear:
-        """Projections, stacked: neighbours of one type are one matrix."""
+        """Stacked projections: adjacent projections of one quantized type are one matrix."""
         rows = {f"{self.module}.{name}": size for name, size in sizes.items()}
         groups = [list(group) for _, group in groupby(rows, types.of)]
         matrices = [self.matrix(group[0], sum(rows[name] for name in group), columns) for group in groups]
@@ -131,7 +131,7 @@ class Place(NamedTuple):
         product = QuantisedLinear(
             weight=torch.empty(rows, columns, dtype=getattr(torch, quantization.dtype), device=self.device),
             weight_scale=torch.empty(scales, dtype=torch.float32, device=self.device),
-            # `Decoder.write` takes the largest of those that stacked projections have.
+            # `Decoder.write` takes the maximum over the stacked projections.
             input_scale=torch.zeros(1, dtype=torch.float32, device=self.device)
             if quantization.activations == "static"
             else None,
@@ -142,14 +142,14 @@ class Place(NamedTuple):
 
 
 def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
-    """float32 weights of codes, by a scale for each block."""
+    """Dequantize blockwise-scaled weights to float32."""
     rows, columns = codes.shape
     of_rows = scales.repeat_interleave(SCALE_BLOCK, 0)[:rows]
     return codes.float() * of_rows.repeat_interleave(SCALE_BLOCK, 1)[:, :columns]
 
 
 def _joined_rows(sizes: dict[str, int]) -> tuple[int, ...]:
-    """Rows of stacked projections, neighbours together where the blocks of the second continue those of the first."""
+    """Rows of stacked projections. Adjacent ones are merged if the first ends at a boundary of scale blocks."""
     found: list[int] = []
     for size in sizes.values():
         if found and found[-1] % SCALE_BLOCK == 0:

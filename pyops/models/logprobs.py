@@ -15,17 +15,17 @@ from .scheduler import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 256  # of the logits of a prompt at once, which bounds their memory
+_ROWS = 256  # rows of prompt logits that are computed at once, to bound their memory
 
 
 class Logprobs(NamedTuple):
-    """Natural log-probabilities at one place of a text: the log-softmax of the model's logits, in float32.
+    """Natural log-probabilities at one position of a sequence: the log-softmax of the model's logits, in float32.
 
-    They are those of the model itself, before hooks, `min_tokens` and temperature.
+    They are computed before hooks, `min_tokens` and temperature.
 
     Attributes:
-        token: of the token that the text has there.
-        top: {token: log-probability} of the likeliest tokens, the likeliest first, as many as were asked for.
+        token: log-probability of the token at this position.
+        top: {token: log-probability} of the likeliest tokens, the likeliest first; the request sets how many.
     """
 
     token: float
@@ -33,7 +33,7 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-    """For each row of logits, those of its token and of so many likeliest tokens."""
+    """For each row of logits, the log-probabilities of its token and of its ``counts[i]`` likeliest tokens."""
     scores = logits.float().log_softmax(-1)
     chosen = scores.gather(-1, torch.tensor(tokens, dtype=torch.int64, device=scores.device)[:, None])[:, 0].tolist()
     values, order = scores.topk(min(max(counts), scores.shape[-1]), -1)
@@ -42,7 +42,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) ->
 
 
 def generated_logprobs(logits: Tensor, requests: Sequence[Request], tokens: Sequence[int]) -> list[Logprobs | None]:
-    """Those of the tokens chosen for each row of logits; None for requests that do not ask for them."""
+    """`Logprobs` of the token chosen for each row of logits; None for requests that do not ask for them."""
     found: list[Logprobs | None] = [None] * len(requests)
     asked = {i: count for i, one in enumerate(requests) if (count := one.params.logprobs) is not None}
     if asked:
@@ -65,7 +65,7 @@ def run_scored(runner: Runner, parts: Sequence[Part], requests: Sequence[Request
 
 
 def _score(runner: Runner, request: Request, part: Part, hidden: Tensor) -> None:
-    """Score the prompt tokens behind those of `part`, which have these hidden states."""
+    """Score the prompt tokens that follow those of `part`, from the hidden states of `part`."""
     count, scores = request.params.prompt_logprobs, request.prompt_logprobs
     assert count is not None
     assert scores is not None

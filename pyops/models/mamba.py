@@ -24,12 +24,12 @@ class StateSpaceLayer:
 
     It keeps the last inputs of its convolution and the state of its scan, in slots.
 
-    A slot belongs to one text at a time and has one size, however long the text is. What a former text left in a slot
-    is never read: a text that begins has no state, see `Batch`.
+    A slot belongs to one sequence at a time; its size does not depend on the sequence's length. The state that a former
+    sequence left in a slot is never read: a new sequence starts without a state, see `Batch`.
 
     Args:
         config: sizes and options; `state_space` is given.
-        place: of the weights. Decays and the states of scans are float32 whatever the dtype.
+        place: dtype and device of the weights. Decays and states of scans are always float32.
     """
 
     token_size, scales = 0, None
@@ -45,7 +45,7 @@ class StateSpaceLayer:
     def tensors(self) -> dict[str, Tensor]:
         """{name in a checkpoint: the weights, or a view of them}.
 
-        Under ``A_log`` are the decays that `Decoder.write` makes of it, where the mixer holds these.
+        If the mixer holds decays, the entry ``A_log`` is the tensor in which `Decoder.write` stores ``-exp(A_log)``.
         """
         found = {"A_log" if name == "A" else name: weight for name, weight in self.mixer.named_parameters()}
         if self.sizes is None or self.sizes.kind != "delta_rule" or self.sizes.is_by_group:
@@ -58,7 +58,7 @@ class StateSpaceLayer:
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """States of the convolution, [num_slots, channels, conv_kernel - 1], and of the scan, [num_slots, ...]."""
-        # The channels of a token are neighbours in memory, as the ops of the convolution are fastest.
+        # The convolution ops are fastest if the channels of a token are contiguous.
         conv = self.place.empty(num_slots, *self._conv_shape).transpose(1, 2)
         return conv, torch.empty(num_slots, *self._ssm_shape, dtype=torch.float32, device=self.place.device)
 
@@ -69,10 +69,10 @@ class StateSpaceLayer:
 
 
 class AttentionBesideStates:
-    """Attention and a mixer with states of the same input, whose results are added.
+    """Attention and a state-space mixer in parallel, on the same input. Their outputs are added.
 
     Args:
-        attention, states: both.
+        attention, states: the two mixers.
     """
 
     def __init__(self, attention: Attention, states: StateSpaceLayer) -> None:
@@ -116,7 +116,7 @@ def _mixer(config: Config) -> Any:
 
 @contextmanager
 def _made_at(place: Place) -> Iterator[None]:
-    """Layers of `pyops.nn` that are made meanwhile have their weights at `place` and compute by the ops."""
+    """Within this context, new layers of `pyops.nn` allocate weights as `place` says and compute by the ops."""
     from ..nn import set_custom_ops
 
     before = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Packed weights of experts that `fused_marlin_moe` multiplies: moved to Marlin's places once they are loaded."""
+"""Packed expert weights for `fused_marlin_moe`, repacked to Marlin's layout once they are loaded."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .quantization import MX_BLOCK, Mxfp4Experts, PackedQuantization
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Types of codes that kernels read: {(bits, whether there are zero points): name}.
+# Quantized types that the kernels read: {(bits, whether there are zero points): name}.
 _TYPES = {(4, False): "uint4b8", (4, True): "uint4", (8, False): "uint8b128"}
-_STEPS = {4: (64, 128), 8: (64,)}  # columns of the steps of kernels, by the bits of codes; the first divides columns
-_TILE_ROWS = 16  # columns of one matrix product
+_STEPS = {4: (64, 128), 8: (64,)}  # k-tiles of the kernels, by bits; the first must divide the columns
+_TILE_ROWS = 16  # a Marlin tile covers 16 columns of the weight: the K of one MMA
 
 
 def serves(
     quantization: PackedQuantization | Mxfp4Experts, mixture: Mixture, hidden_size: int, dtype: torch.dtype
 ) -> bool:
-    """Whether kernels of `fused_marlin_moe` read the codes of such weights, for activations of the dtype.
+    """Whether a kernel of `fused_marlin_moe` reads such quantized weights directly, for activations of the dtype.
 
-    It takes others, too, by writing all weights in full at every call.
+    `fused_marlin_moe` also accepts other weights, but dequantizes all of them at every call.
     """
     channels = mixture.intermediate_size
     if dtype == torch.float32 or hidden_size % TILE_COLUMNS or channels % TILE_COLUMNS:
@@ -51,28 +51,27 @@ def serves(
 
 
 def _has_zeros(quantization: PackedQuantization) -> bool:
-    """Whether there are zero points that are not in the middle of codes."""
+    """Whether the weights are asymmetric: their zero points differ from the midpoint of the quantized range."""
     return quantization.has_zeros and not quantization.is_symmetric
 
 
 class MarlinWeight:
-    """One projection of all experts: what a checkpoint has until `repack`, then Marlin's form of the same.
+    """One projection of all experts: in the layout of the checkpoint until `repack`, then in Marlin's layout.
 
     Args:
         num_experts, rows, columns: of the weights, [num_experts, rows, columns].
         parts: how many projections are stacked in the rows.
-        place: of the weights, whose dtype scales have, but for those of mxfp4.
+        place: device and dtype; the scales have this dtype, except those of mxfp4.
         quantization: of the weights.
 
     Attributes:
-        kind: the type of the codes.
-        groups: of columns, under a scale each.
-        codes: [num_experts, columns / 16, rows * bits / 2] int32.
+        kind: the quantized type.
+        groups: number of column groups; each has a scale.
+        codes: the packed quants, [num_experts, columns / 16, rows * bits / 2] int32.
         scales: [num_experts, groups, rows].
         zeros: [num_experts, groups, rows * bits / 32] int32; or None.
-        orders: of each stacked projection whose groups are not consecutive [num_experts, columns] int32: the group of
-            each column, as it is listed.
-        perm, g_idx: [num_experts, columns] int32: the columns in the order of their groups, and their groups; or None.
+        orders: ``g_idx`` of the checkpoint, [num_experts, columns] int32, for each stacked projection with act-order.
+        perm, g_idx: [num_experts, columns] int32: the columns sorted by group, and their groups; or None.
     """
 
     def __init__(
@@ -105,7 +104,8 @@ class MarlinWeight:
         self.orders = [words(*order) for _ in range(parts)] if has_order else []
         self.perm = words(*order) if has_order else None
         self.g_idx = words(*order) if has_order else None
-        # What a checkpoint lists although config.json says it, and `check_written` compares: one place for all experts.
+        # Tensors that a checkpoint has although config.json implies them: `check_written` compares them, and all
+        # experts write them to the same memory.
         self._known_zeros, self._known_order = words(*zeros), words(self.columns)
 
     def as_loaded(self, expert: int, sizes: dict[str, int], packed: PackedQuantization) -> PackedLinear:
@@ -121,12 +121,12 @@ class MarlinWeight:
         return PackedLinear((product,), None, sizes, packed, orders)
 
     def stacked_as_loaded(self) -> dict[str, Tensor]:
-        """Codes [num_experts, rows, columns / 32, 16] uint8, and scales, as a checkpoint of mxfp4 has them."""
+        """e2m1 values [num_experts, rows, columns / 32, 16] uint8, and scales, as an mxfp4 checkpoint has them."""
         blocks = self.codes.view(torch.uint8).view(len(self.codes), self.rows, self.groups, MX_BLOCK // 2)
         return {"blocks": blocks, "scales": self.scales.mT}
 
     def check(self, names: list[str]) -> None:
-        """ModelError for what Marlin's form cannot hold; `names` are those of the stacked projections."""
+        """ModelError for weights that Marlin's layout cannot hold; `names` are those of the stacked projections."""
         for name, order in zip(names, self.orders, strict=False):
             for wrong, expected in (
                 ((order != self.orders[0]).any(1), f"the groups of {names[0]}, which multiplies the same columns"),
@@ -139,7 +139,7 @@ class MarlinWeight:
             raise ModelError(f"experts.{names[0]}.qzeros", f"expected zero points up to {most}, got {most + 1}")
 
     def repack(self) -> None:
-        """Move what a checkpoint has written to where Marlin has it, the codes of one expert at a time."""
+        """Repack the weights of the checkpoint to Marlin's layout, one expert at a time."""
         if self.perm is not None and self.g_idx is not None:
             self.perm.copy_(self.orders[0].argsort(dim=1, stable=True))
             self.g_idx.copy_(self._groups_in_order().expand_as(self.g_idx))
@@ -168,14 +168,14 @@ class MarlinWeight:
         return torch.arange(self.columns, dtype=torch.int32, device=self.codes.device) // (self.columns // self.groups)
 
     def _zero_places(self, layout: ZeroLayout) -> Tensor:
-        """Which field of a row of zero points is that of each row of the weight."""
+        """For each row of the weight, the index of its field in a row of packed zero points."""
         rows = torch.arange(self.rows, dtype=torch.int64, device=self.codes.device)
         places: Tensor = zero_bit(layout, self.bits, self.rows, 0, rows, 0) // self.bits
         return places
 
 
 def moved(entries: Tensor, places: Tensor) -> Tensor:
-    """[..., n] of entries [..., n]: entry i of a row is at ``places[i]``."""
+    """Scatter the last dimension of `entries`, [..., n]: entry i of a row goes to index ``places[i]``."""
     found = torch.empty_like(entries)
     found[..., places] = entries
     return found
@@ -197,10 +197,10 @@ class MarlinExperts:
     """Experts of packed weights, by `fused_marlin_moe`.
 
     Args:
-        mixture: what they are.
+        mixture: sizes and options of the experts.
         hidden_size: elements of a hidden state.
-        place: of the weights.
-        quantization: of the weights, such that it `serves` them.
+        place: device and dtype of the weights.
+        quantization: of the weights; `serves` must accept it.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from .state_space import StateSpace, parse_bamba, parse_mamba, parse_mamba2
 
 _Values = dict[str, Any]
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-_BAMBA_ROTARY_FACTOR = 0.5  # unless `rope_parameters` has another, whatever the file says beside them
+_BAMBA_ROTARY_FACTOR = 0.5  # only `rope_parameters` overrides it
 
 
 def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _mixtral(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _renamed_minimax_m2(values: _Values) -> _Values:
-    """Elements of a head that turn, as files of MiniMax-M2 have them, become a part of the head."""
+    """Convert MiniMax-M2's ``rotary_dim`` to ``partial_rotary_factor``."""
     turning = values.get("rotary_dim")
     if turning is None:
         return values
@@ -57,7 +57,7 @@ def _qwen3_moe(values: _Values, layers: int) -> dict[str, Any]:
 
 
 def _not_read(values: _Values, layers: int) -> tuple[str, ...]:
-    """Beginnings of names of layers behind the last, which predict tokens further on."""
+    """Name prefixes of the multi-token prediction layers, which follow the last layer."""
     count = first(values.get("num_nextn_predict_layers"), 0)
     if not is_integer(count) or not 0 <= count <= layers:
         raise refuse("num_nextn_predict_layers", f"a number of layers up to {layers}", count)
@@ -69,7 +69,7 @@ def _deepseek(parse: Callable[[_Values, int], Mixture], values: _Values, layers:
         "mixture": parse(values, layers),
         "latent": Latent.parse(values),
         "num_key_value_heads": values["num_attention_heads"],
-        "head_dim": size("qk_rope_head_dim", first(values.get("qk_rope_head_dim"), 64)),  # what turns of a head
+        "head_dim": size("qk_rope_head_dim", first(values.get("qk_rope_head_dim"), 64)),  # the rotated part of a head
         "not_read": _not_read(values, layers),
     }
 
@@ -81,7 +81,7 @@ def _mistral4(values: _Values, layers: int) -> dict[str, Any]:
     rope = Rope.parse_mistral(values, latent.qk_rope_head_dim / latent.qk_head_dim)
     if rope.rotary_dim(latent.qk_head_dim) != latent.qk_rope_head_dim:
         raise refuse("partial_rotary_factor", "the part of a head that turns", rope.partial_rotary_factor)
-    return found | {"rope": replace(rope, partial_rotary_factor=1.0)}  # of what turns of a head, all turns
+    return found | {"rope": replace(rope, partial_rotary_factor=1.0)}  # all of the RoPE part of a head is rotated
 
 
 def _glm4_moe(values: _Values, layers: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ MISTRAL3_TEXTS = {
 
 
 def _mamba(parse: Callable[[_Values], StateSpace], is_tied: bool, eos: int, values: _Values) -> dict[str, Any]:
-    """Fields of the config of a decoder whose layers are all state-space layers without MLPs."""
+    """Fields of the config of a decoder that consists of state-space layers without MLPs."""
     sizes = {name: size(name, values.get(name)) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
     state_space = parse(values)
     return sizes | {

@@ -7,27 +7,28 @@ from typing import Any
 
 from .config_values import first, flag, is_integer, number, refuse, size
 
-STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of what a checkpoint has of all experts in one tensor
+STACKED = "experts.gate_up_proj", "experts.down_proj"  # names of tensors that hold all experts
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The MLPs of layers that have several, of which each token takes the best by the scores of its router's logits.
+    """Mixture-of-experts layers: each token takes the top-k experts by the scores of its router logits.
 
     Attributes:
-        num_experts, top_k: MLPs of a layer, and those that a token takes.
-        intermediate_size: channels of each.
+        num_experts, top_k: experts of a layer, and experts per token.
+        intermediate_size: channels of an expert.
         renormalize: whether the weights of a token's experts are divided by their sum.
         layers: for each layer, whether it has experts.
         scoring_func: of logits: "softmax" or "sigmoid".
-        num_groups, top_k_groups: groups of experts, and those that a token's experts are of; 1 for no groups.
-        ranks_by_two: whether groups are ranked by the sum of the scores of their two best experts, and not by the best,
-            as they are with `has_correction_bias`.
-        has_correction_bias: whether experts are ranked by score plus a bias, which their weights do not have.
+        num_groups, top_k_groups: groups of experts, and groups from which a token's experts come; 1 for no groups.
+        ranks_by_two: whether groups are ranked by the sum of their two best scores, and not by their best score. With
+            `has_correction_bias` they always are.
+        has_correction_bias: whether experts are ranked by score plus a bias; the bias does not enter their weights.
         routed_scaling_factor: multiplies the weights of experts.
-        shared_intermediate_size: channels of the MLP that every token takes beside its experts; 0 for none.
-        shared: name of this MLP in a checkpoint.
-        shared_gate: name of the projection to one logit, whose sigmoid multiplies what this MLP gives; "" for none.
+        shared_intermediate_size: channels of the shared expert that every token takes; 0 for none.
+        shared: name of the shared expert in a checkpoint.
+        shared_gate: name of the projection to one logit, its gate: ``sigmoid(logit)`` multiplies the output of the
+            shared expert; "" for none.
         activation: of an expert, one of those of `pyops.grouped_gemm`.
         has_bias: whether router and experts have biases.
         router, correction_bias: names of the router and of the bias that ranks experts in a checkpoint.
@@ -102,7 +103,7 @@ def parse_minimax_m2(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_qwen3_moe(values: dict[str, Any], layers: int) -> Mixture:
-    """Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` has its number."""
+    """Qwen3-MoE: every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` lists its index."""
     plain, step = first(values.get("mlp_only_layers"), []), first(values.get("decoder_sparse_step"), 1)
     if not isinstance(plain, list) or not all(is_integer(i) for i in plain):
         raise refuse("mlp_only_layers", "numbers of layers", plain)
@@ -155,7 +156,7 @@ def parse_deepseek_v3(values: dict[str, Any], layers: int) -> Mixture:
 
 
 def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
-    """Mistral 4: softmax; the best of the groups whose two best experts are the best."""
+    """Mistral 4: softmax; the best experts of the best groups, ranked by the sum of their two best scores."""
     counts = {"n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 0}
     return Mixture(
         top_k=first(values.get("num_experts_per_tok"), 4),
@@ -170,7 +171,7 @@ def parse_mistral4(values: dict[str, Any], layers: int) -> Mixture:
 def _deepseek(
     values: dict[str, Any], layers: int, default_channels: int, defaults: dict[str, int], factor: float
 ) -> dict[str, Any]:
-    """What both have: experts from a layer on, shared ones beside them, and a factor of weights."""
+    """Fields common to both: the first layer with experts, shared experts, and the scaling factor of weights."""
     experts, shared, begin = (first(values.get(name), default) for name, default in defaults.items())
     if not is_integer(begin) or begin < 0:
         raise refuse("first_k_dense_replace", "a number of layers", begin)

@@ -19,9 +19,9 @@ class Norm:
     Args:
         norms: its kind, and whether it has a bias.
         epsilon: of the norm.
-        place: of the weights.
+        place: dtype and device of the weights.
         size: elements that are normalised together.
-        num_heads: groups of so many elements in a row, each with its own weights.
+        num_heads: groups of `size` elements in a row, each with its own weights.
     """
 
     def __init__(self, norms: Norms, epsilon: float, place: Place, size: int, num_heads: int = 1) -> None:
@@ -47,7 +47,7 @@ class Norm:
     def add(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Add `hidden` to `residual`, write the norm of the sum to `hidden`, and return the sum, maybe in `residual`.
 
-        The sum is float32 where a Gemma's activations are float16, which its sums are too large for.
+        The sum is float32 for a Gemma in float16, because its residual stream overflows float16.
         """
         if self.kind == "gemma":
             dtype = torch.float32 if hidden.dtype == torch.float16 else residual.dtype

@@ -13,7 +13,7 @@ from .quantization import PackedQuantization
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAMES = {  # of tensors in a checkpoint: words of codes, words of zero points, scales, groups of rows
+_NAMES = {  # names of tensors in a checkpoint: packed weights, packed zero points, scales, g_idx
     "awq": ("qweight", "qzeros", "scales", "g_idx"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "pack-quantized": ("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"),
@@ -24,11 +24,11 @@ class PackedLinear(NamedTuple):
     """A projection, or several of the same input stacked.
 
     Attributes:
-        products: one of all that are stacked; or, where each has groups of its own, one of each.
+        products: one GEMM for all stacked projections; or one for each, if each has its own act-order.
         bias: [out] of the dtype of activations, or None.
         sizes: names of the projections, and their rows.
         quantization: how they are packed.
-        orders: [in] int32, the groups of rows as a checkpoint lists them; () where it does not.
+        orders: g_idx of the checkpoint, [in] int32 each; () if it has none.
     """
 
     products: tuple[PackedProduct, ...]
@@ -83,10 +83,10 @@ def packed_linear(
     device: torch.device,
     memory: Tensor | None = None,
 ) -> PackedLinear:
-    """Projections of `columns` elements, stacked, whose weights are not set: {name in the module: rows}.
+    """Stacked projections of `columns` elements, with uninitialised weights: {name in the module: rows}.
 
     Args:
-        memory: contiguous, the memory that codes are to lie in from the first byte on; None for memory of their own.
+        memory: contiguous memory for the packed weights, which begin at its first byte; None to allocate it.
 
     Raises:
         ModelError: groups do not divide the columns, or words do not hold whole rows or columns.
@@ -128,10 +128,10 @@ def packed_linear(
 
 
 def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -> None:
-    """Check what a checkpoint has and no product reads, because ``config.json`` says what it is.
+    """Check tensors of a checkpoint that no kernel reads, because ``config.json`` implies them.
 
     Raises:
-        ModelError: groups are not consecutive, or zero points of an expert are not in the middle of codes.
+        ModelError: groups are not consecutive, or zero points of an expert are not symmetric.
     """
     if name.endswith(".g_idx") and not quantization.has_order:
         size = quantization.columns_of_group(len(tensor))
@@ -143,7 +143,7 @@ def check_written(quantization: PackedQuantization, name: str, tensor: Tensor) -
 
 
 def _middle(quantization: PackedQuantization) -> int:
-    """A word of zero points, as they are stored, that are in the middle of codes of 4 or 8 bits."""
+    """A packed word of symmetric zero points as they are stored, for 4 or 8 bits."""
     bits, stored = quantization.bits, (1 << quantization.bits - 1) - (not quantization.is_v2)
     word = sum(stored << place for place in range(0, 32, bits))
     return word - (word >> 31 << 32)

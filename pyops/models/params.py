@@ -35,20 +35,20 @@ _FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token of a text is chosen, and when the text ends.
+    """How the next token of a sequence is chosen, and when the sequence ends.
 
     Attributes:
         max_tokens: tokens to generate at most.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: tokens to draw from, the likeliest; 0 for all.
-        top_p: draw from the likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019,
-            arXiv:1904.09751).
-        seed: seed of the draws. The same seed gives the same text, whatever other requests run at the same time.
-        ignore_eos: continue after an end-of-text token of the model.
-        stop_token_ids: tokens that end this text, too, whatever `ignore_eos` says. The token is the last of the text.
-        min_tokens: tokens to generate before one that would end the text can be chosen.
-        logprobs: log-probabilities to return with each generated token (`Output.logprobs`): that of the token, and
-            those of so many likeliest tokens. None for none at all.
+        top_k: sample from the `top_k` likeliest tokens; 0 for all.
+        top_p: sample from the smallest set of likeliest tokens with at least this total probability (Holtzman et al.
+            2019, arXiv:1904.09751).
+        seed: seed of the draws. The same seed gives the same tokens, whatever other requests run at the same time.
+        ignore_eos: continue after an EOS token of the model.
+        stop_token_ids: tokens that also end the sequence, whatever `ignore_eos` says. The stop token is its last token.
+        min_tokens: tokens to generate before an EOS or a stop token can be chosen.
+        logprobs: how many of the likeliest tokens get log-probabilities with each generated token
+            (`Output.logprobs`), in addition to the token itself. None for no log-probabilities.
         prompt_logprobs: the same for the tokens of the prompt (`Output.prompt_logprobs`).
         logits_hook: a `LogitsHook` of this request, called with its row of logits alone after the engine's hook.
     """
@@ -75,13 +75,13 @@ class SamplingParams:
 def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> list[int]:
     """A token for each row of logits.
 
-    Top-k comes before top-p: the probabilities that top-p adds up are those of the tokens that top-k left. Tokens are
-    ordered from the likeliest on. The first token at which the running sum of probabilities exceeds the draw is taken.
+    Top-k comes before top-p: top-p sums the renormalised probabilities of the tokens that top-k keeps. Tokens are
+    sorted by descending probability. The first token with a cumulative probability above the draw is taken.
 
     Args:
         logits: [num_seqs, vocab_size], any float dtype, on any device.
         params: one for each row.
-        draws: a number in [0, 1) for each row; not used if the temperature of the row is 0.
+        draws: a uniform number in [0, 1) for each row; not used if the temperature of the row is 0.
     """
     tokens = logits.argmax(-1).tolist()
     drawn = [i for i, one in enumerate(params) if one.temperature > 0]

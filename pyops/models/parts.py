@@ -1,4 +1,4 @@
-"""What a decoder is made of, beside its sizes: norms, multipliers, and the names of parts in a checkpoint."""
+"""Options of a decoder other than its sizes: norms, multipliers, and names of parts in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import NamedTuple
 from .config_values import refuse
 
 _NORM_KINDS, _NORM_PLACES = ("rms", "rms_once", "gemma", "layer"), ("before", "after", "around")
-BOTH = "attention and states"  # the type of a layer that has both, of the same input, and adds what they give
-MLP_ALONE = "mlp"  # the type of a layer that is an MLP or a mixture; then no layer has another MLP
+BOTH = "attention and states"  # the type of a layer with parallel attention and state-space mixer
+MLP_ALONE = "mlp"  # the type of a layer that is only an MLP or a mixture; then no other layer has an MLP
 QK_NORMS = ("", "head", "heads", "row")
 
 
 class Names(NamedTuple):
-    """Names of the parts of a model in its checkpoint; those of a Llama, unless others are given.
+    """Names of the parts of a model in its checkpoint; by default those of a Llama.
 
     Attributes:
-        input_norm, mlp_norm: of the norms before attention, or a mixer, and before an MLP.
-        mlp: of MLPs; "" where their parts, or experts', are parts of the layer.
-        attention_out_norm, mlp_out_norm: of the norms behind attention and MLPs.
-        qkv, gate_up: of projections, in the order of their rows. One name stands for all of them joined.
+        input_norm, mlp_norm: norms before attention, or a mixer, and before an MLP.
+        mlp: the MLP; "" if its parts, or those of experts, are parts of the layer.
+        attention_out_norm, mlp_out_norm: norms after attention and after the MLP.
+        qkv, gate_up: projections, in the order of their rows. A single name stands for one fused projection.
     """
 
     embedding: str = "model.embed_tokens"
@@ -46,11 +46,11 @@ class Norms:
     """The norms of a decoder, all of one kind.
 
     Attributes:
-        kind: "rms"; "rms_once", the same rounded once, behind the product with the weights; "gemma", which is
-            "rms_once" of one more than the weights; or "layer".
-        has_bias: whether layer norms, but those of query and key heads, have a bias.
-        place: where a layer has its norms: "before" attention and MLPs, "after" them, on what is added to the sums of
-            layers, or "around" them, which is both.
+        kind: "rms"; "rms_once", rounded only once, after the multiplication by the weights; "gemma", which is
+            "rms_once" with 1 added to the weights; or "layer".
+        has_bias: whether layer norms, except those of query and key heads, have a bias.
+        place: where a layer has its norms: "before" attention and MLP (pre-norm), "after" them, before the addition to
+            the residual, or "around" them, which is both.
     """
 
     kind: str = "rms"
@@ -64,14 +64,14 @@ class Norms:
 
 
 class Multipliers(NamedTuple):
-    """Numbers that a decoder multiplies by, and bounds of logits.
+    """Multipliers and logits soft caps of a decoder.
 
     Attributes:
         embedding: of embeddings.
         embedding_is_rounded: whether `embedding` is first rounded to the dtype of activations.
-        residual: of what a layer adds to the sums of layers.
-        attention: of the logits of attention; None for ``head_dim ** -0.5``.
-        logits: of the logits of tokens.
+        residual: of the outputs that a layer adds to the residual stream.
+        attention: of the attention logits; None for ``head_dim ** -0.5``.
+        logits: of the output logits.
         attention_soft_cap, logits_soft_cap: c of ``c * tanh(l / c)``, which replaces a logit l; 0 for none.
     """
 

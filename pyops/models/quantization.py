@@ -17,12 +17,12 @@ _BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
 _FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
 _DTYPES = {"float": "float8_e4m3fn", "int": "int8"}
 _AT = "quantization_config"
-MX_BLOCK = 32  # codes under a power of two
-GGUF_MXFP4 = 39  # number of the type in GGUF files
+MX_BLOCK = 32  # MX formats: values that share a power-of-two scale
+GGUF_MXFP4 = 39  # GGUF's type number of MXFP4
 
 
 class _Ignoring:
-    """What has a list of regular expressions, of names of projections that are not quantised."""
+    """The base of formats with a list of regular expressions for the projections that are not quantised."""
 
     ignored: tuple[str, ...]
 
@@ -37,7 +37,7 @@ class _Ignoring:
 
 @dataclass(frozen=True)
 class GgufTypes:
-    """The quantised weights of a GGUF file: {name of a module: number of its type}, of any modules, as pairs."""
+    """The quantised weights of a GGUF file: pairs (name of a module, number of its type)."""
 
     types: tuple[tuple[str, int], ...]
 
@@ -52,7 +52,7 @@ class GgufTypes:
 
 @dataclass(frozen=True)
 class Mxfp4Experts:
-    """Experts alone are quantised: blocks of codes of e2m1 under a power of two (OCP Microscaling Formats 1.0)."""
+    """Only experts are quantised, to MXFP4: blocks of e2m1 values with power-of-two scales (OCP MX formats 1.0)."""
 
     def covers(self, name: str) -> bool:
         """Whether the projection that a checkpoint calls `name` is quantised: none is."""
@@ -65,13 +65,13 @@ class PackedQuantization(_Ignoring):
 
     Attributes:
         format: "awq", "gptq" or "pack-quantized".
-        bits: of a code.
-        group_size: columns under one scale; -1 for all.
-        has_zeros: the checkpoint has zero points; otherwise they are in the middle of codes.
-        lists_groups: the checkpoint says for each column which group it is of.
-        has_order: these are not consecutive.
+        bits: of a quantized weight.
+        group_size: columns that share a scale; -1 for all.
+        has_zeros: the checkpoint has zero points; otherwise the quantization is symmetric.
+        lists_groups: the checkpoint has a ``g_idx``: the group of each column.
+        has_order: act-order: groups are not consecutive columns.
         is_v2: zero points of GPTQ are used as they are stored; otherwise 1 is added.
-        is_symmetric: the zero points that a checkpoint of GPTQ has are in the middle of codes, all of them.
+        is_symmetric: a GPTQ checkpoint has zero points, but all of them are the symmetric ones.
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
         listed: ends of the names of all projections that are quantised; () where only `ignored` says which are not.
     """
@@ -92,7 +92,7 @@ class PackedQuantization(_Ignoring):
         return super().covers(name) and (not self.listed or name.endswith(self.listed))
 
     def columns_of_group(self, columns: int) -> int:
-        """Columns under one scale, of a weight with so many; ModelError if groups do not divide them."""
+        """Columns that share a scale in a weight with `columns`; ModelError if groups do not divide them."""
         size = columns if self.group_size == -1 else self.group_size
         if columns % size:
             raise _refuse("group_size", f"a number that divides {columns}", size)
@@ -105,9 +105,9 @@ class Quantization(_Ignoring):
 
     Attributes:
         dtype: of weights and of what they multiply: "float8_e4m3fn" or "int8".
-        weights: what of a weight has a scale: "tensor", "channel" (each row) or "block" (128 x 128 elements).
-        activations: under what scales a product quantises its input: "static" (one that the checkpoint has), "token"
-            (found for each row) or "group" (found for each 128 neighbours of a row; with "block", and only with it).
+        weights: granularity of weight scales: "tensor", "channel" (one per row) or "block" (128 x 128 elements).
+        activations: granularity of activation scales: "static" (one, from the checkpoint), "token" (dynamic, one per
+            row) or "group" (dynamic, one per 128 contiguous elements of a row; only together with "block").
         ignored: regular expressions. A projection is not quantised if one of them matches its whole name.
     """
 
@@ -198,7 +198,7 @@ def _gptq(values: dict[str, Any]) -> PackedQuantization:
 
 
 def _not_dynamic(rules: Any) -> tuple[str, ...]:
-    """Regular expressions of ``dynamic``, GPTQModel's rules; those that leave modules as they are."""
+    """Regular expressions of GPTQModel's ``dynamic`` rules; only rules that exclude modules are supported."""
     for rule, _ in _object("dynamic", rules).items():
         if not rule.startswith("-:"):
             raise _refuse("dynamic", "rules that leave modules as they are ('-:...')", rule)
@@ -251,7 +251,7 @@ def _gguf(values: dict[str, Any]) -> GgufTypes:
 
 
 def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantization:
-    """``quant_method: compressed-tensors``: one group of all linear modules, packed or with 8-bit activations."""
+    """``quant_method: compressed-tensors``: one config group for all linear modules, packed or W8A8."""
     groups = _object("config_groups", values.get("config_groups"))
     if len(groups) != 1:
         raise _refuse("config_groups", "one group", list(groups))
@@ -300,7 +300,7 @@ def _compressed_tensors(values: dict[str, Any]) -> Quantization | PackedQuantiza
 
 
 def _arguments(at: str, values: dict[str, Any], kind: str, strategies: tuple[str, ...]) -> str:
-    """The strategy of weights or activations, all else of which is checked."""
+    """The ``strategy`` of weights or activations, after a check of all other fields."""
     bits = first(values.get("num_bits"), 8)
     if bits != 8:
         raise _refuse(f"{at}num_bits", "8", bits)

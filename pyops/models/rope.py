@@ -20,22 +20,23 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding (Su et al. 2021, arXiv:2104.09864), its frequencies scaled for long texts.
+    """Rotary embedding (Su et al. 2021, arXiv:2104.09864), with frequencies scaled for long sequences.
 
     Attributes:
         theta: base of the frequencies.
         kind: "default"; "linear", all frequencies divided by `factor` (Chen et al. 2023, arXiv:2306.15595); "llama3",
             low frequencies divided by `factor` (Llama 3 herd of models, arXiv:2407.21783); "yarn", the same with
-            another ramp (Peng et al. 2023, arXiv:2309.00071); "divided", each frequency divided by its own number, as
-            GGUF files say it of "llama3"; or "dynamic", which scales only texts longer than
-            ``max_position_embeddings``, and there are none here; or "longrope", each frequency divided by its own
-            number, of which there are two: one for texts of up to `original_max_position_embeddings` tokens, another
-            for longer ones (Ding et al. 2024, arXiv:2402.13753).
+            another ramp (Peng et al. 2023, arXiv:2309.00071); "divided", each frequency divided by its own divisor, as
+            GGUF files describe "llama3"; "dynamic", which scales only sequences longer than
+            ``max_position_embeddings`` and so never scales here; or "longrope", each frequency divided by one of two
+            divisors: one for sequences of up to `original_max_position_embeddings` tokens, another for longer ones
+            (Ding et al. 2024, arXiv:2402.13753).
         attention_factor: multiplies cosines and sines.
-        divisors: of "divided" and, for texts that are not long, of "longrope": one for each pair of elements.
-        long_divisors: of "longrope", for long texts.
-        interleaved: whether neighbours turn as a pair, and not elements of the two halves of what turns.
-        partial_rotary_factor: the part of a head that turns; the elements behind this part stay as they are.
+        divisors: for "divided", and for short sequences of "longrope": one divisor for each pair of elements.
+        long_divisors: for long sequences of "longrope".
+        interleaved: whether adjacent elements rotate as a pair (GPT-J style), and not elements i and i + rotary_dim / 2
+            (NeoX style).
+        partial_rotary_factor: the fraction of a head that is rotated; the remaining elements stay as they are.
         query_beta: beta of ``1 + beta * log(1 + floor(position / original_max_position_embeddings))``, which multiplies
             queries; 0 for none.
         factor, low_freq_factor, high_freq_factor, original_max_position_embeddings, beta_fast, beta_slow, truncate: as
@@ -66,8 +67,8 @@ class Rope:
 
         New files have ``rope_parameters``. Older files have ``rope_theta`` and ``rope_scaling``; if a file has both
         objects, ``rope_scaling`` counts. `partial_rotary_factor` is the architecture's, where the file gives no other;
-        None for an architecture that turns whole heads. `has_longrope` says that the architecture scales by "longrope"
-        or not at all.
+        None for an architecture that rotates whole heads. `has_longrope` says that the architecture scales by
+        "longrope" or not at all.
         """
         found = _object(values)
         kind = first(found.get("rope_type"), found.get("type"), "default")
@@ -108,7 +109,7 @@ class Rope:
         )
 
     def check(self, head_dim: int) -> None:
-        """ModelError if heads of `head_dim` elements cannot turn so."""
+        """ModelError if heads of `head_dim` elements cannot be rotated this way."""
         rotary_dim = self.rotary_dim(head_dim)
         if not rotary_dim or rotary_dim % 2:
             raise refuse("partial_rotary_factor", f"an even number of {head_dim} elements", self.partial_rotary_factor)
@@ -118,12 +119,12 @@ class Rope:
                 raise refuse(f"rope_parameters.{name}", f"{rotary_dim // 2} numbers", numbers)
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Elements of a head that turn, the first."""
+        """How many elements of a head are rotated: the first `rotary_dim`."""
         return int(head_dim * self.partial_rotary_factor)
 
     @property
     def max_short_length(self) -> int:
-        """Tokens of the longest text that is not long: a long one turns by other frequencies, from its first token."""
+        """Tokens of the longest short sequence. A longer one uses other frequencies, from its first token on."""
         return self.original_max_position_embeddings if self.kind == "longrope" else MAX_POSITIONS
 
     def scale_queries(self, query: Tensor, positions: Tensor) -> None:
@@ -134,7 +135,7 @@ class Rope:
             query *= scale.to(query.dtype).view(-1, *[1] * (query.ndim - 1))
 
     def frequencies(self, head_dim: int, device: Any = "cpu", is_long: bool = False) -> Tensor:
-        """The angles by which pairs turn from one position to the next: [rotary_dim / 2] float32, in radians."""
+        """The rotation angle of each pair per position: [rotary_dim / 2] float32, in radians."""
         rotary_dim = self.rotary_dim(head_dim)
         if self.kind == "yarn":
             ramp = self.original_max_position_embeddings, self.beta_fast, self.beta_slow
@@ -156,7 +157,8 @@ class Rope:
     def cos_sin(self, head_dim: int, num_positions: int, device: Any = "cpu") -> Tensor:
         """The table that ops take: [num_positions, rotary_dim] float32, cosines, then sines, of each position.
 
-        If texts of num_positions tokens are long, [2 * num_positions, rotary_dim]: then the rows for long texts follow.
+        If sequences of num_positions tokens are long, the shape is [2 * num_positions, rotary_dim]: the rows for long
+        sequences follow those for short ones.
         """
         kinds = (False, True) if num_positions > self.max_short_length else (False,)
         angles = torch.cat(

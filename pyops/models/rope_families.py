@@ -1,4 +1,4 @@
-"""Dense decoders that are a Llama or an OLMo-2 but for how heads turn, or for queries scaled by their positions."""
+"""Dense decoders that differ from a Llama or an OLMo-2 only in RoPE, or in queries scaled by their positions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MINISTRAL3 = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128, 
 
 
 def _olmo3(values: dict[str, Any], layers: int) -> dict[str, Any]:
-    """OLMo 3: OLMo 2 with windows in all but every fourth layer; ``rope_scaling`` is that of layers without one."""
+    """OLMo 3: OLMo 2 with a sliding window except in every fourth layer; ``rope_scaling`` is for the full layers."""
     given, scaling = ropes_by_kind(values), first(values.get("rope_scaling"), {})
     if not isinstance(scaling, dict):
         raise refuse("rope_scaling", "an object", scaling)
     full = Rope.parse(values | {"rope_parameters": first(given.get(FULL), {}) | scaling, "rope_scaling": None})
-    # transformers takes a ``rope_theta`` outside of the objects for the layers without a window alone.
+    # transformers applies a top-level ``rope_theta`` only to the layers without a window.
     own = {"rope_parameters": given.get(SLIDING), "rope_theta": _OLMO3["rope_theta"], "rope_scaling": None}
     sliding = Rope.parse(values | own)
     kinds = layer_kinds(values, pattern(layers, 4))

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 # Columns of the row of a sequence in a decode step; the block table of the sequence follows them.
 _TOKEN, _POSITION, _SLOT, _LENGTH, _STATE, _BLOCKS = range(6)
-_PADDING = 0, 0, -1, 0, -1  # a sequence of length 0; slots of -1 keep its token out of the cache
+_PADDING = 0, 0, -1, 0, -1  # a padding row has length 0; its slots of -1 keep its token out of the cache
 
 
 class Part(NamedTuple):
-    """Tokens of a sequence to compute, and what of the cache the sequence has.
+    """Tokens of a sequence to compute, and the cache blocks and slot of the sequence.
 
     Attributes:
         tokens: the tokens to compute.
         start: the position of the first of these tokens in the sequence.
-        blocks: those of the whole sequence, in order.
-        slot: of the states of the sequence behind the tokens before `start`; -1 where the model keeps no states.
-        is_long: whether the sequence has more tokens than `Config.max_short_length`. When a sequence grows so long, all
-            of its tokens are computed anew.
+        blocks: all blocks of the sequence, in order.
+        slot: slot of the states after the tokens before `start`; -1 if the model has no states.
+        is_long: whether the sequence has more tokens than `Config.max_short_length`. When it grows beyond that, all of
+            its tokens are recomputed.
     """
 
     tokens: Sequence[int]
@@ -41,12 +41,12 @@ class Part(NamedTuple):
 
     @property
     def is_step(self) -> bool:
-        """Whether this is the next token of a text that the cache holds."""
+        """Whether this is a decode: one token, and the cache holds the tokens before it."""
         return len(self.tokens) == 1 and self.start > 0
 
 
 def blocks_for(config: Config, num_tokens: int, block_size: int) -> int:
-    """Blocks that the first `num_tokens` tokens of a text fill: none where no layer is attention."""
+    """Blocks that the first `num_tokens` tokens of a sequence fill; 0 if no layer is attention."""
     return -(-num_tokens // block_size) if config.has_attention else 0
 
 
@@ -56,7 +56,7 @@ def row_size(config: Config, max_seq_len: int, block_size: int) -> int:
 
 
 def default_max_seq_len(config: Config) -> int:
-    """Tokens of a text, at most, for a caller who sets no limit: 4096, or the model's positions if these are fewer."""
+    """The default bound of a sequence's tokens: 4096, or the model's ``max_position_embeddings`` if that is less."""
     return min(4096, config.max_position_embeddings)
 
 
@@ -71,7 +71,7 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def decode_batch(rows: Tensor) -> Batch:
-    """The batch of a decode step of one sequence to a row."""
+    """The batch of a decode step with one row for each sequence."""
     return Batch(
         tokens=rows[:, _TOKEN],
         positions=rows[:, _POSITION],
@@ -88,12 +88,12 @@ def decode_batch(rows: Tensor) -> Batch:
 class Runner:
     """Runs `model` over a paged cache of ``num_blocks * block_size`` tokens, and states of `max_num_seqs` sequences.
 
-    Decode steps, of one more token for each sequence, are padded to a power of two sequences, so that few CUDA graphs
-    serve them all. Each graph is captured when it is first needed. A row of padding has length 0 and slots of -1, so
+    Decode steps, with one token for each sequence, are padded to a power of two sequences, so that few CUDA graphs
+    suffice. Each graph is captured when it is first needed. A row of padding has length 0 and slots of -1, so
     that it neither reads nor writes the cache.
 
     Args:
-        model: a model whose weights are set.
+        model: a model with its weights set.
         num_blocks, block_size: blocks of the cache, and tokens of a block.
         max_num_seqs: sequences of one step, at most.
         max_seq_len: tokens of a sequence, at most.
@@ -112,14 +112,14 @@ class Runner:
         kv_cache_dtype: str = "auto",
     ) -> None:
         self.model, self.block_size = model, block_size
-        self._long_rows = max_seq_len  # of tables of rotary embeddings, behind which those for long texts are
+        self._long_rows = max_seq_len  # row of the cos/sin tables at which the part for long sequences begins
         self.cache = model.new_cache(num_blocks, block_size, max_num_seqs, kv_cache_dtype)
         self._tables = model.new_tables(max_seq_len)
         on_gpu = model.device.type == "cuda"
         self._use_graphs = on_gpu if graphs is None else graphs
         self._graphs: dict[int, tuple[Any, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._use_graphs else None
-        # All inputs of a decode step, one row for each sequence. One copy brings them to where the graphs read them.
+        # All inputs of a decode step, one row for each sequence. A single copy updates the inputs of the graphs.
         shape = (max_num_seqs, row_size(model.config, max_seq_len, block_size))
         self._host_rows = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self._rows = torch.zeros(shape, dtype=torch.int64, device=model.device)
@@ -127,7 +127,7 @@ class Runner:
     def run(self, parts: Sequence[Part]) -> Tensor:
         """Compute `parts` and add them to the cache; returns the logits after each, [len(parts), vocab_size].
 
-        Steps of texts that the cache holds should come before other parts. The next call overwrites the logits.
+        Decodes should come before other parts. The next call overwrites the logits.
         """
         return self._decode(parts) if all(part.is_step for part in parts) else self._mixed(parts)
 
@@ -188,9 +188,9 @@ class Runner:
         return logits
 
     def _load_kernels(self, size: int) -> None:
-        """Run a step over rows of padding, for what torch's own products make at their first use.
+        """Run a step over padding rows before capture, so that torch's matmuls initialise what they create lazily.
 
-        Over the rows of the step itself, states would move by a token here and by the same token in the replay.
+        With the rows of the step itself, this run and the replay would each advance the states by the same token.
         """
         rows = self._rows[:size].clone()
         self._rows[:size, :_BLOCKS] = torch.tensor(_PADDING, dtype=torch.int64, device=self.model.device)

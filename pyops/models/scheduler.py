@@ -1,4 +1,4 @@
-"""Which requests run, which wait, and what of the cache each of them has."""
+"""Which requests run, which wait, and which cache blocks and slots each of them holds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .runner import blocks_for
 
 @dataclass(eq=False)
 class Request:
-    """A text to continue. While it runs, it has blocks and a slot of the cache.
+    """A sequence to continue. While it runs, it holds blocks and a slot of the cache.
 
     Attributes:
         tokens: the prompt, then the generated tokens.
-        max_seq_len: tokens of the prompt and the generated text together, at most.
+        max_seq_len: prompt and generated tokens together, at most.
         number: set when the request is queued.
         computed: the first tokens, which the cache holds.
         slot: of the states; -1 while the request waits.
-        stops: tokens that end the text.
+        stops: tokens that end the sequence.
         prompt_logprobs: for each token of the prompt, its `Logprobs`, until they are returned with the first generated
-            token; None where they are not asked for.
-        is_plain: whether tokens and their number are all that is asked for, so that a step takes the shortest way.
+            token; None if they are not requested.
+        is_plain: whether the request has no log-probabilities, hooks or `min_tokens`, so that a step can skip them.
     """
 
     params: SamplingParams
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def is_early(self) -> bool:
-        """Whether the text has fewer tokens than it must have before it may end."""
+        """Whether the sequence is still shorter than `min_tokens`, so that it must not end."""
         return len(self.tokens) - self.num_prompt_tokens < self.params.min_tokens
 
     @property
@@ -69,15 +69,15 @@ class Request:
 
     @property
     def is_step(self) -> bool:
-        """Whether the next token of a text that the cache holds is all that is to be computed."""
+        """Whether this is a decode: the cache holds all tokens but the newest."""
         return self.pending == 1 and self.computed > 0
 
 
 class Scheduler:
     """Gives requests blocks and slots, and says what a step computes.
 
-    A request runs from when it is admitted until it ends or is preempted. When a request needs a block and none is
-    free, the youngest is preempted: it gives back its blocks and its slot, and waits to be computed again.
+    A request runs from when it is admitted until it ends or is preempted. When a request needs a block and no block is
+    free, the youngest request is preempted: it frees its blocks and its slot, and waits to be recomputed.
 
     Args:
         config: the model's.
@@ -108,12 +108,12 @@ class Scheduler:
         yield from self.waiting
 
     def next_step(self) -> list[tuple[Request, int]]:
-        """[(request, tokens to compute)]: the next token of texts, then prompts or parts of prompts."""
+        """[(request, tokens to compute)]: decodes first, then prompts or chunks of prompts."""
         self._admit()
         return self._next_tokens() + self._prompts()
 
     def end(self, request: Request) -> None:
-        """Take from a request that runs what it has of the cache."""
+        """Free the blocks and the slot of a running request."""
         self.running.remove(request)
         self.free_blocks += request.blocks
         self.free_slots.append(request.slot)
@@ -127,31 +127,31 @@ class Scheduler:
             self.end(request)
 
     def step_back(self, request: Request, num_tokens: int) -> None:
-        """Cut a text to its first tokens, from 1 on."""
+        """Truncate a sequence to its first `num_tokens` tokens, at least 1."""
         was_long = self.is_long(request)
         del request.tokens[num_tokens:]
         if was_long != self.is_long(request):
             request.computed = 0
         if request.computed >= num_tokens:
-            # The state in a slot is that behind the last token, and none of an earlier token is kept.
+            # A slot holds only the state after the last token, so no earlier state can be restored.
             request.computed = num_tokens - 1 if self._config.state_space is None else 0
         kept = self.blocks_for(num_tokens)
         self.free_blocks += request.blocks[kept:]
         del request.blocks[kept:]
 
     def is_long(self, request: Request) -> bool:
-        """Whether keys of the text turn as those of long texts do."""
+        """Whether the sequence uses the rotary frequencies of long sequences."""
         return len(request.tokens) > self._config.max_short_length
 
     def add(self, request: Request, token: int) -> None:
-        """Add a token to a text. Where this makes the text a long one, all of the text is computed anew."""
+        """Append a token. A sequence that becomes long by it is recomputed as a whole, with the long frequencies."""
         was_long = self.is_long(request)
         request.tokens.append(token)
         if was_long != self.is_long(request):
             request.computed = 0
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that so many tokens of a text need."""
+        """Blocks that `num_tokens` tokens of a sequence need."""
         return blocks_for(self._config, num_tokens, self.block_size)
 
     def _admit(self) -> None:
@@ -177,7 +177,7 @@ class Scheduler:
         return [(request, 1) for request in self.running if request.is_step]
 
     def _prompts(self) -> list[tuple[Request, int]]:
-        """[(request whose prompt is not yet computed, tokens of this step)]."""
+        """[(request in prefill, prompt tokens of this step)]."""
         budget, found = self._max_num_batched_tokens, []
         for request in self.running:
             count = min(budget, request.pending)

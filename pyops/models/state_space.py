@@ -17,22 +17,22 @@ _SIZES = {"mamba": ("time_step_rank",), "mamba2": _HEAD_SIZES, "delta_rule": _HE
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Sizes and options of the layers of a decoder that keep a state, which are all alike.
+    """Sizes and options of the state-space layers of a decoder. All of them are alike.
 
     Attributes:
         kind: "mamba" (Gu and Dao 2023, arXiv:2312.00752), "mamba2" (Dao and Gu 2024, arXiv:2405.21060) or "delta_rule",
             the gated delta rule (Yang et al. 2024, arXiv:2412.06464).
         intermediate_size: channels.
-        state_size: states of a channel; of "delta_rule", elements of a key.
+        state_size: state elements per channel; for "delta_rule", elements of a key.
         conv_kernel: taps of the convolution.
         conv_bias, proj_bias: whether the convolution, and the projections in and out, have a bias.
         time_step_rank: rank of the projection to time steps; of "mamba".
         num_heads, head_dim: heads and their channels; of "mamba2" and "delta_rule".
         n_groups: groups of heads that share B and C, and groups of the gated norm, of "mamba2"; groups of heads that
             share a query and a key, of "delta_rule".
-        is_by_group: whether a checkpoint of "delta_rule" has the projections of one group behind those of another, and
-            not all queries, all keys, all values and all gates in tensors of their own.
-        has_norm: whether what "mamba2" gives is normalised behind its gate.
+        is_by_group: whether a "delta_rule" checkpoint has one projection with rows sorted by group, and not separate
+            tensors for all queries, keys, values and gates.
+        has_norm: whether "mamba2" normalises its gated output.
     """
 
     kind: str
@@ -104,7 +104,7 @@ def parse_bamba(values: dict[str, Any], channels: int | None = None) -> StateSpa
     """The state-space layers of a ``BambaForCausalLM``, with the defaults of transformers.
 
     Args:
-        channels: those of a layer, where they are no multiple of ``hidden_size``.
+        channels: of a layer; None for ``expand * hidden_size``.
     """
     _refuse_time_step_limit(values)
     if channels is None:
@@ -125,7 +125,7 @@ def parse_bamba(values: dict[str, Any], channels: int | None = None) -> StateSpa
 
 
 def parse_falcon_h1(values: dict[str, Any]) -> StateSpace:
-    """The state-space layers of a ``FalconH1ForCausalLM``: Bamba's, maybe of other sizes and without a norm."""
+    """The state-space layers of a ``FalconH1ForCausalLM``: Bamba's, with optional sizes and an optional norm."""
     given, expand = values.get("mamba_d_ssm", 1024), values.get("mamba_expand", 2)
     hidden_size = size("hidden_size", values.get("hidden_size"))
     channels = _channels(hidden_size, expand) if given is None else size("mamba_d_ssm", given)
@@ -187,7 +187,7 @@ def _channels(hidden_size: int, expand: Any) -> int:
 
 
 def _refuse_time_step_limit(values: dict[str, Any]) -> None:
-    """ModelError for a limit of time steps: transformers heeds one in prompts and not in the steps behind them."""
+    """ModelError for a time step limit, because transformers applies it in prefill and not in decode."""
     found = first(values.get("time_step_limit"), _NO_LIMIT)
     numbers = [
         float("inf") if each == {"__float__": "Infinity"} else each

@@ -1,8 +1,8 @@
-"""Tensor parallelism: a decoder whose projections are divided among the processes of a group.
+"""Tensor parallelism: a decoder with projections that are divided among the processes of a group.
 
 Heads of attention and channels of MLPs and experts are divided; every process has the embedding, the norms, the routers
-and the head. What a process computes of a layer's output is a part of a sum. The parts are added where the output is
-added to the residual: `Decoder._add_norm` is the one place.
+and the head. Each process computes a partial sum of a layer's output. `Decoder._add_norm` alone all-reduces the partial
+sums, just before it adds the output to the residual.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Group:
             self.custom = CustomAllReduce(self._host, self.device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the processes, the same bits in each: in float32 in the order of ranks, but for NCCL's sums."""
+        """The sum over the processes, bitwise equal in each: float32 in the order of ranks, except with NCCL."""
         if self.world_size == 1:
             return x
         if self.custom is not None and self.custom.serves(x):
@@ -70,7 +70,7 @@ class Group:
             if x.is_cuda:
                 torch.distributed.all_reduce(x, group=self._group)
                 return x
-            # Sums of gloo depend on the size; these are those of the kernels.
+            # gloo's order of addition depends on the size. Adding in rank order gives the same bits as the kernels.
             parts = [torch.empty_like(x) for _ in range(self.world_size)]
             torch.distributed.all_gather(parts, x, group=self._host)
         total = parts[0].float()
@@ -79,7 +79,7 @@ class Group:
         return total.to(x.dtype)
 
     def least(self, value: int) -> int:
-        """The least of the values of all processes."""
+        """The minimum of the values of all processes."""
         found: list[Any] = [None] * self.world_size
         with self._named("least"):
             torch.distributed.all_gather_object(found, value, group=self._host)
@@ -87,7 +87,7 @@ class Group:
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """An error of a collective names the processes that do not run any more, or do not come."""
+        """Make an error of a collective name the processes that have died or did not arrive."""
         try:
             yield
         except RuntimeError as error:
@@ -112,11 +112,11 @@ class Group:
 
 
 def divided(config: Config, world_size: int) -> Config:
-    """What one of `world_size` processes has of a model.
+    """The config of one shard of a model that is divided among `world_size` processes.
 
     Raises:
-        ModelError: heads or channels cannot be divided by `world_size`, groups of packed weights are in an order of
-            their own, quantised projections are joined in one tensor, or there are layers of state spaces.
+        ModelError: heads or channels cannot be divided by `world_size`, packed weights have act-order, quantised
+            projections are fused in one tensor, or the model has state-space layers.
     """
     packed, mixture = config.quantization, config.mixture
     if isinstance(packed, PackedQuantization) and packed.has_order and world_size > 1:
@@ -140,10 +140,10 @@ def divided(config: Config, world_size: int) -> Config:
 
 
 class DividedNorm(Norm):
-    """An RMS norm of rows of which each process of a group has a part: their squares are summed over the group.
+    """An RMS norm of rows that are divided among a group: the sums of squares are all-reduced over the group.
 
     Args:
-        norm: of the part.
+        norm: the norm of this process's shard.
         group: the processes.
     """
 
@@ -159,7 +159,7 @@ class DividedNorm(Norm):
 
 
 class DividedScales(KvScales):
-    """Scales of a cache of which each process of a group has some heads.
+    """Scales of a KV cache with heads that are divided among a group.
 
     Args:
         scales: of the heads of this process.
@@ -180,7 +180,7 @@ class DividedScales(KvScales):
 
 
 class ParallelDecoder(Decoder):
-    """A `Decoder` of which each process of `group` has a part. `write` takes whole tensors and keeps the part.
+    """A `Decoder` that is divided among the processes of `group`. `write` takes whole tensors and keeps the shard.
 
     Every process calls `forward`, with the same batch, and gets the same hidden states.
 
@@ -202,9 +202,9 @@ class ParallelDecoder(Decoder):
         self._check_blocks(Decoder(config, dtype, "meta").tensors())
 
     def _check_blocks(self, whole: dict[str, Tensor]) -> None:
-        """ModelError unless the parts, of tensors as in `whole`, have whole blocks, of codes and of scales alike."""
+        """ModelError unless the shards of the tensors `whole` consist of whole blocks, of weights and of scales."""
         for name, own in self._tensors.items():
-            elements = self._tensors.get(name.removesuffix("_scale"), own).shape  # under the scales of blocks
+            elements = self._tensors.get(name.removesuffix("_scale"), own).shape  # elements under the block scales
             for size, own_size, count in zip(whole[name].shape, own.shape, elements, strict=False):
                 is_cut = size != own_size and count > own_size and count % SCALE_BLOCK
                 if size not in (own_size, own_size * self.group.world_size) or is_cut:
@@ -216,7 +216,7 @@ class ParallelDecoder(Decoder):
             return
         names, packed = self.config.names, self.whole.quantization
         parts, rank = self.group.world_size, self.group.rank
-        # Of sums over processes: one process adds them.
+        # Biases of row-parallel projections: only rank 0 adds them, because the outputs are all-reduced.
         if name.endswith((f".{names.o}.bias", f".{names.down}.bias", f"{STACKED[1]}_bias")) and rank:
             tensor = torch.zeros_like(tensor)
         if isinstance(packed, PackedQuantization):
@@ -235,7 +235,7 @@ class ParallelDecoder(Decoder):
         return {self._name_in_checkpoint(name): tensor for name, tensor in super()._named().items()}
 
     def _name_in_checkpoint(self, name: str) -> str:
-        """The norms of heads that have one each are numbered through all processes."""
+        """Per-head norms have global head numbers in a checkpoint, and local ones in this process."""
         config, rank = self.config, self.group.rank
         counts = (config.names.q_norm, config.num_attention_heads), (config.names.k_norm, config.num_key_value_heads)
         for template, count in counts:
@@ -246,9 +246,9 @@ class ParallelDecoder(Decoder):
         return name
 
     def _joined_sizes(self, name: str) -> tuple[int, list[int]]:
-        """Rows of projections that a checkpoint has joined under `name`, one behind the other, and their dimension.
+        """Rows of the projections that a checkpoint stacks in the tensor `name`, and the dimension of these rows.
 
-        No rows if it has not.
+        The rows are empty if the tensor is not stacked.
         """
         whole, module = self.whole, name.rpartition(".")[0].rpartition(".")[2]
         if whole.mixture is not None and whole.mixture.joined and name.endswith(whole.mixture.joined[0]):
@@ -259,7 +259,7 @@ class ParallelDecoder(Decoder):
         return 0, [whole.intermediate_size] * 2 if (module,) == whole.names.gate_up and whole.has_gate else []
 
     def randomise(self, seed: int, scale: float = 1.0) -> Decoder:
-        """As of `Decoder`: the parts of the same weights, which every process makes on the CPU, one after the other."""
+        """As `Decoder.randomise`: every rank generates the full weights on the CPU, in order, and keeps its shard."""
         whole = Decoder(self.whole, str(self.dtype).removeprefix("torch."), "meta")
         for name, tensor in random_tensors(whole, seed, scale, "cpu"):
             self.write(name, tensor)

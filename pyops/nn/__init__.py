@@ -2,10 +2,10 @@
 
 custom_op base parallel              switches of layers; a layer of one op; the ranks that share weights
 activation norm norm_gated           activations, norms
-quant routing                        fp8 codes, the choice of experts
+quant routing                        fp8 quantization, the choice of experts
 experts mixture                      the weights of experts and their methods, mixtures of experts
 linear rotary attention conv         projections, rotary embedding, attention without a cache, convolutions
-rotary_scaled merged embedding       rotary embedding of long texts, merged projections, tables of tokens
+rotary_scaled merged embedding       rotary embedding of long sequences, merged projections, token embeddings
 factory logits states                the rotary embedding of a configuration, logits, states in slots of a cache
 latent                               multi-head latent attention
 shortconv mixer mamba mamba_heads    the short convolution, what mixers of state-space models share, their mixers

@@ -155,7 +155,7 @@ class FatreluAndMul(_Gated, op=fatrelu_and_mul):
 
 @CustomOp.register("swigluoai_and_mul")
 class SwigluOAIAndMul(_Gated, op=swigluoai_and_mul):
-    """Clamped SwiGLU of neighbouring elements, see `pyops.swigluoai_and_mul`.
+    """Clamped SwiGLU of interleaved gates and ups, see `pyops.swigluoai_and_mul`.
 
     Args:
         alpha: slope of the sigmoid.

@@ -19,7 +19,7 @@ bind_loaded()
 
 
 class OpLayer(CustomOp):
-    """A layer whose `compute` allocates the outputs of an op and calls the op.
+    """A layer with a `compute` method that allocates the outputs of an op and calls the op.
 
     `forward_cuda` computes with the op, which launches its kernel; `forward_native` computes with the reference of the
     op. A layer therefore means the same whether it is on or off, and torch.compile can fuse the reference of a layer

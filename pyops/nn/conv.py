@@ -54,7 +54,7 @@ class _ConvLayer(CustomOp):
             padding = tuple(size // 2 for size in self.kernel_size)
         self.padding = self._each("padding", 0 if padding == "valid" else padding)
         self.padding_mode = padding_mode
-        # If kernels neither overlap nor leave gaps, the convolution is a matrix product over the patches of the image.
+        # If kernels neither overlap nor leave gaps, the convolution is a GEMM over the patches of the image.
         self.enable_linear = self.kernel_size == self.stride and not any(self.padding) and groups == 1
         self.enable_linear &= set(self.dilation) == {1}
         self.input_size = in_channels * prod(self.kernel_size)
@@ -107,7 +107,7 @@ class Conv2dLayer(_ConvLayer):
     """Convolution of images, as in `torch.nn.Conv2d`.
 
     ``forward(x)`` takes [batch, in_channels, height, width] of the dtype of the weight. `forward_cuda` is PyTorch's
-    convolution. `forward_native` is a matrix product if kernels neither overlap nor leave gaps, as in patch embeddings.
+    convolution. `forward_native` is a GEMM if kernels neither overlap nor leave gaps, as in patch embeddings.
 
     Args:
         in_channels, out_channels: channels of the input and of the output.

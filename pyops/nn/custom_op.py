@@ -68,9 +68,9 @@ class CompilationConfig:
     """Which custom ops are on, and how many instances of each were made.
 
     Attributes:
-        custom_ops: entries "all", "none", "+name" and "-name", as a list or as text with commas; elements of a list
-            may have commas, too. If neither "all" nor "none" is given, one is added: "none" if inductor compiles the
-            model, because inductor fuses native methods; else "all".
+        custom_ops: entries "all", "none", "+name" and "-name", as a list or as a string with commas; elements of a
+            list may have commas, too. If neither "all" nor "none" is given, one is added: "none" if inductor compiles
+            the model, because inductor fuses native methods; else "all".
         mode: how the model is compiled.
         backend: the compiler of the model.
         platform: where layers will run; None for the result of `current_platform`.
@@ -176,7 +176,7 @@ def _warn_unregistered(cls: str) -> None:
 
 
 class _Replaceable(torch.nn.Module):  # type: ignore[misc]
-    """A module whose class is registered under a name and can be replaced by an out-of-tree class."""
+    """The base of modules that are registered under a name and can be replaced by an out-of-tree class."""
 
     op_registry: ClassVar[dict[str, type]] = op_registry
     op_registry_oot: ClassVar[dict[str, type]] = op_registry_oot
@@ -204,7 +204,7 @@ class _Replaceable(torch.nn.Module):  # type: ignore[misc]
 
     @classmethod
     def register_oot(cls, _decorated_op_cls: Any = None, name: str | None = None) -> Any:
-        """Register a subclass whose instances replace those of a class of this library wherever these are made.
+        """Register a subclass. Wherever this library makes an instance of the replaced class, it makes one of this.
 
         As ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()``, ``@CustomOp.register_oot("RMSNorm")`` or with
         ``name="RMSNorm"``, or as ``CustomOp.register_oot(_decorated_op_cls=MyRMSNorm, name="RMSNorm")``.

@@ -1,4 +1,4 @@
-"""The gated delta rule: alone, over prompts, and with the projections of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
+"""The gated delta rule: alone, for prefill, and with the projections of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ChunkGatedDeltaRule", "OlmoHybridGatedDeltaNetAttention", "QwenGated
 
 @CustomOp.register("chunk_gated_delta_rule")
 class ChunkGatedDeltaRule(OpLayer, op=gated_delta_rule):
-    """Linear attention that corrects what its state predicts, over prompts, see `pyops.gated_delta_rule`.
+    """Linear attention by the gated delta rule, for prefill, see `pyops.gated_delta_rule`.
 
     ``forward(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens=None, chunk_indices=None,
     chunk_offsets=None, use_qk_l2norm_in_kernel=True, core_attn_out=None)`` returns (o, final_state) for the scale
@@ -148,7 +148,7 @@ class QwenGatedDeltaNetAttention(_DeltaMixer):
         config: has hidden_size, hidden_act, rms_norm_eps, linear_num_key_heads, linear_num_value_heads,
             linear_key_head_dim, linear_value_head_dim, linear_conv_kernel_dim, and perhaps output_gate_type ("silu",
             "swish" or "sigmoid").
-        vllm_config: of it, quant_config is read and must be None; or None.
+        vllm_config: its quant_config must be None; or None.
         prefix: the name of the layer in its model.
         gqa_interleaved_layout: rows of in_proj_qkvz and in_proj_ba are sorted by key heads, each with its q, k, and the
             v and z of its value heads, as checkpoints of Qwen3-Next have them; and not by q, k, v and z.

@@ -156,7 +156,7 @@ class VocabParallelEmbedding(CustomOp):
 
 @CustomOp.register("parallel_lm_head")
 class ParallelLMHead(VocabParallelEmbedding):
-    """The weight that turns hidden states into logits, in the layout of `VocabParallelEmbedding`.
+    """The weight that projects hidden states to logits, in the layout of `VocabParallelEmbedding`.
 
     This layer is not called; `LogitsProcessor` computes ``hidden_states W^T + b`` with its parameters: `weight` and,
     with `bias` True, `bias` [rows of this rank].

@@ -76,14 +76,14 @@ class ExpertWeights(CustomOp):
     def weight_loader(
         self, param: nn.Parameter, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
     ) -> None:
-        """Copy an expert's weight or bias of a checkpoint to its place in `param`, as far as it is on this rank.
+        """Copy an expert's weight or bias of a checkpoint to its slice of `param`, as far as it is on this rank.
 
         Args:
             param: a parameter of this layer.
             loaded_weight: of the whole expert.
             weight_name: its name, for messages.
-            shard_id: "w1" for gates, "w3" for ups, "w2" for what follows the activation.
-            expert_id: its number among all experts.
+            shard_id: "w1" for gates, "w3" for ups, "w2" for the down projection.
+            expert_id: its index among all experts.
         """
         if shard_id not in ("w1", "w2", "w3"):
             raise ValueError(f"FusedMoE: shard_id: expected w1, w2 or w3, got {shard_id!r} for {weight_name}")
@@ -120,7 +120,7 @@ class ExpertWeights(CustomOp):
 
 @CustomOp.register("unquantized_fused_moe")
 class UnquantizedFusedMoEMethod(CustomOp):
-    """Experts whose weights are as they are: `pyops.fused_experts` of a layer's weights.
+    """Experts with unquantized weights: `pyops.fused_experts` of a layer's weights.
 
     ``forward(layer, x, topk_weights, topk_ids)`` takes a `FusedMoE`, [num_tokens, hidden_size], and the experts of each
     token with their weights, [num_tokens, top_k] int32 or int64 and float32. It returns [num_tokens, hidden_size].

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a paged cache of latent entries: the layer, and both forms of its attention."""
+"""Multi-head latent attention over a paged latent KV cache: the layer, and both forms of its attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]
 
-# Heads whose keys and values are made of entries at a time. A token of DeepSeek-V3 takes 20 KB for them, and 82 KB for
-# all 128 heads; a prompt of 512 tokens still has as many tiles of queries as an H200 has multiprocessors.
+# The expanded form projects keys and values of this many heads at a time. A token of DeepSeek-V3 takes 20 KB for them,
+# and 82 KB for all 128 heads; a prefill of 512 tokens still has one query tile for each SM of an H200.
 _HEADS_AT_ONCE = 32
 
 
@@ -41,8 +41,8 @@ def latent_attention(
     have one token each, and `expanded_attention` of the others.
 
     Args:
-        query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
-        cu_seqlens_q: [num_seqs + 1], the first token of each sequence, then num_tokens.
+        query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
+        cu_seqlens_q: [num_seqs + 1], the index of each sequence's first token, then num_tokens.
         others: as in `absorbed_attention`.
 
     Returns:
@@ -70,18 +70,18 @@ def absorbed_attention(
 ) -> Tensor:
     """Attention of one token of each sequence, in the absorbed form (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1).
 
-    Latent vectors are keys and values of all heads: by `sm100_cutlass_mla_decode` where entries have the sizes of this
-    op, else by `paged_attention_v1`, where an entry is the only key and its own value.
+    All heads share the latent vectors as keys and values (MQA): `sm100_cutlass_mla_decode` computes the sizes that it
+    supports, `paged_attention_v1` others, with the latent KV as the only key head and the only value head.
 
     Args:
-        query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
-        up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: keys and values of a head from latent vectors.
-        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the cache, of the queries' dtype or of
-            float8_e4m3fn.
+        query: [num_seqs, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
+        up: [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]: projects latent vectors to keys and values.
+        entries: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the latent KV cache, of the queries' dtype
+            or of float8_e4m3fn.
         block_tables, seq_lens: as in `paged_attention_v1`.
         scale: of the logits.
-        k_scale: [1] float32, what fp8 entries are multiplied by; not read for others.
-        factor: the same number; 1 for entries that are not fp8.
+        k_scale: [1] float32, the scale of an fp8 cache; not read for other caches.
+        factor: the same scale as a number; 1 if the cache is not fp8.
 
     Returns:
         [num_seqs, num_heads * v_head_dim].
@@ -93,7 +93,7 @@ def absorbed_attention(
     absorbed = torch.bmm(plain.transpose(0, 1), up_keys).transpose(0, 1)
     if (rank, rope_size) == (LATENT_SIZE, ROPE_SIZE):
         out = query.new_empty(absorbed.shape)
-        # The op reads codes as they are. Their scale is a factor of the logits, and of the result.
+        # The op reads fp8 values without their scale. The scale multiplies the logits, and the result.
         texts = entries, seq_lens, block_tables
         sm100_cutlass_mla_decode(out, None, absorbed, turned, *texts, None, scale * factor, 0)
     else:
@@ -119,13 +119,12 @@ def expanded_attention(
     k_scale: Tensor,
     factor: float = 1.0,
 ) -> Tensor:
-    """Attention of many tokens of each sequence, by keys and values of heads, made of whole blocks of entries.
+    """Prefill in the expanded form: all cache blocks of the sequences are projected to keys and values of heads.
 
-    They are made of `_HEADS_AT_ONCE` heads at a time, in one piece of memory, by products that write them where the op
-    reads them.
+    The GEMMs project `_HEADS_AT_ONCE` heads at a time into one buffer, from which the attention op reads them.
 
     Args:
-        query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], turned.
+        query: [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], after the rotary embedding.
         cu_seqlens_q: as in `paged_attention_varlen`.
         others: as in `absorbed_attention`.
 
@@ -135,7 +134,7 @@ def expanded_attention(
     num_heads, _, rank = up.shape
     rope_size, qk_head_dim = entries.shape[2] - rank, query.shape[2]
     plain_size = qk_head_dim - rope_size
-    # Codes are taken as bytes, as a torch may index no float8.
+    # fp8 values are indexed as bytes, because some versions of torch cannot index float8.
     kept = entries.view(torch.uint8) if entries.element_size() == 1 else entries
     kept = kept[block_tables.flatten().clamp(min=0)]
     if entries.element_size() == 1:
@@ -184,7 +183,7 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
 
     ``forward(positions, hidden_states, llama_4_scaling=None, kv_cache, block_table, seq_lens, query_start_loc,
     slot_mapping, num_decodes=0)`` takes tokens [num_tokens, hidden_size] at positions [num_tokens], and returns
-    [num_tokens, hidden_size]. The entries of the tokens, their latent vectors and turned keys, are written to kv_cache
+    [num_tokens, hidden_size]. The latent KV of the tokens, latent vectors and rotated keys, is written to kv_cache
     [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim] at slot_mapping by `pyops.concat_and_cache_mla`. Each
     sequence attends to the first seq_lens of the tokens in its blocks, and its newest tokens are those from
     query_start_loc [num_seqs + 1] on. The first num_decodes sequences have one token each and are computed in the
@@ -197,15 +196,15 @@ class MultiHeadLatentAttentionWrapper(CustomOp):
         hidden_size: elements of a hidden state.
         num_heads: heads on this rank.
         scale: multiplies the logits.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: elements of a head of queries and keys, those that do not turn
-            and those that do, and of values, at most as many as both.
-        q_lora_rank: elements of the vector that queries are made of; None where they are made of hidden states.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: elements of a head: the part of queries and keys without RoPE,
+            the part with RoPE, and values, at most the sum of both parts.
+        q_lora_rank: elements of the vector from which queries are projected; None to project hidden states.
         kv_lora_rank: elements of a latent vector.
         mla_modules: with `q_lora_rank` fused_qkv_a_proj, q_a_layernorm and q_b_proj, without it q_proj and
             kv_a_proj_with_mqa. kv_b_proj has a plain weight. An indexer is not supported.
         cache_config, quant_config: accepted because vLLM has them.
         prefix: the name of the layer in its model.
-        skip_topk: accepted because vLLM has it, for layers that take over what the indexer of another layer has found.
+        skip_topk: accepted because vLLM has it, for layers that reuse the indexer's result of another layer.
     """
 
     def __init__(

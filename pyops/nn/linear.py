@@ -1,7 +1,7 @@
 """Linear layers, whole or divided among ranks.
 
-Parameters are `weight` [output_size, input_size] and `bias` [output_size], or the part of them that this rank has. Each
-parameter has a `weight_loader`, which takes the whole tensor of a checkpoint and copies the part of this rank. A layer
+Parameters are `weight` [output_size, input_size] and `bias` [output_size], or this rank's shard of them. Each
+parameter has a `weight_loader`, which takes the whole tensor of a checkpoint and copies this rank's shard. A layer
 takes [..., input_size] and returns (output, bias). The bias is None unless `skip_bias_add` leaves it to the caller to
 add. With `return_bias` False, a layer returns the output alone.
 
@@ -62,7 +62,7 @@ def refuse_quant_config(layer: nn.Module, quant_config: Any) -> None:
 
 
 def copy_weight(layer: nn.Module, place: Tensor, loaded: Tensor, dim: int = 0, first: int = 0, whole: int = 0) -> None:
-    """Copy a loaded tensor to `place`: all of it, or the part from `first` on along `dim`, whose size is `whole`.
+    """Copy a loaded tensor to `place`: all of it, or a slice from `first` on along `dim`, which has size `whole`.
 
     Raises:
         ValueError: the loaded tensor, or the part of it, does not have the shape of `place`.
@@ -165,7 +165,7 @@ class ReplicatedLinear(_Linear):
 
 @PluggableLayer.register("column_parallel_linear")
 class ColumnParallelLinear(_Linear):
-    """``y_i = x W_i^T + b_i``: each rank has some rows of the weight and computes as many elements of the output.
+    """``y_i = x W_i^T + b_i``: each rank has some rows of the weight and computes these elements of the output.
 
     Args:
         input_size, output_size: columns and rows of the whole weight.
@@ -204,7 +204,7 @@ class ColumnParallelLinear(_Linear):
         self.gather_output, self.output_partition_sizes = gather_output, parts
 
     def _merged_sizes(self, output_size: int) -> list[int]:
-        """Rows of the matrices that lie one below the other in the weight. Each is divided among the ranks."""
+        """Rows of the matrices that are stacked in the weight. Each is divided among the ranks."""
         return [output_size]
 
     def weight_loader(self, param: Tensor, loaded_weight: Tensor) -> None:
@@ -220,7 +220,7 @@ class ColumnParallelLinear(_Linear):
 
 @PluggableLayer.register("row_parallel_linear")
 class RowParallelLinear(_Linear):
-    """``y = sum_i x_i W_i^T + b``: each rank has some columns of the weight and as many elements of the input.
+    """``y = sum_i x_i W_i^T + b``: each rank has some columns of the weight and these elements of the input.
 
     Args:
         input_size, output_size: columns and rows of the whole weight.
@@ -270,7 +270,7 @@ class RowParallelLinear(_Linear):
     def forward(self, input_: Tensor) -> Any:
         if not self.input_is_parallel:
             input_ = input_.chunk(self.tp_size, -1)[self.tp_rank]
-        # Results are added up, so only one rank may add the bias.
+        # The outputs are all-reduced, so only one rank may add the bias.
         bias = None if self.skip_bias_add or self.tp_rank else self.bias
         output = linear(input_, self.weight, bias)
         if self.reduce_results and self.tp_size > 1:
@@ -283,7 +283,8 @@ class GateLinear(ReplicatedLinear):
     """Logits of experts, ``y = x W^T + b``, in a dtype of their own.
 
     ``forward(x)`` takes [num_tokens, input_size] and returns (logits [num_tokens, output_size], None). In bfloat16 and
-    without a bias, up to 16 tokens are `pyops.dsv3_router_gemm`, which does not round the sums of float32 logits.
+    without a bias, up to 16 tokens use `pyops.dsv3_router_gemm`, which does not round the accumulators of float32
+    logits.
 
     Args:
         input_size, output_size: elements of a hidden state, and experts.

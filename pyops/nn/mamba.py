@@ -23,8 +23,8 @@ __all__ = ["MambaMixer"]
 class MambaMixer(Mixer):
     """The mixer of Mamba: ``out_proj(scan(conv(x)) * silu(gate))`` for ``[x, gate] = in_proj(hidden_states)``.
 
-    The convolution is causal, depthwise and followed by silu. The scan is `pyops.selective_scan_fwd`, whose time steps,
-    B and C are projections of what it scans (Gu and Dao 2023, arXiv:2312.00752). ``forward(hidden_states,
+    The convolution is causal, depthwise and followed by silu. The scan is `pyops.selective_scan_fwd`; its time steps, B
+    and C are projections of its input (Gu and Dao 2023, arXiv:2312.00752). ``forward(hidden_states,
     conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None, has_initial_states=None,
     num_decodes=0)`` takes:
 

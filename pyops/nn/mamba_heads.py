@@ -1,4 +1,4 @@
-"""The mixers of Mamba-2 and PLaMo-2 models, whose scans decay by heads."""
+"""The mixers of Mamba-2 and PLaMo-2 models. Their scans have one decay per head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MambaMixer2", "Plamo2MambaMixer"]
 
-_CHUNK_SIZE = 256  # tokens of a chunk of the scan, as Mamba-2 was trained; it changes roundings alone
+_CHUNK_SIZE = 256  # tokens of a chunk of the scan, as in the training of Mamba-2; it affects only rounding
 
 
 class _Heads(NamedTuple):
@@ -39,7 +39,7 @@ class _Heads(NamedTuple):
 
 
 class _HeadMixer(Mixer):
-    """The base of mixers whose scan decays by heads. A subclass has `_heads`."""
+    """The base of mixers with one decay per head. A subclass has `_heads`."""
 
     chunk_size = _CHUNK_SIZE
 
@@ -52,7 +52,7 @@ class _HeadMixer(Mixer):
         self.state_shape = len(self.A), head_dim, ssm_state_size
 
     def _heads(self, x: Tensor, rest: tuple[Tensor, ...]) -> _Heads:
-        """What the scan takes, by the result `x` of the convolution."""
+        """The arguments of the scan, from the result `x` of the convolution."""
         raise NotImplementedError
 
     def _scan(
@@ -184,7 +184,7 @@ class Plamo2MambaMixer(_HeadMixer):
     """The mixer of PLaMo-2: ``out_proj(scan(conv(x)) * silu(gate))`` for ``[gate, x] = in_proj(hidden_states)``.
 
     The convolution is causal, depthwise and followed by silu. The scan is `pyops.mamba_chunk_scan_varlen`, with one
-    group; its B, C and time steps are projections of what it scans, each after an RMS norm. ``forward(hidden_states,
+    group; its B, C and time steps are projections of its input, each after an RMS norm. ``forward(hidden_states,
     conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None, has_initial_states=None,
     num_decodes=0)`` takes what that of `MambaMixer` takes, and returns [num_tokens, hidden_size], but for the shapes of
     states, in which channels are ``mamba_num_heads * hidden_size_per_head``:
@@ -247,7 +247,7 @@ class Plamo2MambaMixer(_HeadMixer):
 
 
 class _GroupedColumns(MergedColumnParallelLinear):
-    """Projections some of which are to groups of heads; ranks share groups if these are fewer.
+    """Merged projections. Some of them project to groups of heads, which ranks share if there are fewer groups.
 
     Args:
         input_size: columns of each weight.
@@ -279,8 +279,8 @@ class _GroupedColumns(MergedColumnParallelLinear):
 def _chunks(starts: Tensor, num_tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """(the first token of each chunk and the end of the last, the last chunk of each sequence, sequences of chunks).
 
-    A sequence has at least one chunk. The number of chunks depends on shapes alone, so the last sequence has some
-    chunks without tokens behind its last.
+    A sequence has at least one chunk. The number of chunks depends only on shapes, so the last sequence ends with some
+    empty chunks.
     """
     num_seqs = len(starts) - 1
     counts = ((starts.diff() + chunk_size - 1) // chunk_size).clamp(min=1)

@@ -15,9 +15,9 @@ __all__ = ["MergedColumnParallelLinear", "QKVParallelLinear"]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several `ColumnParallelLinear` of the same input; their weights lie one below the other.
+    """Several `ColumnParallelLinear` of the same input, with stacked weights.
 
-    `weight_loader` takes the index of a matrix as `loaded_shard_id`, or None for all matrices, one below the other.
+    `weight_loader` takes the index of a matrix as `loaded_shard_id`, or None for all matrices, stacked.
 
     Args:
         input_size: columns of each weight.
@@ -89,8 +89,8 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values. Ranks divide the heads; ranks share kv heads if these are fewer.
 
-    `weight_loader` takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, one below the other. The output
-    of a rank is [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
+    `weight_loader` takes "q", "k" or "v" as `loaded_shard_id`, or None for all three, stacked. The output of a rank is
+    [..., (num_heads + num_kv_heads) * head_size + num_kv_heads * v_head_size].
 
     Args:
         hidden_size: columns of each weight.

@@ -106,7 +106,7 @@ class Mixer(CustomOp):
     def _scan(
         self, ops: Ops, x: Tensor, rest: tuple[Tensor, ...], prompts: Prompts, ssm_state: Tensor | None
     ) -> Tensor:
-        """The results of the scan over prompts, [num_tokens, channels]; `x` is what the convolution returned."""
+        """The results of the scan for prefill, [num_tokens, channels]; `x` is what the convolution returned."""
         raise NotImplementedError
 
     def _step(self, ops: Ops, x: Tensor, rest: tuple[Tensor, ...], slots: Tensor | None, ssm_state: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Mixer(CustomOp):
                 )
 
     def _per_channel(self, dtype: torch.dtype | None, *sizes: int) -> nn.Parameter:
-        """A parameter of which each rank has a part along dimension 0. Uninitialised."""
+        """An uninitialised parameter that is divided among ranks along dimension 0."""
         return new_parameter((self._local(sizes[0]), *sizes[1:]), dtype, self._load_part)
 
     def _decay(self, *sizes: int) -> nn.Parameter:
@@ -213,7 +213,7 @@ class Mixer(CustomOp):
 
 
 def depthwise(projection: ColumnParallelLinear) -> ColumnParallelLinear:
-    """A causal convolution of channels: a projection whose weight is [channels, 1, taps], as checkpoints have it."""
+    """A causal convolution of channels: a projection with a weight [channels, 1, taps], as checkpoints have it."""
     channels, taps = projection.weight.shape
     if not 2 <= taps <= MAX_WIDTH:
         raise ValueError(f"{projection.prefix}: conv_kernel_size: expected 2 to {MAX_WIDTH}, got {taps}")

@@ -71,14 +71,15 @@ class FusedMoE(ExpertWeights):
     Parameters are ``w13_weight`` [experts, 2 * intermediate_size, hidden_size] (gates, then ups), ``w2_weight``
     [experts, hidden_size, intermediate_size], and with `has_bias` ``w13_bias`` and ``w2_bias``. `weight_loader` fills
     them from checkpoints. Ranks of a tensor-parallel group divide intermediate_size or, with an `ep_size`, the experts.
-    A module that is an argument may return (output, bias), of which the bias is left out.
+    A module that is an argument may return (output, bias); the bias is ignored.
 
     Args:
         num_experts, top_k: experts, and experts of a token.
         hidden_size, intermediate_size: elements of a hidden state, and of an expert's.
         params_dtype: of the weights; None for torch's default.
         renormalize: whether the weights of a token's experts are divided by their sum.
-        use_grouped_topk, num_expert_group, topk_group: whether experts are chosen from the best groups, of how many.
+        use_grouped_topk, num_expert_group, topk_group: whether experts are chosen from the `topk_group` best of
+            `num_expert_group` groups.
         tp_size, ep_size: ranks that divide intermediate_size, or experts; the size of the group, or None.
         prefix: the name of the layer in its model.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None.
@@ -88,17 +89,17 @@ class FusedMoE(ExpertWeights):
         e_score_correction_bias: [num_experts] float32, added to scores for the choice alone; or None.
         apply_router_weight_on_input: see `pyops.fused_experts`.
         activation: one of those of `pyops.grouped_gemm`, with a gate.
-        is_act_and_mul: whether the activation has a gate; otherwise it is that of the name with "_no_mul".
+        is_act_and_mul: whether the activation has a gate; otherwise it is the activation with the suffix "_no_mul".
         has_bias: whether there are biases.
         expert_mapping: what `make_expert_params_mapping` returns, for models that load weights by it.
         n_shared_experts, router_logits_dtype: accepted because vLLM has them; nothing depends on them.
-        gate: makes the logits of the hidden states; router_logits of a call are then left aside. Or None.
+        gate: computes the logits from the hidden states; router_logits of a call are then ignored. Or None.
         shared_experts: its result for the hidden states is added; or None.
-        routed_input_transform, routed_output_transform: what becomes of the input of the experts, and of their sum.
+        routed_input_transform, routed_output_transform: modules that transform the input of the experts, and their sum.
         apply_routed_scale_to_output: whether `routed_scaling_factor` multiplies the sum of the experts and not their
-            weights; in float16, beside shared experts, the result of these is divided by it instead, as vLLM does it.
-        hash_indices_table: [vocab_size, top_k], the experts of each token by its number in input_ids, for the scoring
-            function "sqrtsoftplus"; or None.
+            weights; in float16 with shared experts, the result of these is divided by it instead, as in vLLM.
+        hash_indices_table: [vocab_size, top_k], the experts of each token id in input_ids, for the scoring function
+            "sqrtsoftplus"; or None.
         quant_config, dp_size, pcp_size, enable_eplb, num_redundant_experts, is_sequence_parallel, shared_expert_gate,
             zero_expert_type: nothing but their defaults (1 for sizes) is supported.
         reduce_results: whether results of all ranks are added up.
@@ -232,7 +233,7 @@ class FusedMoE(ExpertWeights):
 
 
 def _applied(module: nn.Module | None, x: Tensor) -> Tensor:
-    """What a module makes of `x`, without the bias that it may return beside; `x` itself without a module."""
+    """The output of a module for `x`, without the bias that it may return; `x` itself without a module."""
     result = x if module is None else module(x)
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out

@@ -24,8 +24,8 @@ class RMSNorm(CustomOp):
 
     ``forward(x, residual=None)`` takes x [..., hidden_size] in float32, float16 or bfloat16. Without a residual it
     returns the norm, a new tensor. With a residual of the shape and dtype of x it returns (norm, x + residual).
-    `forward_cuda` then writes the norm to x and the sum to residual and returns these two tensors; tensors whose rows
-    have no common stride are copied first. `forward_native` returns new tensors.
+    `forward_cuda` then writes the norm to x and the sum to residual and returns these two tensors; tensors without a
+    common row stride are copied first. `forward_native` returns new tensors.
 
     Args:
         hidden_size: elements of a row.
@@ -76,7 +76,7 @@ class RMSNorm(CustomOp):
         return x, residual
 
     def _of_part(self, x: Tensor, residual: Tensor | None) -> Any:
-        """The norm by the mean of the first elements of a row only. There is no kernel for it."""
+        """The norm by the mean square of the first elements of a row only. No kernel computes it."""
         if x.shape[-1] != self.hidden_size:
             raise ValueError(f"RMSNorm: x: expected rows of hidden_size={self.hidden_size}, got shape {tuple(x.shape)}")
         z = x if residual is None else (x.float() + residual.float()).to(x.dtype)

@@ -42,7 +42,7 @@ class GroupShape(_Shape):
         return self == (-1, 1)
 
     def is_per_group(self) -> bool:
-        """Whether every group of neighbouring elements of a row has a scale."""
+        """Whether every group of contiguous elements of a row has a scale."""
         return self.row == 1 and self.col >= 1
 
 
@@ -52,30 +52,29 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 @CustomOp.register("quant_fp8")
 class QuantFP8(CustomOp):
-    """fp8 codes of an activation and their scales, which multiply a code to give its value.
+    """fp8 quantization of an activation: ``x`` is about the fp8 value times its scale.
 
-    ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size], or of any rank for scales of groups, in
-    float32, float16 or bfloat16. It returns (codes, scale). Codes are float8_e4m3fnuz on gfx942, float8_e4m3fn
-    elsewhere. A scale that was given is returned as it is by `forward_cuda`, and in a shape that broadcasts by
-    `forward_native`.
+    ``forward(x, scale=None, scale_ub=None)`` takes x [num_tokens, hidden_size], or of any rank for group scales, in
+    float32, float16 or bfloat16. It returns (fp8 values, scale). The fp8 dtype is float8_e4m3fnuz on gfx942,
+    float8_e4m3fn elsewhere. `forward_cuda` returns a given scale as it is, `forward_native` in a shape that broadcasts.
 
     `forward_cuda` calls `pyops.scaled_fp8_quant` or `pyops.per_token_group_quant_fp8`. `forward_native` differs from
-    them: it multiplies by the reciprocal of a token's scale, finds no scale below 1 / (512 * largest code), allows an
-    incomplete last group, and pads with rows of zeros.
+    them: it multiplies by the reciprocal of a token's scale, bounds scales by 1 / (512 * the largest fp8 value) from
+    below, allows an incomplete last group, and pads with rows of zeros.
 
     Args:
         static: whether scales are given to `forward`: float32, one element, [num_tokens], [hidden_size], or [rows,
-            columns] of groups. If not, scales are found.
-        group_shape: the elements that share a scale. Scales can be found for a tensor, a token or a group of a row.
-        num_token_padding: min number of rows of the codes, and of scales of tokens.
-        column_major_scales, tma_aligned_scales, use_ue8m0: for scales of groups, see
+            columns] of groups. If not, scales are dynamic.
+        group_shape: the elements that share a scale. Dynamic scales are per tensor, per token or per group of a row.
+        num_token_padding: minimum number of rows of the fp8 values, and of per-token scales.
+        column_major_scales, tma_aligned_scales, use_ue8m0: for group scales, see
             `pyops.per_token_group_quant_fp8`; None means False.
         compile_native: see `CustomOp`.
 
     Raises:
         ValueError: a scale is given though `static` is False, or missing though it is True; `scale_ub` is given for
-            other scales than those found for tokens, or has more than one element; scales cannot be found for
-            `group_shape`.
+            scales other than dynamic per-token ones, or has more than one element; `group_shape` does not support
+            dynamic scales.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class QuantFP8(CustomOp):
         return codes, scale
 
     def _broadcast(self, x: Tensor, scale: Tensor) -> Tensor:
-        """A given scale in a shape that broadcasts: one element, or a matrix of scales of groups."""
+        """A given scale in a shape that broadcasts: one element, or a matrix of group scales."""
         if scale.numel() == 1:
             return scale if self.group_shape.is_per_tensor() else scale.reshape(1, 1)
         if scale.ndim == 2:
@@ -179,10 +178,10 @@ class QuantFP8(CustomOp):
 
 @CustomOp.register("mla_decode_concat_quant_fp8")
 class _DecodeConcatQuantFP8(QuantFP8):
-    """fp8 codes of the queries of multi-head latent attention; joins the two parts of a query.
+    """fp8 quantization of the queries of multi-head latent attention; concatenates the two parts of a query.
 
     ``forward(decode_ql_nope, decode_q_pe, scale)`` takes [num_tokens, num_heads, kv_lora_rank], [num_tokens, num_heads,
-    rope_dim] and the static scale; returns the codes [num_tokens, num_heads, kv_lora_rank + rope_dim].
+    rope_dim] and the static scale; returns fp8 values [num_tokens, num_heads, kv_lora_rank + rope_dim].
     """
 
     def forward_native(self, decode_ql_nope: Tensor, decode_q_pe: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]

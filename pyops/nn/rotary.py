@@ -35,8 +35,8 @@ class ApplyRotaryEmb(OpLayer, op=apply_rotary_emb):
     """Rotary embedding by given angles, see `pyops.apply_rotary_emb`.
 
     ``forward(x, cos, sin)`` takes x [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or
-    bfloat16, and cos and sin [seq_len, rotary_dim / 2]; the first rotary_dim elements of a head turn. It returns a new
-    tensor.
+    bfloat16, and cos and sin [seq_len, rotary_dim / 2]; the first rotary_dim elements of a head are rotated. It returns
+    a new tensor.
 
     Args:
         enforce_enable: see `CustomOp`.
@@ -79,14 +79,14 @@ def _table(module: torch.nn.Module, name: str, x: Tensor) -> Tensor:
 
 @CustomOp.register("rotary_embedding")
 class RotaryEmbeddingBase(CustomOp):
-    """The table of a rotary embedding, see `pyops.rotary_embedding`; `RotaryEmbedding` turns heads by it.
+    """The table of a rotary embedding, see `pyops.rotary_embedding`; `RotaryEmbedding` rotates heads by it.
 
     The table is the buffer `cos_sin_cache` [positions, rotary_dim], cosines, then sines, and not part of the state. A
     subclass may override `_compute_inv_freq` and `_compute_cos_sin_cache`.
 
     Args:
         head_size: elements of a head.
-        rotary_dim: elements of a head that turn, even.
+        rotary_dim: elements of a head that are rotated, even.
         max_position_embeddings: positions in the table.
         base: base of the frequencies.
         is_neox_style: pairs are elements (j, j + rotary_dim / 2); else (2 j, 2 j + 1).
@@ -143,8 +143,8 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     ``forward(positions, query, key=None, offsets=None)`` takes positions [num_tokens] or [batch, seq_len], int32 or
     int64; query of that shape and [num_heads * head_size] or [num_heads, head_size], float32, float16
     or bfloat16; key the same with num_kv_heads. offsets are added to the positions. It returns (query, key):
-    `forward_cuda` turns the given tensors in place, `forward_native` returns new ones. Tokens whose position lies
-    outside the table stay as they are.
+    `forward_cuda` rotates the given tensors in place, `forward_native` returns new ones. Tokens with a position outside
+    the table stay as they are.
 
     Arguments are those of `RotaryEmbeddingBase`.
     """
@@ -279,7 +279,7 @@ class DualChunkRotaryEmbedding(OpLayer, op=dual_chunk_rotary_embedding):
 
     ``forward(positions, query, key, offsets=None)`` takes positions [num_tokens], int32 or int64, query [num_tokens,
     num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16, and key the same with
-    num_kv_heads. It returns new tensors: the queries turned in five ways, [num_tokens, 5 * num_heads * head_size], and
+    num_kv_heads. It returns new tensors: the queries rotated in five ways, [num_tokens, 5 * num_heads * head_size], and
     the keys, [num_tokens, num_kv_heads * head_size].
 
     Args:

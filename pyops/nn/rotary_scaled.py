@@ -1,4 +1,4 @@
-"""Rotary embeddings whose tables are scaled for texts longer than the original context length."""
+"""Rotary embeddings with tables that are scaled for sequences longer than the original context length."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
 
 
 class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
-    """A larger base, see `pyops.ops.rotary.tables.dynamic_ntk_base`, for longer texts than a model was trained with.
+    """A larger base, see `pyops.ops.rotary.tables.dynamic_ntk_base`, for sequences longer than in training.
 
     Args:
         head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
-        max_position_embeddings: positions in the table, tokens of the longest text.
+        max_position_embeddings: positions in the table, tokens of the longest sequence.
         max_trained_positions: original context length, tokens. Where it equals max_position_embeddings, the base stays.
-        scaling_factor: how much the base grows with the length of texts.
+        scaling_factor: how much the base grows with the length of sequences.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
     Args:
         head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.
         max_position_embeddings: original context length, tokens.
-        scaling_factor: how many times longer texts are.
+        scaling_factor: ratio of the longest sequence to the original context length.
         extrapolation_factor, beta_fast, beta_slow, truncate: see `pyops.ops.rotary.tables.yarn`.
         attn_factor: multiplies cosines and sines.
         apply_yarn_scaling: whether ``0.1 log(scaling_factor) + 1`` multiplies them, too.
@@ -282,18 +282,18 @@ class DeepseekScalingRotaryEmbedding(YaRNScalingRotaryEmbedding):
 class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbedding):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency is divided by its own factor.
 
-    There are factors for short texts and for long ones. The longest text that may come decides which are used, once for
-    the lifetime of the layer, because keys in a cache keep their angles.
+    There are factors for short sequences and for long ones. `max_model_len` selects one set for the lifetime of the
+    layer, because keys in a cache keep their angles.
 
     Args:
         head_size, rotary_dim, base, dtype: as in `RotaryEmbeddingBase`.
-        max_position_embeddings: tokens of the longest text of the model.
+        max_position_embeddings: tokens of the longest sequence of the model.
         original_max_position_embeddings: original context length, tokens.
         is_neox_style: True.
         short_factor, long_factor: [rotary_dim / 2] numbers.
         short_mscale, long_mscale: multiply cosines and sines. None for ``sqrt(1 + log(s) / log(o))``, where o is
             original_max_position_embeddings and s is max_position_embeddings / o, or for 1 if s is at most 1.
-        max_model_len: tokens of the longest text that may come; None for max_position_embeddings.
+        max_model_len: tokens of the longest sequence to serve; None for max_position_embeddings.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class ShortConv(CustomOp):
 
     It returns [num_tokens, dim]. A sequence without tokens leaves its slot as it is. No lengths are read on the host,
     so the layer can be captured into a CUDA graph. Both methods write conv_state. `forward_cuda` convolves by
-    `pyops.causal_conv1d_prefill`, which is fastest where the channels of conv_state are neighbours in memory; where
+    `pyops.causal_conv1d_prefill`, which is fastest if the channels of conv_state are contiguous in memory; where
     conv_L_cache exceeds the 8 taps that the op takes, it is `forward_native`.
 
     Args:
@@ -161,7 +161,7 @@ class ShortConv(CustomOp):
 
 
 def _inputs(x: Tensor, past: Tensor, sequence: Tensor, place: Tensor, starts: Tensor) -> Tensor:
-    """The inputs at places `place` of sequences `sequence`, two tensors of one shape. Negative places are in `past`."""
+    """The inputs at positions `place` of sequences `sequence`, tensors of one shape. Negative ones are in `past`."""
     if not x.shape[0]:
         x = past.new_zeros(1, past.shape[2])
     inside = x[(starts[sequence] + place).clamp(0, x.shape[0] - 1)]

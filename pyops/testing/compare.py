@@ -28,7 +28,7 @@ CANCELLED = 2.0**-22
 # A scale is the largest of values rounded to 16 bits. Where a sum in another order rounds that one the other way, the
 # scale moves by a unit of the 16 bits: in so many scales, by so much.
 _FLIPPED, _FLIP = 2e-3, 2.0**-7
-# Codes that may lie one step away, because the value before rounding lay next to a tie.
+# Fraction of quantized values that may differ by one step, because the value before rounding was next to a tie.
 _TIES = 1e-3
 
 
@@ -55,7 +55,7 @@ def assert_close(
 
     0 ulps means equal values.
 
-    Codes (fp8, int8) may differ by one step, in one element or a thousandth of them, and in as many more as may lie
+    Quantized values may differ by one step, in one element or a thousandth of them, and in as many more as may lie
     next to a tie if `cancelled` of the largest is uncertain; scales that came with them, by the unit of a 16-bit value,
     in two elements or a five-hundredth. NaN must meet NaN.
     """
@@ -106,7 +106,7 @@ def _assert_codes_close(expected: Tensor, actual: Tensor, ulps: int, what: str, 
 
 
 def _spacing(dtype: Any, values: Tensor) -> Tensor:
-    """From codes of these magnitudes to the next."""
+    """The distance from fp8 or int8 values of these magnitudes to the next."""
     if not dtype.is_floating_point:
         return torch.ones_like(values)
     limits = torch.finfo(dtype)
@@ -114,7 +114,7 @@ def _spacing(dtype: Any, values: Tensor) -> Tensor:
 
 
 def _ordinal(codes: Tensor) -> Tensor:
-    """Codes as integers that count the steps between them; the two zeros are one, and so are all NaN."""
+    """fp8 or int8 values as integers that count the steps between them; both zeros are equal, and so are all NaN."""
     if not codes.dtype.is_floating_point:
         return codes.int()
     nan = codes.float().isnan()

@@ -22,12 +22,12 @@ CONTENTS = ("normal", "nan", "inf", "subnormal", "small", "large", "extreme", "z
 
 
 def filled(x: Tensor, kind: str) -> Tensor:
-    """A copy of `x`, whose values are about normal, with one of these CONTENTS.
+    """A copy of `x`, which has about normal values, with one of these CONTENTS.
 
     ``"normal"``: as it is. ``"nan"``, ``"inf"``: here and there one, infinities of both signs. ``"subnormal"``,
     ``"small"``, ``"large"``: scaled to that end of the type's range. ``"extreme"``: neighbours differ by as much as the
     type can hold, float32 from 1e-38 to 1e38. ``"zero"``: zeros of both signs. ``"equal"``: one value along each row,
-    of four bits, so that sums of it are exact.
+    of four bits, so that its sum is exact.
 
     Raises ValueError for a type that is none of float32, float16, bfloat16, float8_e4m3fn, float8_e4m3fnuz and
     float8_e5m2.

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
 
 class Canaries:
-    """A copy of a torch tensor in a larger buffer, whose other bytes are watched: those between its rows as well.
+    """A copy of a torch tensor in a larger buffer. The other bytes are watched, also those between its rows.
 
     It has the strides of the original and is as aligned.
 

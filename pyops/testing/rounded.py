@@ -34,7 +34,7 @@ def _gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     y = x.float()
     if approximate == "none":
         return (y * 0.5 * (1 + _erf(y * 0.7071067811865476))).to(x.dtype)
-    # PyTorch's compilers fuse the product with the sum.
+    # PyTorch's compilers fuse the multiplication and the addition.
     fused = (0.04471499845385551 * (y * y * y).double() + y.double()).float()
     return (0.5 * y * (1 + _tanh(0.7978845608028654 * fused))).to(x.dtype)
 
@@ -44,7 +44,7 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
     return torch.where(y > 20, y, _log1p(_exp(y))).to(x.dtype)
 
 
-# What eager PyTorch calls, and what takes its place.
+# {function of eager PyTorch: its replacement}
 FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.exp: _exp,
     torch.expm1: _expm1,

@@ -1,11 +1,11 @@
 """Kernels of this library for decoders of transformers. A file imports only files above it, and of pyops the ops:
 
 trial replacement         what a module computes, found out by running it; what every replaced forward has
-cache joined              keys and values of a batch; several projections as one product
+cache joined              keys and values of a batch; several projections as one GEMM
 norms mlp rotary          parts of layers, known by what they compute
 seams attention           what an attention asks of transformers, by the ops; the attentions themselves
 encoders                  attention without a cache
-layers                    the sums of a layer
+layers                    the residual additions of a layer
 experts routers           mixtures of experts; their choice
 quantised packed          modules that hold fp8 weights, or packed ones
 generation reporting      the cache that `generate` makes; what was done, module by module

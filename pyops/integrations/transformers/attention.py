@@ -1,4 +1,4 @@
-"""Attentions: their own forward with other functions at its seams, or queries, keys and values by one product."""
+"""Attentions: their own forward with other functions at its seams, or queries, keys and values by one GEMM."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .rotary import POSITIONS, Step, angles_of
 from .seams import IGNORED, IMPLEMENTATIONS, OPTIONS, PAST, Past, attend, bind, bound_forward, seams
 from .trial import StandIn, Trials, Unknown, agree, forward_of, randn, settings, tried, twin, width
 
-# What a forward may name, beside its settings, that one product and one op serve: nothing else of its arguments.
+# Names that a forward may use, in addition to its settings, to be replaced by one fused QKV GEMM and one op.
 _JOINED = {"shape", "view", "transpose", "reshape", "contiguous", "nn", "functional", "dropout", "getattr"}
 _JOINED |= {"config", "training", "head_dim", "layer_idx", "scaling", "attention_dropout", "attn_logit_softcapping"}
 _JOINED |= {"sliding_window", "_attn_implementation", "eager_attention_forward", "get_interface", "update"}
 _JOINED |= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _PROMPT, _HIDDEN = 5, 16  # tokens and hidden size of a trial
-# Of the largest element, how far results may be apart in float32, and where logits and weights are rounded to bfloat16.
+# Tolerances relative to the largest element: in float32, and if logits and weights are rounded to bfloat16.
 CLOSE, ROUNDED = 1e-5, 0.1
 
 
@@ -44,7 +44,7 @@ class Asked:
 
     Attributes:
         function, eager: that the module has found, and that it has for "eager".
-        options: what it says to the function, beside dropout.
+        options: keyword arguments that the module passes to the function, except dropout.
     """
 
     def __init__(self, original: Any) -> None:
@@ -60,7 +60,7 @@ class Asked:
 
 
 class BoundAttention(Replacement):
-    """The module's own forward, whose attention function and rotary embedding are ops.
+    """The module's own forward, with ops as its attention function and rotary embedding.
 
     Args:
         asked: the attention function, and what the module says to it.
@@ -99,7 +99,7 @@ class BoundAttention(Replacement):
 
 
 class JoinedAttention(BoundAttention):
-    """Queries, keys and values by one product, norms of their heads, and both turned in place by one op."""
+    """Queries, keys and values by one GEMM, QK norms, and one op that rotates queries and keys in place."""
 
     def __init__(self, module: Any, dtype: torch.dtype, asked: Asked) -> None:
         super().__init__(module, dtype, asked)
@@ -154,12 +154,12 @@ class JoinedAttention(BoundAttention):
         return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def _heads(self, hidden_states: Tensor) -> list[Tensor]:
-        """Queries, keys and values [batch, count, num_heads, head_dim], of which the first two may be written."""
+        """Queries, keys and values [batch, count, num_heads, head_dim]. The caller may write queries and keys."""
         parts = list(self.qkv(hidden_states).split(self.sizes, -1))
         heads = [part.unflatten(-1, (-1, self.module.head_dim)) for part in parts]
         for i, norm in enumerate(self.norms):
             normalised = norm(heads[i]) if self.norms_heads else norm(parts[i]).view(heads[i].shape)
-            # What a hook has seen of it is not turned with it.
+            # A hook may have kept the output of the norm, so a copy is rotated.
             heads[i] = normalised.clone() if hooked(norm) else normalised
         return heads
 
@@ -172,7 +172,7 @@ class JoinedAttention(BoundAttention):
 
 
 def attention_of(module: Any, rotary: Any, dtype: torch.dtype, trials: Trials) -> BoundAttention:
-    """What takes the place of an attention: the fastest that computes what it does for a prompt and for a token.
+    """The replacement of an attention: the fastest that agrees with it in prefill and decode.
 
     Args:
         rotary: the module that gives its angles, or None.
@@ -205,7 +205,7 @@ def _settings_of_layer(config: Any, layer_idx: int) -> Any:
 
 
 def _tried(rotary: Any, dtype: torch.dtype, module: Any) -> tuple[type[BoundAttention], Asked]:
-    """What may take the place of an attention, and what that is made with beside the module: see `BoundAttention`.
+    """The class that may replace an attention, and its arguments other than the module: see `BoundAttention`.
 
     Raises:
         Unknown: nothing may.
@@ -249,7 +249,7 @@ class _Watched(PagedLayer):
 
 
 def played_by_stand_ins(module: Any, dtype: torch.dtype) -> Any:
-    """A twin whose projections are stand-ins, and whose attention function is one that `attend` knows."""
+    """A twin with stand-ins as projections and an attention function that `attend` knows."""
     parts = {
         name: StandIn(width(part) or 0, seed)
         for seed, (name, part) in enumerate(module.named_children())
@@ -263,7 +263,7 @@ def played_by_stand_ins(module: Any, dtype: torch.dtype) -> Any:
 
 
 def _results(played: Any, forward: Callable[..., Any], cache: Any, rotary: Any, dtype: torch.dtype) -> list[Tensor]:
-    """What a forward gives for a prompt and a token behind it, and what its projections are given on the way."""
+    """The outputs of a forward for a prompt and for the next token, and the inputs of its projections."""
     signature = inspect.signature(forward_of(played)).parameters
     takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
     stand_ins = [part for part in played.children() if isinstance(part, StandIn)]

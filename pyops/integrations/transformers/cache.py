@@ -1,4 +1,4 @@
-"""Keys and values of a batch for transformers' models, read as a paged cache whose blocks begin at any slot."""
+"""Keys and values of a batch for transformers' models, read as a paged cache with blocks that begin at any slot."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Slots:
         self.batch_size, self.num_heads, count, self.head_dim = key_states.shape
         self._one = torch.ones(
             1, dtype=torch.float32, device=self.device
-        )  # what codes would be scaled by; not read for these
+        )  # the scale of an fp8 cache; not read for other dtypes
         room = self.max_cache_len or max(1, -(-count // _STEP)) * _STEP
         self._allocate(room, (key_states.dtype, value_states.dtype))
         self.is_initialized = True
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make room for as many tokens as these [batch, num_heads, count, head_dim] are."""
+        """Allocate slots for `count` more tokens, as in these keys [batch, num_heads, count, head_dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if torch.compiler.is_compiling():
@@ -95,7 +95,7 @@ class Slots:
         self.keys[:, :, : keys.shape[2]], self.values[:, :, : values.shape[2]] = keys, values
 
     def slots_for(self, count: int) -> Tensor:
-        """[batch * count] slots of the next `count` tokens of each row; behind all slots where there is no room."""
+        """[batch * count] slots of the next `count` tokens of each row; an index past the last slot if none is free."""
         positions = torch.arange(count, dtype=torch.int64, device=self.device) + self.cumulative_length
         slots = self._firsts()[:, None] + positions
         if self.max_cache_len is not None:
@@ -162,7 +162,7 @@ class Slots:
             self._written += key.shape[1]
 
     def attend(self, query: Tensor, where: Sequences, scale: float, soft_cap: float, sinks: Tensor | None) -> Tensor:
-        """Attention of `query` [batch, count, num_attention_heads, head_dim], whose tokens are written; its shape."""
+        """Attention of `query` [batch, count, num_attention_heads, head_dim], in its shape; its tokens are cached."""
         rows = query.flatten(0, 1)
         if rows.stride()[1:] != (self.head_dim, 1):
             rows = rows.contiguous()
@@ -192,7 +192,7 @@ class Slots:
                     torch._dynamo.mark_static_address(static)
 
     def _hold(self, key_slots: Tensor, value_slots: Tensor) -> None:
-        """Have these slots, and views of them by rows [batch, num_heads, room, head_dim]."""
+        """Keep these slots, and views of them by rows [batch, num_heads, capacity, head_dim]."""
         self._key_slots, self._value_slots = key_slots, value_slots
         self.keys, self.values = (
             slots[: self.batch_size * self._room].unflatten(0, (self.batch_size, self._room)).transpose(1, 2)
@@ -305,7 +305,7 @@ def _fits(attended: Tensor, starts: Tensor, past: Any, sliding_window: int) -> b
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """Keys and values in slots that the paged ops read; in the place of transformers' DynamicCache and StaticCache.
+    """Keys and values in slots that the paged ops read; replaces transformers' DynamicCache and StaticCache.
 
     In a model that is not accelerated it works as they do. Layers with a sliding window keep all tokens.
 
@@ -336,6 +336,6 @@ class PagedCache(Cache):  # type: ignore[misc]
             yield (*(layer.kept() if layer.is_initialized else (None, None)), None)
 
     def take_written(self) -> PagedLayer | None:
-        """The layer whose keys and values an attention reads; None where the attention has written none before."""
+        """The layer with the keys and values that an attention reads; None if the attention has not written any."""
         layer, self.written = self.written, None
         return layer

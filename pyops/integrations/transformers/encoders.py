@@ -1,4 +1,4 @@
-"""Attention without a cache, of encoders and vision towers: their own forward, whose attention function is an op."""
+"""Attention without a cache, of encoders and vision towers: their own forward, with an op as attention function."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Interface:
 
 
 class EncoderAttention(Replacement):
-    """The module's own forward, whose attention function is an op.
+    """The module's own forward, with an op as its attention function.
 
     Args:
         masks: those of the model.

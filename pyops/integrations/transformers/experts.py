@@ -24,7 +24,7 @@ class _Form(NamedTuple):
     """What the weights of experts are.
 
     Attributes:
-        activation: between both products.
+        activation: between both GEMMs.
         by_inputs: weights are [num_experts, in, out], and not [num_experts, out, in].
         has_biases: there are biases.
     """
@@ -37,8 +37,8 @@ class _Form(NamedTuple):
 class Experts(Replacement):
     """The experts of a layer; transformers' router has chosen them.
 
-    Weights [num_experts, in, out] get the elements of one output behind each other in memory, as the op reads them.
-    Their shape stays, and no memory is taken but for a copy of one weight meanwhile.
+    Weights [num_experts, in, out] are transposed in memory to [num_experts, out, in], as the op reads them. Their shape
+    stays, and only a temporary copy of one weight is allocated.
 
     Raises:
         Unknown: they compute something else.

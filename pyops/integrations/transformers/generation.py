@@ -17,7 +17,7 @@ _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWi
 
 
 class Generation(Replacement):
-    """What of `generate` makes a cache: a PagedCache where it would be a dynamic or static one of one text per row."""
+    """The method of `generate` that makes a cache. It makes a PagedCache instead of a DynamicCache or StaticCache."""
 
     op = "a PagedCache"
 

@@ -1,4 +1,4 @@
-"""Several projections of one input as one matrix product."""
+"""Several projections of one input as one GEMM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORWARD = nn.Linear.forward
 
 
 class Joined:
-    """Projections of one input as one product: their weights lie one below the other in memory and stay theirs."""
+    """Projections of one input as one GEMM: their weights are views of one stacked tensor."""
 
     def __init__(self, *linears: Any) -> None:
         self.linears = linears
@@ -40,7 +40,7 @@ class Joined:
         return torch.cat([linear(x) for linear in self.linears], -1)
 
     def note(self) -> str:
-        """What a report says where there were to be one product and are several; "" where there is one."""
+        """The report's note if the projections run as separate GEMMs; "" if they run as one."""
         why = self.obstacle() or ("a projection has hooks" if hooked(*self.linears) else "")
         return f"; separate products: {why}" if self.weights and why else ""
 
@@ -65,7 +65,7 @@ class Joined:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def obstacle(self) -> str | None:
-        """Why this is no longer one product of what the projections hold; None if it is.
+        """Why the stacked tensor is no longer the memory of the projections; None if it is.
 
         `to`, the merging of adapters, and pruning give the projections other weights, others give them other forwards.
         """

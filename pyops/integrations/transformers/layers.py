@@ -54,17 +54,18 @@ class Form(NamedTuple):
 
 
 class DecoderLayer(Replacement):
-    """Both sums of a layer with the norm behind them; the norm behind the second is that of the next layer.
+    """Both residual additions of a layer, fused with the norms after them; the second norm is the next layer's.
 
     Args:
-        replaced: what takes the place of the model's norms, attentions and MLPs, by their modules: their results are
-            new, so that sums may be written there.
+        replaced: the replacements of the model's norms, attentions and MLPs, by their modules: their results are new
+            tensors, so that residual sums may be written there.
 
     Attributes:
         following: the next layer where it is replaced, or None.
 
     Raises:
-        Unknown: the layer does something else with its parts, or none of its sums is in front of a norm that adds.
+        Unknown: the layer does something else with its parts, or no norm with a fused addition follows a residual
+            addition.
     """
 
     def __init__(self, module: Any, dtype: torch.dtype, replaced: dict[Any, Replacement]) -> None:
@@ -134,7 +135,7 @@ class DecoderLayer(Replacement):
         return out if form.multiplier is None else out * getattr(layer, form.multiplier)
 
     def _replaced(self, name: str) -> Replacement | None:
-        """What takes the place of a part; None for a part that is left alone now, or has hooks."""
+        """The replacement of a part; None for a part that is left alone now, or has hooks."""
         part = self.parts.get(name)
         return part if part is not None and part.changed() is None and not hooked(part.module) else None
 
@@ -144,7 +145,7 @@ class DecoderLayer(Replacement):
         return norm if isinstance(norm, Norm) and norm.fuses else None
 
     def _is_fresh(self, name: str, after: str | None) -> bool:
-        """Whether nobody else has seen what a part, the norm behind it and the multiplier add to the residual."""
+        """Whether no one else holds the tensor that is added to the residual, after norm and multiplier."""
         if self.form.multiplier is not None:
             return True
         if after is not None:
@@ -158,7 +159,7 @@ class DecoderLayer(Replacement):
 
 
 def form_of(module: Any, replaced: Mapping[Any, Replacement]) -> Form:
-    """What a layer does with its parts, found out with players in their place.
+    """What a layer does with its parts, found out with recording stand-ins for them.
 
     Raises:
         Unknown: something else than a form says.

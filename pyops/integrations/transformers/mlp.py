@@ -1,4 +1,4 @@
-"""MLPs, known by what they compute: gate and up joined or apart, or up alone; one of the activations that are ops."""
+"""MLPs, known by what they compute: gate and up, fused or separate, or up alone; one of the ops' activations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGE = 100.0  # multiplies the rows of a second trial, among which a bound of 
 
 
 class Form(NamedTuple):
-    """What an MLP computes: `op` of the products with `inputs`, side by side, and the product with `output` of that.
+    """What an MLP computes: ``output(op(concat(input(x) for each of inputs)))``.
 
     Attributes:
         op: the name of the op.
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class MLP(Replacement):
-    """An MLP whose products with the hidden states are one.
+    """An MLP with one GEMM for gate and up.
 
     Raises:
         Unknown: its forward computes nothing that an op does.

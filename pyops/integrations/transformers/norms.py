@@ -65,7 +65,7 @@ class Norm(Replacement):
         if args or kwargs or hidden_states.ndim not in self.ndims or not self.serves(hidden_states):
             result: Tensor = self.original(hidden_states, *args, **kwargs)
             return result
-        # Heads in front of tokens are a view of heads behind them, whose rows have one stride.
+        # [batch, heads, tokens, dim] is a view of [batch, tokens, heads, dim], which has a single row stride.
         heads_first = hidden_states.ndim == 4 and not hidden_states.is_contiguous()
         rows = hidden_states.transpose(1, 2) if heads_first else hidden_states
         if rows.stride(-1) != 1 or (self.op != "rms_norm" and not _has_one_stride(rows)):

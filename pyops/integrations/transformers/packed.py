@@ -27,7 +27,7 @@ class _Format(NamedTuple):
         bits: of a code of GPTQ; 0: the weight is of AWQ. As `PackedProduct` has it, and the next, too.
         is_v2: zero points of GPTQ are used as they are stored.
         columns: of activations.
-        has_order: groups of columns are those of g_idx, and not neighbours.
+        has_order: act-order: g_idx gives the group of each column; otherwise groups are contiguous.
     """
 
     bits: int
@@ -37,7 +37,7 @@ class _Format(NamedTuple):
 
 
 class PackedProjection(Replacement):
-    """A linear module whose packed weight is multiplied as it is.
+    """A linear module with a packed weight that the kernel reads as it is.
 
     Args:
         module: one that `is_packed`.
@@ -63,7 +63,7 @@ class PackedProjection(Replacement):
 
 
 def is_packed(module: Any) -> bool:
-    """Whether a module has what a linear module of packed weights has: codes, zero points, scales, and their bits."""
+    """Whether a module has the tensors of a packed linear module: weights, zero points, scales, and their bits."""
     words = [getattr(module, name, None) for name in ("qweight", "qzeros")]
     has_words = all(isinstance(one, Tensor) and one.dtype == torch.int32 and one.ndim == 2 for one in words)
     scales = getattr(module, "scales", None)
@@ -99,10 +99,10 @@ def _formats(module: Any) -> list[_Format]:
 def _known(module: Any, dtype: torch.dtype) -> _Format:
     """The format by which the op computes what the module's own forward does.
 
-    Its shapes do not tell it alone: packages add 1 to stored zero points or not, and move codes to other places.
+    Shapes alone do not determine it: some packages add 1 to stored zero points, or permute the packed weights.
 
     Raises:
-        Unknown: there is none.
+        Unknown: no layout agrees.
     """
     formats = _formats(module)
     if not formats:

@@ -32,18 +32,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def accelerate(model: _Model) -> _Model:
     """Give a model of transformers the kernels of this library, in place.
 
-    Norms, rotary embedding, MLPs, experts, the sums of the residual stream, projections of fp8 weights, and attention
+    Norms, rotary embedding, MLPs, experts, additions to the residual stream, fp8 projections, and attention
     over a `PagedCache`, which `generate` makes by itself for greedy search and sampling, or of all tokens of an encoder
-    to each other. A module is known by what it computes, whatever its family is called: its forward runs on a few
-    numbers, and what would take its place runs beside it; what does not agree is left to transformers. The modules,
+    to each other. A module is known by what it computes, whatever its family is called: its forward and its replacement
+    run on the same few numbers; a module that does not agree is left to transformers. The modules,
     their names and the state dict stay; what the forwards compute differs by rounding alone. The weights of projections
-    of one input are put behind each other in memory, so that they are one product; that takes no more memory. Where
+    of one input are stacked in memory, so that one GEMM computes them; that takes no more memory. Where
     gradients are enabled, or under autocast, the model does what it did before.
 
     Call it when the model is on the device and of the dtype that it shall have. A module that is changed later
     (adapters, hooks, other forwards, parts, settings or dtypes, training) runs as transformers has it until
-    `accelerate` is called again or the change is undone; where only parameters are given other memory, products of
-    one input are separate. A step that is compiled already does not notice all of this.
+    `accelerate` is called again or the change is undone; if only parameters get other memory, projections of one
+    input are separate GEMMs. A step that is compiled already does not notice all of this.
 
     Args:
         model: a model of transformers, on one device, float32, float16 or bfloat16.
@@ -106,7 +106,7 @@ class _Found:
     """What can be replaced in a model.
 
     Attributes:
-        replacements: {module: what takes the place of its forward}.
+        replacements: {module: the replacement of its forward}.
         why: {module: why it is left to transformers}.
     """
 
@@ -115,7 +115,7 @@ class _Found:
         self.replacements: dict[Any, Replacement] = {}
         self.why: dict[Any, str] = {}
         modules = [module for module in model.modules() if module is not model]
-        # {module: what gives its angles}: the rotary embedding beside it, or beside what holds it, the closest one.
+        # {module: its rotary embedding}: the closest one among its siblings or the siblings of its ancestors.
         self.rotary: dict[Any, Any] = {}
         for module in model.modules():
             for rotary in filter(is_rotary, module.children()):

@@ -17,7 +17,7 @@ _CLASSES = {"FP8Linear": "finegrained_fp8", "CompressedTensorsFP8Linear": "compr
 
 
 class Projection(Replacement):
-    """A linear module whose activation is quantised, and multiplied by codes, with the ops of this library."""
+    """A linear module with a quantised weight: ops of this library quantise the activation and multiply both."""
 
     op = "scaled_fp8_quant or per_token_group_quant_fp8, and cutlass_scaled_mm"
 

@@ -1,4 +1,4 @@
-"""Rotary embedding: the angles of a forward pass, and the functions by which attentions turn queries and keys."""
+"""Rotary embedding: the angles of a forward pass, and the functions by which attentions rotate queries and keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .trial import Unknown, agree, forward_of, randn, tried, twin
 _LAYOUTS = ("halves", "pairs", "single")
 _PARAMETERS = ("q", "k", "cos", "sin")
 _BATCH, _HEADS, _TOKENS, _HEAD_DIM = 2, 2, 3, 16  # of a trial
-POSITIONS = 40_000  # where a trial is: a forward that does something else behind its training's length is seen
+POSITIONS = 40_000  # positions of a trial: far enough to detect a forward that changes past its training length
 _turns: dict[Any, Turn | None] = {}
 
 
@@ -53,7 +53,7 @@ class Step(tuple[Tensor, Tensor]):
         """(positions [batch, count]: the row of each token; [rows, rotary_dim]: cosines, then sines, of its angles).
 
         Args:
-            turn: says where the angles of the pairs are.
+            turn: says where the table has the angles of the pairs.
             dtype: of the table.
         """
         key = turn.layout, dtype
@@ -97,7 +97,7 @@ def is_rotary(module: Any) -> bool:
 def angles_of(
     module: Any, config: Any, dtype: torch.dtype, layer_idx: int = 0, count: int = _TOKENS
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [1, count, .] of a rotary module for tokens far behind.
+    """Cosines and sines [1, count, .] of a rotary module for tokens at far positions.
 
     Raises:
         Unknown: the module gives something else.
@@ -116,15 +116,15 @@ def angles_of(
 
 
 class Turn(NamedTuple):
-    """How a function turns queries and keys: `apply_rotary_emb` by a cosine and a sine of each pair.
+    """How a function rotates queries and keys: `apply_rotary_emb` by a cosine and a sine of each pair.
 
     Attributes:
         function: of the module of transformers.
         layout: where the angles of the pairs are: "halves" (the first half of the last dimension), "pairs" (every other
             element) or "single" (all of them).
         is_neox: whether a pair is the elements j and j + rotary_dim / 2, and not 2j and 2j + 1.
-        in_float32: whether 16-bit queries are turned in float32, with 16-bit angles and with angles of float32; None
-            where that is not what an op does.
+        in_float32: whether 16-bit queries are rotated in float32, for 16-bit angles and for float32 angles; None if
+            no op computes it like that.
     """
 
     function: Any
@@ -153,7 +153,7 @@ class Turn(NamedTuple):
         return found if found.stride(-1) == 1 else found.contiguous()
 
     def in_place(self, step: Step, query: Tensor, key: Tensor) -> bool:
-        """Turn heads [batch, count, num_heads, head_dim] in place by the angles of a step; False if no op does."""
+        """Rotate heads [batch, count, num_heads, head_dim] in place by the angles of a step; False if no op does."""
         angles, in_float32 = step[0].dtype, self._in_float32(query, step[0])
         if in_float32 is None or (not in_float32 and angles != query.dtype):
             return False
@@ -185,7 +185,7 @@ class Turn(NamedTuple):
 
 
 def turn_of(function: Any) -> Turn | None:
-    """How a function turns queries and keys; None for a function that does something else."""
+    """How a function rotates queries and keys; None for a function that does something else."""
     if not inspect.isfunction(function) or tuple(inspect.signature(function).parameters)[:4] != _PARAMETERS:
         return None
     if function not in _turns:
@@ -194,7 +194,7 @@ def turn_of(function: Any) -> Turn | None:
 
 
 def _tried(function: Any) -> Turn | None:
-    """The first of all turns that computes what a function does; None if none does."""
+    """The first kind of rotation that agrees with a function; None if none does."""
     for layout, is_neox in product(_LAYOUTS, (True, False)):
         if not _computes(Turn(function, layout, is_neox, (False, False)), torch.float32, torch.float32):
             continue
@@ -207,7 +207,7 @@ def _tried(function: Any) -> Turn | None:
 
 
 def _computes(turn: Turn, dtype: torch.dtype, angle_dtype: torch.dtype) -> bool:
-    """Whether the function gives what the op does: exactly in 16 bits; partly turned heads only if it takes them."""
+    """Whether function and op agree: exactly in 16 bits; partial rotation only if the function supports it."""
     exact = 0.0 if dtype == torch.bfloat16 else 1e-6
     q, k = (randn(_BATCH, heads, _TOKENS, _HEAD_DIM, seed=heads, dtype=dtype) for heads in (2 * _HEADS, _HEADS))
     found = 0

@@ -13,7 +13,7 @@ from ...ops.moe import grouped_topk, topk_sigmoid, topk_softmax
 from .replacement import Replacement
 from .trial import Trials, Unknown, agree, forward_of, randn, refuse_tensors, tried, twin
 
-_HIDDEN, _TOKENS = 16, 64  # sizes of a trial: of so many tokens some choose otherwise where groups count
+_HIDDEN, _TOKENS = 16, 64  # sizes of a trial: enough tokens that groups of experts change some choices
 # Differences of logits in float32 and in bfloat16, as a part of the largest.
 _EXACT, _ROUNDING = 2.0**-18, 2.0**-7
 _SCORINGS = {"sigmoid": 1, "softmax": 2}  # numbers of grouped_topk's scoring functions
@@ -28,7 +28,7 @@ class _Choice(NamedTuple):
         renormalize: whether the weights of a token are divided by their sum.
         groups, groups_taken: of experts; 1 for none.
         factor: of weights.
-        in_float32: whether the product is float32, whatever the dtype of hidden states.
+        in_float32: whether the GEMM is float32, whatever the dtype of hidden states.
         logits_in_float32, weights_in_float32: whether these are, when they are returned.
     """
 
@@ -64,7 +64,7 @@ class Router(Replacement):
 
 
 def _refuse_mixed(module: Any, dtype: torch.dtype) -> None:
-    """Refuse a router whose forward does not take hidden states of a dtype with its weights of another."""
+    """Refuse a router with a forward that does not accept hidden states of another dtype than its weights."""
     weights = {name: randn(*each.shape, dtype=each.dtype) for name, each in module.named_parameters(recurse=False)}
     made, x = twin(module, **weights), randn(_TOKENS, module.weight.shape[1], dtype=dtype)
     tried(lambda: forward_of(module)(made, x))
@@ -147,7 +147,7 @@ def _rounded_alike(choice: _Choice, narrow: Any, x: Tensor) -> _Choice:
     """The choice with the dtypes that a router has in bfloat16.
 
     Raises:
-        Unknown: its logits are rounded elsewhere than in the product, so that other experts could be chosen.
+        Unknown: its logits are rounded elsewhere than in the GEMM, so that other experts could be chosen.
     """
     theirs = tried(lambda: forward_of(narrow)(narrow, x))
     of_logits, of_weights = (one.dtype == torch.float32 for one in theirs[:2])

@@ -17,7 +17,7 @@ from .replacement import CACHE_NAMES, hooked
 from .rotary import Step, Turn, turn_of
 from .trial import Unknown
 
-IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, whose masks PagedCache reads
+IMPLEMENTATIONS = ("sdpa", "eager")  # attention implementations with masks that PagedCache reads
 PAST = "pyops_past"  # the argument that forwards pass on to the attention function
 # Arguments of attention functions that `attend` reads.
 OPTIONS = {"scaling", "softcap", "s_aux", "dropout", "is_causal", "sliding_window", "output_attentions"}
@@ -27,7 +27,7 @@ IGNORED |= {*CACHE_NAMES}
 
 
 class Past(NamedTuple):
-    """What an attention function needs beside its arguments.
+    """What an attention function needs in addition to its arguments.
 
     Attributes:
         cache: where keys and values are written.
@@ -101,7 +101,7 @@ def _windows(module: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 class Interface:
-    """transformers' attention interface, of which `attend` is every function.
+    """transformers' attention interface, with `attend` as every function.
 
     Args:
         original: the interface that the module of transformers has.
@@ -124,7 +124,7 @@ def bind(function: Any, **names: Any) -> Any:
 
 
 def seams(function: Any) -> tuple[str | None, dict[str, Turn]]:
-    """The names by which a forward knows the attention interface, and functions that turn queries and keys."""
+    """The names by which a forward knows the attention interface, and functions that rotate queries and keys."""
     named = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     interface = next((name for name, value in named.items() if isinstance(value, AttentionInterface)), None)
     turns = {name: turn for name, value in named.items() if (turn := turn_of(value)) is not None}

@@ -1,8 +1,8 @@
 """Trials: what a module computes is found out by running its own forward on a few numbers.
 
 A module is known by what it computes, not by its name. Its twin, which shares its class and its settings but has small
-random weights on the CPU, runs the forward of the class in float32; what would take its place runs on the same twin.
-Only what agrees is served. Large projections are played by stand-ins, which record what they are given.
+random weights on the CPU, runs the forward of the class in float32; its replacement runs on the same twin. Only a
+replacement that agrees is used. Large projections are played by stand-ins, which record what they are given.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..._core.errors import OpError
 _T = TypeVar("_T")
 _MAX_WEIGHTS = 1 << 20  # of a twin: a module with more of its own would take long
 _SETTINGS = (bool, int, float, str, type(None))
-# Sums of float32 in another order are closer, and formulas that differ are further off.
+# Relative tolerance: float32 sums in another order differ by less, different formulas by more.
 _CLOSE = 1e-5
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_MAX_ROUNDED = 1 / 8  # of the elements of a bfloat16 result, where another order of sums rounds otherwise
+_MAX_ROUNDED = 1 / 8  # largest fraction of bfloat16 elements that another order of summation may round differently
 
 
 class Unknown(Exception):
@@ -99,7 +99,7 @@ def _hashable(value: Any) -> Any:
 
 
 def refuse_tensors(*modules: nn.Module, read: Container[str] = ()) -> None:
-    """Refuse modules that hold tensors beside their parameters: they may be written later, which nobody would notice.
+    """Refuse modules that hold tensors other than parameters, because later writes to these would go unnoticed.
 
     Args:
         read: names of buffers that the op reads at every call.

@@ -1,4 +1,4 @@
-"""This library behind vLLM's names: in its namespaces of torch.ops, and as its module `_custom_ops`.
+"""This library under vLLM's names: in its namespaces of torch.ops, and as its module `_custom_ops`.
 
 A file imports only files above it:
 

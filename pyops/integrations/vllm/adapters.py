@@ -119,7 +119,7 @@ def get_cutlass_moe_mm_data(*args: Any) -> None:
 
 @_adapter("0.16")
 def cutlass_sparse_compress(a: Tensor) -> list[Tensor]:
-    """cutlass_sparse_compress, whose results are a list"""
+    """cutlass_sparse_compress, with its results as a list"""
     return list(_cutlass_sparse_compress(a))
 
 
@@ -131,7 +131,7 @@ def marlin_gemm(a: Tensor, c_or_none: Tensor | None, *others: Any) -> Tensor:
 
 
 def new_product(a: Tensor, b_scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for a product with a weight in Marlin's layout, of the dtype that `pyops.marlin_gemm` gives it."""
+    """Memory for the result of a GEMM with a weight in Marlin's layout, in the dtype that `pyops.marlin_gemm` gives."""
     from torch import bfloat16  # the module itself: torch.compile does not trace the lazy one
 
     dtype = a.dtype
@@ -193,7 +193,7 @@ def scaled_fp4_quant(input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: 
 def scaled_fp4_quant_out(
     input: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool, *, output: Tensor, output_scale: Tensor
 ) -> None:
-    """scaled_fp4_quant, whose outputs come last, by name"""
+    """scaled_fp4_quant, with the outputs last, by name"""
     _scaled_fp4_quant(output, input, output_scale, input_scale, is_sf_swizzled_layout)
 
 

@@ -32,7 +32,7 @@ class Choice:
     def read(cls, words: Sequence[str], ops: Collection[str], parts: Sequence[str]) -> Choice:
         """The choice that `words` make among the names `ops` and `parts`.
 
-        ``all`` is every op and every part, ``ops`` every op, any other word an op or a part. A word behind ``-`` is
+        ``all`` is every op and every part, ``ops`` every op, any other word an op or a part. A word after ``-`` is
         left out, wherever it stands.
 
         Raises:

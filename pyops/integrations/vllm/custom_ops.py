@@ -36,10 +36,10 @@ def rms_norm_dynamic_per_token_quant(
     scale_ub: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.rms_norm_dynamic_per_token_quant`, which are new.
+    """(quantized values, scales) of `pyops.rms_norm_dynamic_per_token_quant`, new tensors.
 
-    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn, float8_e4m3fnuz or
-    int8; the scales are [num_tokens, 1] float32. A `residual` is read and written.
+    The quantized values have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn,
+    float8_e4m3fnuz or int8; the scales are [num_tokens, 1] float32. A `residual` is read and written.
     """
     output = torch.empty_like(input, dtype=quant_dtype)
     scales = input.new_empty(input.shape[:-1].numel(), 1, dtype=torch.float32)
@@ -50,10 +50,10 @@ def rms_norm_dynamic_per_token_quant(
 def per_token_group_quant_int8(
     x: Tensor, group_size: int, eps: float = 1e-10, dtype: torch.dtype = torch.int8
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.per_token_group_quant_int8`, which are new.
+    """(quantized values, scales) of `pyops.per_token_group_quant_int8`, new tensors.
 
-    The codes have the shape of `x`, [..., hidden_size], hidden_size a multiple of `group_size`; the scales are [...,
-    hidden_size / group_size] float32. `dtype` is int8.
+    The quantized values have the shape of `x`, [..., hidden_size], hidden_size a multiple of `group_size`; the scales
+    are [..., hidden_size / group_size] float32. `dtype` is int8.
     """
     if dtype != torch.int8:
         raise OpError("per_token_group_quant_int8", "dtype", f"expected int8, got {dtype}")
@@ -152,7 +152,7 @@ def cutlass_scaled_mm(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of `pyops.cutlass_scaled_mm`, new, of `out_dtype`: [..., N] for `a` [..., K]."""
+    """The result of `pyops.cutlass_scaled_mm`, new, of `out_dtype`: [..., N] for `a` [..., K]."""
     rows, out = _rows_and_product(a, b.shape[1], out_dtype)
     linear.cutlass_scaled_mm(out, rows, b, scale_a, scale_b, bias)
     return out.view(*a.shape[:-1], b.shape[1])
@@ -168,7 +168,7 @@ def cutlass_scaled_mm_azp(
     azp: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of `pyops.cutlass_scaled_mm_azp`, new, of `out_dtype`: [..., N] for `a` [..., K]."""
+    """The result of `pyops.cutlass_scaled_mm_azp`, new, of `out_dtype`: [..., N] for `a` [..., K]."""
     rows, out = _rows_and_product(a, b.shape[1], out_dtype)
     linear.cutlass_scaled_mm_azp(out, rows, b, scale_a, scale_b, azp_adj, azp, bias)
     return out.view(*a.shape[:-1], b.shape[1])
@@ -183,7 +183,7 @@ def cutlass_scaled_sparse_mm(
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of `pyops.cutlass_scaled_sparse_mm`, new: [M, N] of `out_dtype`."""
+    """The result of `pyops.cutlass_scaled_sparse_mm`, new: [M, N] of `out_dtype`."""
     out = a.new_empty(a.shape[0], bt_nzs.shape[0], dtype=out_dtype)
     linear.cutlass_scaled_sparse_mm(out, a, bt_nzs, bt_meta, scale_a, scale_b, bias)
     return out
@@ -192,14 +192,14 @@ def cutlass_scaled_sparse_mm(
 def cutlass_scaled_fp4_mm(
     a: Tensor, b: Tensor, block_scale_a: Tensor, block_scale_b: Tensor, alpha: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """The product of `pyops.cutlass_scaled_fp4_mm`, new: [M, N] of `out_dtype`."""
+    """The result of `pyops.cutlass_scaled_fp4_mm`, new: [M, N] of `out_dtype`."""
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
     linear.cutlass_scaled_fp4_mm(out, a, b, block_scale_a, block_scale_b, alpha)
     return out
 
 
 def _rows_and_product(a: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`a` as a matrix, and memory for its product with one of so many columns."""
+    """`a` as a matrix, and memory for the result of its GEMM with a matrix of `columns`."""
     rows = a.reshape(a.shape[:-1].numel(), a.shape[-1])
     return rows, a.new_empty(rows.shape[0], columns, dtype=dtype)
 
@@ -228,14 +228,14 @@ def wvSplitKQ(
     cu_count: int,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of `pyops.wvSplitKQ` of the weight `a` and the tokens `b`, new: [tokens, outputs] of `out_dtype`."""
+    """The result of `pyops.wvSplitKQ` for the weight `a` and the tokens `b`, new: [tokens, outputs] of `out_dtype`."""
     out = b.new_empty(b.shape[0], a.shape[0], dtype=out_dtype)
     linear.wvSplitKQ(a, b, bias, out, scale_a, scale_b, cu_count)
     return out
 
 
 def dsv3_router_gemm(hidden_states: Tensor, router_weight: Tensor, output_dtype: torch.dtype) -> Tensor:
-    """The product of `pyops.dsv3_router_gemm`, new: [tokens, experts] of `output_dtype`."""
+    """The result of `pyops.dsv3_router_gemm`, new: [tokens, experts] of `output_dtype`."""
     output = hidden_states.new_empty(hidden_states.shape[0], router_weight.shape[0], dtype=output_dtype)
     linear.dsv3_router_gemm(output, hidden_states, router_weight)
     return output
@@ -249,7 +249,7 @@ silu_and_mul_scaled_fp4_experts_quant = quantize.silu_and_mul_nvfp4_experts_quan
 
 
 def _renamed(function: Callable[..., None], **names: str) -> Callable[..., None]:
-    """`function`, some of whose parameters have other names."""
+    """`function` with other names for some parameters."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         function(*args, **{names.get(name, name): value for name, value in kwargs.items()})

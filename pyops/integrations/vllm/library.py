@@ -1,4 +1,4 @@
-"""This library in vLLM's namespaces of torch.ops: where nothing is yet, and in the place of what is."""
+"""This library in vLLM's namespaces of torch.ops: defines missing ops, and replaces defined ones."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
 
     Each is defined in vLLM's namespace (``torch.ops._C``, ``_C_cache_ops``, ``_moe_C``, ``_C_cuda_utils``, ...) by
     vLLM's schema, for tensors on GPUs and on the CPU, with a fake for tracing. A fake that vLLM's Python registers
-    later takes the place of that fake. What an imported vLLM has defined is left alone, see `override`; its compiled
+    later replaces that fake. What an imported vLLM has defined is left alone, see `override`; its compiled
     libraries cannot define an op any more once it is defined here, so a vLLM that has them is imported first. Ops that
     vLLM's Python defines (``vllm::flashinfer_rotary_embedding``) are left to it.
 
@@ -107,7 +107,7 @@ def register(vllm: str = VERSIONS[0]) -> Registration:
     like find an empty module where the library is absent or cannot be loaded (`stand_ins`).
 
     Args:
-        vllm: the version whose schemas are meant, ``"0.16"`` or ``"0.22"``.
+        vllm: the version of the schemas, ``"0.16"`` or ``"0.22"``.
 
     Returns:
         What all calls of this function have registered, which a second call finds done.
@@ -129,14 +129,14 @@ def has_defined() -> bool:
 
 
 def define_missing(vllm: str) -> None:
-    """`register`, in the place of a library of vLLM that would define the ops; the log says how many, once."""
+    """`register`, instead of a library of vLLM that would define the ops; the log says how many, once."""
     before = registered.names
     if len(register(vllm).names) > len(before):
         _log.info("compiled libraries of vLLM are absent: pyops defines %d ops", len(registered.names))
 
 
 def override(*names: str, without: Collection[str] = ()) -> Registration:
-    """Have this library serve ops that an imported vLLM has registered, in the place of its kernels.
+    """Replace the kernels of ops that an imported vLLM has registered by those of this library.
 
     Args:
         names: of ops, as ``"rms_norm"``, which stands for the op's overloads as well; none at all for every op that
@@ -149,8 +149,8 @@ def override(*names: str, without: Collection[str] = ()) -> Registration:
         compiled libraries that is not replaced why it is not.
 
     Raises:
-        OpError: a name that is none of vLLM's, that this library lacks, that torch does not know, or whose schema is
-            another one in the vLLM that is imported; nothing is replaced then. Without names: nothing to replace.
+        OpError: a name that is not vLLM's, that this library lacks, that torch does not know, or that has another
+            schema in the imported vLLM; nothing is replaced then. Without names: nothing to replace.
     """
     versions = [table(vllm) for vllm in VERSIONS]
     for name in names:

@@ -29,7 +29,7 @@ KEYWORDS: dict[str, dict[str, str]] = {
 
 
 def with_keywords(function: Callable[..., Any], keywords: dict[str, str]) -> Callable[..., Any]:
-    """`function`, which also takes `keywords` in the place of its own."""
+    """`function`, which also accepts the names `keywords` for its parameters."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **{keywords.get(name, name): value for name, value in kwargs.items()})
@@ -46,10 +46,10 @@ def silu_and_mul_per_block_quant(
     scale_ub: Tensor | None = None,
     is_scale_transposed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.silu_and_mul_per_block_quant`, which are new.
+    """(quantized values, scales) of `pyops.silu_and_mul_per_block_quant`, new tensors.
 
-    The codes are [num_tokens, hidden_size] of `quant_dtype` for `input` [num_tokens, 2 * hidden_size]; the scales are
-    [num_tokens, hidden_size / group_size] float32, in memory transposed if `is_scale_transposed`.
+    The quantized values are [num_tokens, hidden_size] of `quant_dtype` for `input` [num_tokens, 2 * hidden_size]; the
+    scales are [num_tokens, hidden_size / group_size] float32, in memory transposed if `is_scale_transposed`.
     """
     hidden_size = input.shape[-1] // 2
     codes = input.new_empty(*input.shape[:-1], hidden_size, dtype=quant_dtype)
@@ -69,12 +69,12 @@ def rms_norm_per_block_quant(
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.rms_norm_per_block_quant`, which are new.
+    """(quantized values, scales) of `pyops.rms_norm_per_block_quant`, new tensors.
 
-    The codes have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn, float8_e4m3fnuz or
-    int8; the scales are [num_tokens, hidden_size / group] float32, in memory transposed if `is_scale_transposed`, with
-    columns `tma_alignment` tokens apart or a multiple of it if that is not 0. `group_size` is two numbers, of which the
-    second is the elements of a group. A `residual` is read and written.
+    The quantized values have the shape of `input`, [..., hidden_size], and `quant_dtype`, float8_e4m3fn,
+    float8_e4m3fnuz or int8; the scales are [num_tokens, hidden_size / group] float32, in memory transposed if
+    `is_scale_transposed`, with a column stride that is a multiple of `tma_alignment` tokens if that is not 0.
+    `group_size` is two numbers; the second is the elements of a group. A `residual` is read and written.
     """
     if len(group_size) != 2 or group_size[1] < 1:
         raise OpError("rms_norm_per_block_quant", "group_size", f"expected [1, elements], got {group_size}")
@@ -158,7 +158,7 @@ def scaled_fp4_quant(
     backend: str = "none",
     padded_n: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.nvfp4_quant`, of rows filled up with zeros to `padded_n` elements if that is given."""
+    """(e2m1 values, scales) of `pyops.nvfp4_quant`; rows are zero-padded to `padded_n` elements if that is given."""
     if padded_n is not None and padded_n != input.shape[-1]:
         if padded_n < input.shape[-1]:
             raise OpError("scaled_fp4_quant", "padded_n", f"expected at least {input.shape[-1]}, got {padded_n}")
@@ -170,7 +170,7 @@ def scaled_fp4_quant(
 def mxfp4_experts_quant(
     input_tensor: Tensor, expert_offsets: Tensor, blockscale_offsets: Tensor, n_experts: int, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of `pyops.mxfp4_experts_quant`, which are new.
+    """(e2m1 values, scales) of `pyops.mxfp4_experts_quant`, new tensors.
 
     The scales are uint8 in tiles, with rows enough for any distribution; what is no expert's is garbage. topk has no
     effect.

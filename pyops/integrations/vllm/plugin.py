@@ -39,14 +39,14 @@ def activate() -> None:
     """Have vLLM run on this library where the switch ``PYOPS_VLLM`` says so; without it, do nothing.
 
     ``PYOPS_VLLM=all`` replaces every op that torch knows from vLLM by a schema that is known here, and takes over every
-    part of `parts`; ``ops`` is every op, a name that op or part, and a name behind ``-`` is left out (`Choice.read`).
+    part of `parts`; ``ops`` is every op, a name that op or part, and a name after ``-`` is left out (`Choice.read`).
     The logger ``vllm.pyops`` reports at INFO how many ops run here, which are left to vLLM and why, and each part; at
     DEBUG the name of each op. A second call changes nothing.
 
     Raises:
         SwitchError: a word of the switch that names nothing.
-        OpError: what `override` refuses, such as a named op whose schema is another one in the vLLM that is installed.
-            Nothing is replaced after an error.
+        OpError: what `override` refuses, such as a named op with another schema in the installed vLLM. Nothing is
+            replaced after an error.
     """
     global _active
     words = config.vllm()

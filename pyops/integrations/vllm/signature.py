@@ -1,4 +1,4 @@
-"""What a schema says of an op, read from its text. torch has a parser, but `coverage` also runs without torch."""
+"""A parser of op schemas. torch has one, but `coverage` also runs without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ast import literal_eval
 from dataclasses import dataclass
 from typing import Any
 
-# A type, of which "!" or "(a!)" marks what is written, an optional "?", a name, and a default.
+# A type, with "!" or "(a!)" if the argument is written, an optional "?", a name, and a default.
 _ARGUMENT = re.compile(
     r"(?P<type>\(.+\)|\w+)(?P<mark>[\[\]]*(!|\(\w+!?\))?[\[\]]*)(?P<none>\??) \w+(=(?P<default>.+))?"
 )
@@ -68,6 +68,6 @@ class Signature:
 
 
 def _split(text: str) -> list[str]:
-    """The parts of `text` between commas that stand in no parentheses."""
+    """Split `text` at commas outside of parentheses."""
     parts = re.split(r", (?![^(]*\))", text)
     return [part for part in parts if part]

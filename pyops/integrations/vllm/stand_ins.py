@@ -1,4 +1,4 @@
-"""What vLLM imports in the place of its compiled libraries that are absent or cannot be loaded.
+"""Modules that vLLM imports instead of its compiled libraries if these are absent or cannot be loaded.
 
 vLLM imports three of them (`OPS`) for their ops alone, as ``import vllm._C``: to load one is to define its ops. Where
 one is missing, vLLM imports an empty module, and this library defines the ops.

@@ -16,7 +16,7 @@ from .adapters import ADAPTERS
 from .schemas import SCHEMAS, SCHEMAS_0_22
 from .signature import Signature
 
-VERSIONS = ("0.16", "0.22")  # of vLLM, whose schemas are known
+VERSIONS = ("0.16", "0.22")  # versions of vLLM with known schemas
 # Ops that vLLM's Python defines, not its compiled libraries: the module that does so when it is imported.
 DEFINED_IN_PYTHON = {"flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common"}
 
@@ -54,7 +54,7 @@ def table(vllm: str = VERSIONS[0]) -> dict[str, Entry]:
 
     Args:
         vllm: ``"0.16"``, or ``"0.22"`` for what that version calls with other arguments, what is new in it, and the
-            ops of 0.16 beside.
+            other ops of 0.16.
 
     Raises:
         OpError: another version.

@@ -1,6 +1,6 @@
-"""The functions of ``vllm._custom_ops`` for products with packed weights, where vLLM's parameters have other names.
+"""The functions of ``vllm._custom_ops`` for GEMMs with packed weights, where vLLM's parameters have other names.
 
-A type of codes may be given as vLLM's ``ScalarType``, as one of this library's, or as the number of either.
+A quantized type may be given as vLLM's ``ScalarType``, as one of this library's, or as the id of either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _id(type: Any) -> int:
-    """The number of a type of codes."""
+    """The id of a quantized type."""
     return int(getattr(type, "id", type))
 
 

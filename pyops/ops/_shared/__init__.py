@@ -1,1 +1,1 @@
-"""What several families of ops need: launch geometry of rows, and fp8 codes of references."""
+"""What several families of ops need: launch geometry of rows, and fp8 conversions of references."""

@@ -1,4 +1,4 @@
-"""Launch geometry of matrices of which each thread has one chunk of a row (elementwise.cuh)."""
+"""Launch geometry of kernels in which each thread processes one chunk of a matrix row (elementwise.cuh)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_THREADS = 256
 _CANDIDATE_THREADS = 128, 256, 512  # threads of a block that tuning tries
 _WARP_SIZE = 32  # threads that share a row, at least; fewer for a shorter row
 _MAX_GRID_YZ = 65535  # blocks in the second and third dimension of a grid
-_MAX_IDLE_CHUNKS = 16  # at most one in so many threads of a row may be idle, or more rows share a block
+_MAX_IDLE_CHUNKS = 16  # if more than 1/16 of a row's threads would be idle, more rows share a block
 
 
 class ChunkProblem(NamedTuple):
@@ -27,8 +27,8 @@ class ChunkProblem(NamedTuple):
         num_rows: rows of the launch.
         dtype: element type.
         vec_size: elements of a chunk.
-        max_vec_size: elements of a chunk if threads that have as many still fill the device.
-        min_blocks: blocks per multiprocessor that registers are bounded for; None for a kernel without the bound.
+        max_vec_size: elements of a chunk if such chunks still yield enough threads to fill the device.
+        min_blocks: resident blocks per SM for which registers are bounded; None for a kernel without the bound.
     """
 
     row_size: int
@@ -50,13 +50,13 @@ class ChunkProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """The geometry of a kernel whose threads have one chunk of a row each.
+    """The geometry of a kernel with one chunk of a row per thread.
 
     Attributes:
         vec_size: elements of a chunk.
         num_threads: threads of a block.
-        row_threads: neighbouring threads of a block that share a row.
-        min_blocks: blocks per multiprocessor that the compiler makes room for; None for a kernel without the bound.
+        row_threads: adjacent threads of a block that share a row.
+        min_blocks: resident blocks per SM for which registers are bounded; None for a kernel without the bound.
     """
 
     vec_size: int
@@ -91,7 +91,7 @@ class ChunkConfig:
 
 
 def choose(problem: ChunkProblem, device: Device) -> ChunkConfig:
-    """Blocks of 256 threads, of which few are idle."""
+    """Blocks of 256 threads, with few idle threads."""
     row_size, num_rows, _, vec_size, max_vec_size, min_blocks = problem
     if max_vec_size > vec_size and min_blocks is not None:
         wave = device.multiprocessors * min_blocks * _NUM_THREADS  # threads that run at once
@@ -102,7 +102,7 @@ def choose(problem: ChunkProblem, device: Device) -> ChunkConfig:
 
 @lru_cache(4096)  # A contiguous matrix is one row of any length, so there is no end of lengths.
 def _threads_for_row(row_chunks: int) -> int:
-    """Threads of a block that share a row: as many as leave few idle. Whole warps, unless rows are shorter."""
+    """Threads of a block that share a row, chosen so that few are idle. Whole warps, unless rows are shorter."""
     narrowest = min(_WARP_SIZE, 1 << max(0, row_chunks - 1).bit_length())
     row_threads = _NUM_THREADS
     while row_threads > narrowest and -row_chunks % row_threads > row_chunks // _MAX_IDLE_CHUNKS:
@@ -120,17 +120,17 @@ def launch(
     fixed: dict[str, Any] | None = None,
     **constants: Any,
 ) -> Launch:
-    """The launch of a kernel whose threads have one vector of `out` each.
+    """The launch of a kernel with one vector of `out` per thread.
 
     Args:
         kernel: takes the constants of `ChunkConfig`, scalar_t, VEC_SIZE and MIN_BLOCKS.
-        out, input: as many rows, each of one stride.
+        out, input: matrices with the same number of rows and one row stride each.
         out_stride: the parameter of the kernel for the stride of `out`.
-        min_blocks: blocks per multiprocessor that registers are bounded for. Eight blocks are 2048 threads, the most
-            there can be (docs/performance/rows.md).
-        twice: whether a thread may have two vectors of `input`. It gets them if `out` is aligned for vectors of as many
-            elements, and if half as many threads still fill the device several times.
-        fixed: parameters of the kernel beside sizes and strides.
+        min_blocks: resident blocks per SM for which registers are bounded. Eight blocks are 2048 threads, the maximum
+            (docs/performance/rows.md).
+        twice: whether a thread may have two vectors of `input`. It gets them if `out` is aligned for twice the vector
+            size, and if half as many threads still fill the device several times.
+        fixed: parameters of the kernel other than sizes and strides.
         constants: other constants of the kernel.
     """
     hidden_size = out.shape[-1]

@@ -1,4 +1,4 @@
-"""NVFP4: sizes of its blocks, and the tiles in which matrix products take its scales.
+"""NVFP4: sizes of its blocks, and the tiles in which GEMMs read its scales.
 
 Tiles have 128 rows and 4 columns, and are filled up with zeros. In a matrix of c columns, a multiple of 4, row m,
 column k is byte ``(m // 128 * (c // 4) + k // 4) * 512 + m % 32 * 16 + m // 32 % 4 * 4 + k % 4``.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 16  # elements under one scale
-MX_BLOCK = 32  # elements under one scale of MXFP4 and MXFP8, whose scales lie in the same tiles
+MX_BLOCK = 32  # elements under one scale of MXFP4 and MXFP8; their scales have the same tiles
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
 

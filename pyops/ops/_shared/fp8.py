@@ -1,4 +1,4 @@
-"""fp8: which format a device has, which format a cache holds, and the codes of references, rounded as specified."""
+"""fp8: the format of a device, the format of a cache, and the quantization of references, rounded as specified."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def converts_fp8(device: Device) -> bool:
 
 
 def converts_to(codes: TensorArg) -> bool:
-    """Whether the device of `codes` has instructions that convert to their type, int8 or an e4m3."""
+    """Whether the device has instructions that convert to the dtype of `codes`, int8 or an e4m3."""
     if codes.dtype is float8_e4m3fnuz:
         return native_fp8(codes.device) is float8_e4m3fnuz
     return codes.dtype is int8 or converts_fp8(codes.device)
@@ -81,7 +81,7 @@ def of_codes(kv_cache_dtype: str, given: DType, native: DType) -> DType:
 def cache_dtype(cache: TensorArg, kv_cache_dtype: str, model: DType) -> DType:
     """Check `cache` and `kv_cache_dtype`; returns the element type of the cache.
 
-    "auto" means the dtype `model` of the tensors beside the cache. An fp8 cache has its fp8 dtype or uint8.
+    "auto" means `model`, the dtype of the other tensors. An fp8 cache has its fp8 dtype or uint8.
     """
     if kv_cache_dtype == "auto":
         check.dtype(cache, model)
@@ -100,7 +100,7 @@ def name_of_cache(dtype: Any) -> str:
 
 
 def cache_codes(cache: Tensor, kv_cache_dtype: str) -> Any:
-    """The torch dtype of the codes in an fp8 cache, whose tensor may be uint8."""
+    """The torch fp8 dtype of an fp8 cache. The tensor itself may be uint8."""
     given = dtypes.of(cache.dtype)
     assert given is not None
     return getattr(torch, of_codes(kv_cache_dtype, given, native_fp8(device_of(cache))).name)
@@ -134,7 +134,7 @@ def has_group_rows(shape: Sequence[int], strides: Sequence[int], num_tokens: int
 
 
 def dynamic_codes(y: Tensor, absmax: Tensor, scale_ub: Tensor | None, dtype: Any) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of float32 rows `y` whose largest magnitudes are `absmax`, rounded as specified.
+    """(quantized values, scales) of float32 rows `y` with these `absmax`, rounded as specified.
 
     Divisors are tensors: on a GPU, torch divides by a Python number through the number's reciprocal.
     """

@@ -17,17 +17,17 @@ from ..._core.tensor import TensorArg
 
 # "Rows" below is docs/performance/rows.md, measured on an H200.
 
-_MAX_LATENCY_ROWS = 2  # rows per multiprocessor that are still "few" (Rows, "Two rows to a multiprocessor")
+_MAX_LATENCY_ROWS = 2  # rows per SM up to which a launch is latency bound (Rows, "Two rows to a multiprocessor")
 _LONG_ROW_VECS = 512  # vectors: longer rows are tuned by their own numbers (Rows: 4096 against 14336 elements)
 WARP_ROW_VECS = 128  # vectors: up to here a warp or less has a row; one warp for 512 loses (Rows, "One warp, or two")
 _WARP_SIZE = 32  # lanes that share a row at most; half a warp where warps have 64
 WARP_ROW_BLOCK = 128  # threads of a block of rows that warps share
 _FEW_THREAD_VECS = 4  # vectors per thread: a short row with more leaves registers for `resident[1]` threads only
-_MANY_THREAD_VECS = 7  # vectors per thread: with more, there is room for one block fewer
+_MANY_THREAD_VECS = 7  # vectors per thread: with more, one block fewer is resident
 # Vectors of less than 8 bytes, for rows that are not aligned: more of them in flight (Rows, "Odd sizes").
 _NARROW_VEC_BYTES = 8
 _NARROW_VECS = 16  # vectors per thread
-_NARROW_RESIDENT = 1536, 896  # threads per multiprocessor, holding one row and holding more
+_NARROW_RESIDENT = 1536, 896  # resident threads per SM, for kernels that hold one row and for those that hold more
 # Another number of vectors per thread must leave 8 % fewer threads idle. 7 to 10 % give the shapes that were measured
 # best for rows of 14336 (Rows: 448 threads x 4 vectors, 320 x 6, 256 x 7) and whole warps of work for powers of two.
 _MIN_IDLE_GAIN = 0.08
@@ -35,13 +35,13 @@ _MIN_IDLE_GAIN = 0.08
 # Registers of an NVIDIA GPU, for estimates of what fits in them.
 _SM_REGISTERS = 65536
 _MAX_THREAD_REGISTERS = 255
-_OTHER_REGISTERS = 36  # of a thread, beside those that hold vectors
-_OTHER_REGISTERS_SHIFTED = 48  # the same with SHIFTED rows, whose weight is put together from two vectors
+_OTHER_REGISTERS = 36  # registers of a thread other than those that hold vectors
+_OTHER_REGISTERS_SHIFTED = 48  # the same with SHIFTED rows: each weight vector is assembled from two
 # Architectures on which a kernel of SHIFTED rows that is `tight` spills if its registers are bounded.
 _SPILLING_ARCHS = ("sm_100",)
 _MAX_SHIFTED_VECS = 4  # vectors per thread of SHIFTED rows
-# Fewest vectors of a SHIFTED row: 16 lanes or more then share the row, one for each element before and behind its
-# vectors.
+# Fewest vectors of a SHIFTED row: at least 16 lanes then share the row, one for each element before the first and after
+# the last vector.
 _MIN_SHIFTED_ROW_VECS = 34
 _MAX_CANDIDATE_VECS = 8  # vectors per thread of a long row that tuning tries
 
@@ -55,18 +55,18 @@ class RowVectors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RowTuning:
-    """What was measured to be best for a kernel of rows. Declared once beside the op; compared by identity.
+    """The measured optimum for a row kernel. Declared once, next to the op; compared by identity.
 
     Each pair is for (short rows, long rows): up to `_LONG_ROW_VECS` vectors, and more.
 
     Attributes:
         many: vectors per thread when the grid has several waves of blocks (bandwidth bound).
         few: vectors per thread when all blocks run at once (latency bound).
-        resident: threads per multiprocessor that the registers of the kernel allow.
+        resident: threads per SM that the registers of the kernel allow.
         rows: rows that a thread holds in registers at the same time, 2 for input and residual.
-        weights: weights of a row that a thread holds beside its rows; 0 for a kernel without KEEP_WEIGHT.
+        weights: weight vectors that a thread holds in addition to its rows; 0 for a kernel without KEEP_WEIGHT.
         lane_vecs: vectors per lane of a row that a warp or less shares.
-        spare_blocks: blocks per multiprocessor to give up, for arithmetic that takes registers while rows are held.
+        spare_blocks: blocks per SM to give up, for arithmetic that takes registers while rows are held.
         tight: whether the kernel needs every register that `resident` leaves to a thread.
     """
 
@@ -115,7 +115,7 @@ class RowConfig:
         row_threads: threads that share a row.
         keep_row: whether the row stays in registers between its two passes.
         keep_weight: the same of the weight; None for a kernel without one.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
     vec_size: int
@@ -142,14 +142,14 @@ class RowConfig:
         }
 
     def num_blocks(self, num_rows: int) -> int:
-        """Blocks for so many rows."""
+        """Blocks for `num_rows` rows."""
         return -(-num_rows // (self.num_threads // self.row_threads))
 
     def candidates(self, problem: RowProblem, device: Device) -> list[RowConfig]:
         """Other threads for a row, other registers for a thread, and rows or weights that are read again or kept."""
         row_vecs = problem.size // self.vec_size - self.shifted
         if row_vecs <= WARP_ROW_VECS:
-            # Each element before and behind the vectors of a SHIFTED row needs a lane: fewer than two vectors hold.
+            # Each element before and after the vectors of a SHIFTED row needs a lane: fewer than two vectors hold.
             min_lanes = max(problem.lanes, 2 * self.vec_size if self.shifted else 1)
             shapes = [(WARP_ROW_BLOCK, 1 << i) for i in range(_WARP_SIZE.bit_length()) if 1 << i >= min_lanes]
         else:
@@ -167,8 +167,8 @@ def row_vectors(size: int, strides: Sequence[int], *tensors: TensorArg | None) -
     `strides` are the distances between rows in the tensors that have rows; none if rows have no common distance.
 
     Vectors have full width, 16 bytes of the widest dtype, if that divides every row. Full width is also possible with
-    SHIFTED rows: all tensors begin aligned, those with rows are aligned at the same places of each row, and a row has
-    enough threads for the elements before and behind its vectors. Otherwise vectors have the widest width that divides
+    SHIFTED rows: all tensors begin aligned, those with rows are aligned at the same offsets of each row, and a row has
+    enough threads for the elements before and after its vectors. Otherwise vectors have the widest width that divides
     every row.
     """
     given = [arg for arg in tensors if arg]
@@ -196,7 +196,7 @@ def choose_rows(
     """The geometry of a kernel for `num_rows` rows of the dtype of `row`.
 
     Args:
-        row: a tensor whose last dimension is made of rows; gives dtype, device and the size of a row.
+        row: a tensor with rows along its last dimension; gives dtype, device and the size of a row.
         num_rows: rows of the launch.
         vectors: how rows are cut, see `row_vectors`.
         measured: the numbers of the kernel.
@@ -229,13 +229,13 @@ def _choose_rows(
     lanes: int,
     bound_registers: bool,
 ) -> RowConfig:
-    """`choose_rows` for `sm_rows` rows per multiprocessor; more than _MAX_LATENCY_ROWS count as one more."""
+    """`choose_rows` for `sm_rows` rows per SM; values above _MAX_LATENCY_ROWS count as _MAX_LATENCY_ROWS + 1."""
     vec_size, shifted = vectors
     row_vecs = size // vec_size - shifted
     long = row_vecs > _LONG_ROW_VECS
     vec_registers = max(1, vec_size * itemsize // 4)
     few_vecs = measured.few[long]
-    # Rows are many when a multiprocessor has more of them than fit there at once: two, if two blocks find registers.
+    # There are many rows if an SM has more of them than are resident at once: two, if registers allow two blocks.
     row_registers = row_vecs * (_OTHER_REGISTERS / few_vecs + (measured.rows + measured.weights) * vec_registers)
     many = sm_rows > (_MAX_LATENCY_ROWS if _MAX_LATENCY_ROWS * row_registers <= _SM_REGISTERS else 1)
     wanted_vecs, resident = measured.many[long] if many else few_vecs, measured.resident
@@ -254,8 +254,8 @@ def _choose_rows(
         _OTHER_REGISTERS_SHIFTED if shifted else _OTHER_REGISTERS
     )
     keep_row = measured.rows * thread_registers <= free_registers
-    # With many rows, a weight that is long, is SHIFTED or is needed beside two rows is read when it is used: its
-    # registers buy another resident block (Rows, "Where the weight is read").
+    # With many rows, a weight that is long, is SHIFTED or is needed together with two rows is read when it is used: the
+    # saved registers allow another resident block (Rows, "Where the weight is read").
     weight_fits = (measured.rows + measured.weights) * thread_registers <= free_registers
     keep_weight = keep_row and weight_fits and (not many or (measured.rows == 1 and not long and not shifted))
 

@@ -2,7 +2,7 @@
 
 `of_rows` checks a weight in one of them, `dequantised` is the launch that makes it floating-point. Each decoder takes
 the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it returns float32
-[num_blocks, elements]. All products are exact.
+[num_blocks, elements]. All multiplications are exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
 # docs/performance/gguf.md has times of the op; these numbers have no measurement of their own.
-_NUM_THREADS, _MIN_BLOCKS = 256, 6  # blocks to a multiprocessor
+_NUM_THREADS, _MIN_BLOCKS = 256, 6  # threads per block, resident blocks per SM
 _TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
 
 
@@ -38,7 +38,7 @@ class Format(NamedTuple):
         name: its name in ggml.cuh.
         length, nbytes: elements of a block and its bytes.
         exponents: the bytes of a block that hold sign and exponent of a scale.
-        grid_size: entries of the grid that its codes are indices into; 0 if they are none.
+        grid_size: entries of the grid (codebook) that its quants index; 0 for types without a grid.
     """
 
     name: str
@@ -216,7 +216,7 @@ def _q6_k(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 208) * b[:, 192 + i // 16].to(torch.int8) * ((low | high << 4) - 32)
 
 
-# Types whose codes are indices into a grid or a table.
+# Types with quants that are indices into a grid or a table.
 
 _TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 

@@ -1,20 +1,20 @@
-"""Where the elements of packed weights lie: of codes, zero points, and what belongs to columns.
+"""Layouts of packed weights: offsets of quants, of zero points, and of per-column parameters.
 
-A weight [K, N] of codes of a few bits is packed into 32-bit words in one of `Layout`. `code_bit` and `zero_bit` say
-where a bit of a code lies, `column_place` where the entry of a column lies in a permuted row of scales or of a bias.
+A quantized weight [K, N] is packed into 32-bit words in one of `Layout`. `code_bit` and `zero_bit` give the offset of a
+bit of a quant or a zero point, `column_place` the index of a column in a permuted row of scales or of a bias.
 They take integers, or integer tensors that broadcast: references unpack and pack by them. Kernels know layouts and
 orders by the same names (packed_layout.cuh, column_permutation.cuh).
 
-    awq        words [K, N bits / 32]: neighbouring columns in a word, the even ones in its lower half (Lin et al. 2023,
+    awq        words [K, N bits / 32]: adjacent columns in a word, the even ones in its lower half (Lin et al. 2023,
                arXiv:2306.00978, as AutoAWQ packs it)
-    gptq       words [K bits / 32, N]: a column is a string of codes, from the lowest bit of its first word on (Frantar
+    gptq       words [K bits / 32, N]: a column is a string of quants, from the lowest bit of its first word on (Frantar
                et al. 2022, arXiv:2210.17323)
-    exllama    gptq, whose words hold even rows in their lower halves, as `gptq_shuffle` leaves them
+    exllama    gptq with even rows in the lower halves of words, as `gptq_shuffle` leaves them
     marlin     words [K / 16, N bits / 2]: tiles of 16 x 64, for activations of 16 bits (Frantar et al. 2024,
                arXiv:2408.11743)
     marlin_8   words of the same shape: tiles of 32 x 32, for activations of 8 bits
-    w4a8       marlin_8 of 4 bits, whose words hold the 16 upper rows in their lower halves, and of which the last 16
-               columns may be half a tile: `cutlass_w4a8_mm`'s own
+    w4a8       marlin_8 of 4 bits with the 16 upper rows in the lower halves of words; the last 16 columns may be half a
+               tile. Only `cutlass_w4a8_mm` reads it
     marlin_24  marlin's tiles in another order of columns: two rows of four are kept, and K counts these
     n32k16     bytes [N rounded up to 32, K]: tiles of 16 x 32, of AllSpark
     bytes      bytes [K, N]
@@ -30,11 +30,11 @@ ZeroLayout = Literal["awq", "gptq", "marlin", "marlin_8"]
 
 
 def code_bit(layout: Layout, bits: int, size: tuple[int, int], k: Any, n: Any, j: int) -> Any:
-    """The place of bit `j` of the code of row `k` and column `n`, in bits from the first word on.
+    """The offset of bit `j` of the quant at row `k` and column `n`, in bits from the first word on.
 
     Args:
-        layout: of the codes.
-        bits: of a code: 2, 3, 4 or 8.
+        layout: of the weight.
+        bits: of a quant: 2, 3, 4 or 8.
         size: (K, N) of the weight.
     """
     rows, columns = size
@@ -56,11 +56,11 @@ def code_bit(layout: Layout, bits: int, size: tuple[int, int], k: Any, n: Any, j
 
 
 def _marlin_bit(layout: Layout, bits: int, columns: int, k: Any, n: Any, j: int) -> Any:
-    """`code_bit` of Marlin's tiles. A lane has four words of a tile of 4-bit codes, and eight of 8-bit codes."""
+    """`code_bit` of Marlin's tiles. A lane has four words of a tile of 4-bit quants, and eight of 8-bit quants."""
     if layout in ("marlin_8", "w4a8"):
         tile = k // 32 * (columns // 32) + n // 32
         lane, word = n % 8 * 4 + k % 16 // 4, n % 32 // 8
-        half = k % 32 // 16  # of a lane's pairs of words of 8-bit codes
+        half = k % 32 // 16  # which half of a lane's pair of words of 8-bit quants
         field = k % 4 * 2 + half if bits == 4 else k % 4
         if layout == "w4a8":
             lane_words = 4 - 2 * (n // 32 >= columns // 32)
@@ -80,7 +80,7 @@ def _marlin_bit(layout: Layout, bits: int, columns: int, k: Any, n: Any, j: int)
 
 
 def zero_bit(layout: ZeroLayout, bits: int, columns: int, g: Any, n: Any, j: int) -> Any:
-    """The place of bit `j` of the zero point of group `g` and column `n`, in words [groups, N bits / 32]."""
+    """The bit offset of bit `j` of the zero point of group `g` and column `n`, in words [groups, N bits / 32]."""
     fields = 32 // bits
     if layout == "gptq":
         return (g * columns + n) * bits + j
@@ -109,7 +109,7 @@ def column_place(order: ColumnOrder, n: Any) -> Any:
 
 
 def unit(bits: int) -> tuple[int, int]:
-    """(words, fields) of a unit of a column: the fewest words that hold whole codes."""
+    """(words, fields) of a unit of a column: the fewest words that hold whole quants."""
     return (3, 32) if bits == 3 else (1, 32 // bits)
 
 

@@ -1,4 +1,4 @@
-"""Types of the codes of weights, by the numbers that vLLM's ops take for them."""
+"""Quantized types of weights, by the ids that vLLM's ops take for them."""
 
 from __future__ import annotations
 

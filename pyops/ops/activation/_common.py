@@ -10,7 +10,7 @@ from ..._core.tensor import TensorArg
 
 
 def min_blocks_of_silu(input: TensorArg) -> int:
-    """Blocks per multiprocessor, of 256 threads, that a kernel with SiLU of `input` has registers for.
+    """Resident blocks of 256 threads per SM for which a kernel with SiLU of `input` has registers.
 
     float16 takes the accurate way, in 48 registers; the others run in 32 (docs/performance/rows.md).
     """

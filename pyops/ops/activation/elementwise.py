@@ -20,7 +20,7 @@ __all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "silu", "xiel
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
-# Blocks of 256 threads per multiprocessor: 40 registers, as every step rounds (docs/performance/rows.md).
+# Resident blocks of 256 threads per SM: 40 registers, because every step rounds (docs/performance/rows.md).
 _XIELU_BLOCKS = 6
 
 

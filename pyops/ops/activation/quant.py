@@ -1,4 +1,4 @@
-"""A gated activation whose results are codes, under one given scale or under scales of groups."""
+"""A gated activation with quantized results, with one static scale or with group scales."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["silu_and_mul_per_block_quant", "silu_and_mul_quant"]
 
 _silu_and_mul_quant = Kernel("activation/silu_and_mul_quant.cu")
 _silu_and_mul_per_block_quant = Kernel("activation/silu_and_mul_per_block_quant.cu")
-# Elements of a thread of the second kernel, and its threads: small blocks, so that few rows reach every multiprocessor.
+# Elements of a thread of the second kernel, and its threads: small blocks, so that few rows reach every SM.
 _VEC_SIZE, _NUM_THREADS = 8, 128
 
 
@@ -29,8 +29,8 @@ _VEC_SIZE, _NUM_THREADS = 8, 128
 def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     """`silu_and_mul` written as fp8: ``result = fp8(clamp(T(T(silu(g)) * u) * (1 / scale)))`` for ``input = [g, u]``.
 
-    The reciprocal is float32. The product saturates at +-448 (224 for float8_e4m3fnuz), and NaN becomes the largest
-    code. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
+    The reciprocal is float32. The result saturates at +-448 (224 for float8_e4m3fnuz), and NaN becomes the largest
+    fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.

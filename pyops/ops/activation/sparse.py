@@ -27,7 +27,7 @@ _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 
 _WARP_SIZE = 32
 _THREAD_BYTES = 64  # of the gates of a row that a thread holds, in 16 registers
-# Threads per multiprocessor, which bound the registers of a thread: 64, 96 and 112. A thread that holds both halves of
+# Resident threads per SM, which bound the registers of a thread: 64, 96 and 112. A thread that holds both halves of
 # its share of a row spills in 64 registers with vectors of two 16-bit elements, and in 80 with erf of 16-bit elements
 # where NVRTC is 13.0 (docs/performance/rows.md).
 _RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 640, 576
@@ -61,7 +61,7 @@ class SparseConfig:
         vec_size: elements of a vector.
         num_threads: threads of a block.
         row_threads: threads that share a row: a warp, or the block.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
     vec_size: int
@@ -80,7 +80,7 @@ class SparseConfig:
         }
 
     def num_blocks(self, num_rows: int) -> int:
-        """Blocks for so many rows."""
+        """Blocks for `num_rows` rows."""
         return -(-num_rows // (self.num_threads // self.row_threads))
 
     def candidates(self, problem: SparseProblem, device: Device) -> list[SparseConfig]:

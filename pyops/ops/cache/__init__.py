@@ -2,9 +2,9 @@
 
 A cache has num_blocks blocks of block_size slots: slot s is at offset ``s % block_size`` of block ``s // block_size``.
 No slot, block, position, length or offset in a tensor can lead outside a tensor: a slot out of range is not written,
-and a row whose entry does not exist keeps its bits.
+and a row without an existing entry keeps its bits.
 
-`kv_cache_dtype` says what a cache holds. "auto": elements of the model's dtype. "fp8", "fp8_e4m3" and "fp8_e5m2": codes
+`kv_cache_dtype` says what a cache holds. "auto": elements of the model's dtype. "fp8", "fp8_e4m3" and "fp8_e5m2": fp8
 of ``x / scale``, a true division in float32, rounded to nearest, saturating; NaN stays NaN. "fp8" and "fp8_e4m3" are
 the dtype of the cache, float8_e4m3fn or float8_e4m3fnuz; a cache of bytes (uint8) has the e4m3 of its device:
 float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.

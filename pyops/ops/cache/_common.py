@@ -1,4 +1,4 @@
-"""What the cache ops share: the codes of a cache, where slots and positions lie, checks and examples."""
+"""What the cache ops share: quantization, the locations of slots and positions, checks and examples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .._shared import fp8
 if TYPE_CHECKING:
     from torch import Tensor
 
-CODES = (uint8, float8_e4m3fn, float8_e5m2)  # dtypes in which a cache of fp8 codes may be given
-DS_MLA_BYTES = 656  # bytes of an entry of "fp8_ds_mla": 512 codes, four float32 scales, 64 elements of two bytes
+CODES = (uint8, float8_e4m3fn, float8_e5m2)  # dtypes of the tensor of an fp8 cache
+DS_MLA_BYTES = 656  # bytes of a token in "fp8_ds_mla": 512 fp8 values, four float32 scales, 64 16-bit elements
 
 # References
 
 
 def fp8_codes(x: Tensor, scale: Tensor, kind: Any) -> Tensor:
-    """uint8 codes of ``x / scale`` in the float8 dtype `kind`: to nearest, saturating; NaN becomes the positive NaN."""
+    """``x / scale`` as bits of the float8 dtype `kind`: to nearest, saturating; NaN becomes the positive NaN."""
     quotient = x.float() / scale
     largest = torch.finfo(kind).max
     rounded = quotient.clamp(-largest, largest).to(kind).view(torch.uint8)
@@ -29,7 +29,7 @@ def fp8_codes(x: Tensor, scale: Tensor, kind: Any) -> Tensor:
 
 
 def encoded(x: Tensor, scale: Tensor, cache: Tensor, kv_cache_dtype: str) -> Tensor:
-    """`x` as elements of `cache`: unchanged for "auto", else codes. `scale`: one number, or one for each row of `x`."""
+    """`x` as elements of `cache`: unchanged for "auto", else fp8. `scale`: one number, or one for each row of `x`."""
     if kv_cache_dtype == "auto":
         return x
     scale = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
@@ -50,7 +50,7 @@ def indexable(x: Tensor) -> Tensor:
 
 
 def existing_slots(slot_mapping: Tensor, num_blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens, blocks, offsets) of the tokens whose slot exists."""
+    """(tokens, blocks, offsets) of the tokens with a slot that exists."""
     slot = slot_mapping.long()
     tokens = ((slot >= 0) & (slot < num_blocks * block_size)).nonzero().squeeze(1)
     return tokens, slot[tokens] // block_size, slot[tokens] % block_size
@@ -59,7 +59,7 @@ def existing_slots(slot_mapping: Tensor, num_blocks: int, block_size: int) -> tu
 def existing_positions(
     block_table: Tensor, sequence: Tensor, position: Tensor, num_blocks: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, blocks, offsets) of the rows whose position, in the row's sequence, lies in a block of the cache."""
+    """(rows, blocks, offsets) of the rows with a position, in the row's sequence, in a block of the cache."""
     num_seqs, max_blocks = block_table.shape
     inside = (sequence >= 0) & (sequence < num_seqs) & (position >= 0) & (position < max_blocks * block_size)
     rows = inside.nonzero().squeeze(1)
@@ -72,7 +72,7 @@ def existing_positions(
 
 
 def bad_slots(slot_mapping: Tensor, num_blocks: int, block_size: int) -> dict[str, Tensor]:
-    """The slots behind the last one. Negative slots are valid: nothing is written for them."""
+    """The slots after the last one. Negative slots are valid: nothing is written for them."""
     return {"slot_mapping": slot_mapping >= num_blocks * block_size}
 
 
@@ -96,7 +96,7 @@ def bad_table_entries(
 
 
 class EntryLayout(NamedTuple):
-    """Sizes and strides of a cache [num_blocks, block_size, ...] whose entries are contiguous."""
+    """Sizes and strides of a cache [num_blocks, block_size, ...] with contiguous entries."""
 
     num_blocks: int
     block_size: int

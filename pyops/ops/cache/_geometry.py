@@ -11,13 +11,13 @@ from ..._core.dtypes import DType
 from ..._core.tensor import TensorArg
 
 # docs/performance/cache.md: 128 to 512 threads and 1 to 8 vectors to a thread differ by less than 4 %; one vector to a
-# thread gains where four would leave multiprocessors idle.
+# thread gains where four would leave SMs idle.
 _NUM_THREADS = 256
 _MAX_BATCH = 4
-_MIN_WAVES = 2  # blocks to a multiprocessor below which a block takes fewer tokens
+_MIN_WAVES = 2  # blocks per SM below which a block takes fewer tokens
 _MAX_TOKENS = 64
 _MIN_BLOCK_VECS = 64  # vectors of a block when tokens are few: at least one token
-# "Entries are asked for before the kernel before has ended": blocks of a multiprocessor that look entries up by then.
+# "Entries are asked for before the kernel before has ended": blocks per SM that look entries up by then.
 # Smaller blocks look up more entries by then: 4 rows of 1152 bytes to 160 threads.
 _EARLY_BLOCKS, _EARLY_THREADS, _EARLY_BATCH = 4, 160, 2
 _CANDIDATE_THREADS = 64, 128, 256, 512  # threads of a block that tuning tries
@@ -37,7 +37,7 @@ class CacheProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Constants of a kernel whose blocks take whole tokens.
+    """Constants of a kernel with whole tokens per block.
 
     Attributes:
         tokens: tokens of a block.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def existing_rows(
     cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, sequence: Tensor, seq_starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, blocks, offsets) of the rows 0, 1, ... whose entry exists; ``sequence[t]`` is the sequence of row t."""
+    """(rows, blocks, offsets) of the rows with an existing entry; ``sequence[t]`` is the sequence of row t."""
     num_blocks, block_size = cache.shape[:2]
     num_seqs = min(len(cu_seq_lens) - 1, len(block_table))
     row = torch.arange(len(sequence), dtype=torch.int64, device=sequence.device)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _copy_blocks = Kernel("cache/copy_blocks.cu")
 
 _VECS, _NUM_THREADS = 4, 128  # vectors of a thread, threads of a block; no measurement of their own
-_BEYOND_MEMORY = 2**63 - 1  # an address behind every block
+_BEYOND_MEMORY = 2**63 - 1  # an address after every block
 _HOST_INDEX = -1  # in place of the index of a device
 
 
@@ -192,7 +192,7 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
     mapping = mapping[((mapping >= 0) & (mapping < numpy.array(blocks))).all(1)]
     sources, targets = (tensor.address(value) + mapping[:, i] * size for i, value in enumerate((src, dst)))
     sources.sort()
-    # For each target, the first source that ends behind the begin of the target.
+    # For each target, the first source that ends after the beginning of the target.
     following = numpy.searchsorted(sources, targets - size, side="right")
     if (numpy.append(sources, _BEYOND_MEMORY)[following] < targets + size).any():
         raise OpError("swap_blocks", "block_mapping", "a destination overlaps a source")

@@ -52,11 +52,11 @@ def concat_and_cache_mla(
 ) -> None:
     """Write the latent and the rotary key of tokens into the slots of a paged cache (multi-head latent attention).
 
-    ``kv_cache[b, o] = [kv_c[t], k_pe[t]]`` with ``b, o = divmod(slot_mapping[t], block_size)``, or their codes. Nothing
-    is written for a slot that is negative or lies behind the last. Among tokens with the same slot, it is unspecified
-    which one is kept.
+    ``kv_cache[b, o] = [kv_c[t], k_pe[t]]`` with ``b, o = divmod(slot_mapping[t], block_size)``, or quantized to
+    fp8. Nothing is written for a slot that is negative or after the last. Among tokens with the same slot, it is
+    unspecified which one is kept.
 
-    With "fp8_ds_mla" an entry is 656 bytes: 512 e4m3 codes of `kv_c`; four float32, the scales of its tiles of 128
+    With "fp8_ds_mla" an entry is 656 bytes: 512 e4m3 values of `kv_c`; four float32, the scales of its tiles of 128
     elements, ``max(max|x| / 448, 2^-126)``, where the maximum ignores NaN; and 64 elements of `k_pe` as they are
     (readers take them for bfloat16).
 
@@ -64,7 +64,7 @@ def concat_and_cache_mla(
         kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any stride of tokens.
         k_pe: [at least num_tokens, rope_size], of the same dtype; any stride of tokens.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
-            of the dtype of `kv_c`, or uint8 or float8 codes. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
+            of the dtype of `kv_c`, or uint8 or float8. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
             latent_size 512, rope_size 64 and a dtype of two bytes.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla".

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused.cu")
-# Vectors of a thread where there are more tokens than multiprocessors; threads of a block. No measurement of their own.
+# Vectors of a thread if there are more tokens than SMs; threads of a block. Not yet measured.
 _MANY_ROUNDS, _MAX_THREADS = 2, 256
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
-    """The pairs of `x` rotated; every product and every sum is rounded to the dtype of `x`."""
+    """Rotate the pairs of `x`; every multiplication and addition is rounded to the dtype of `x`."""
     if is_neox:
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -56,9 +56,9 @@ def concat_and_cache_mla_rope_fused(
 ) -> None:
     """Rotate queries and keys in place, then write latent and key into a paged cache, as `concat_and_cache_mla` does.
 
-    The pairs (j, j + rope_size / 2) if `is_neox`, else (2j, 2j + 1), turn by the angles in row ``positions[t]`` of
-    `cos_sin_cache` (Su et al. 2021, arXiv:2104.09864); each product and each sum is rounded to T. If the slot of a
-    token is negative or lies behind the last, only its queries are rotated. If its position lies outside the table,
+    The pairs (j, j + rope_size / 2) if `is_neox`, else (2j, 2j + 1), rotate by the angles in row ``positions[t]`` of
+    `cos_sin_cache` (Su et al. 2021, arXiv:2104.09864); each multiplication and addition is rounded to T. If the slot
+    of a token is negative or after the last, only its queries are rotated. If its position lies outside the table,
     nothing of the token is rotated or written.
 
     Args:
@@ -69,10 +69,10 @@ def concat_and_cache_mla_rope_fused(
         kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
         cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
             cosines in the first half of a row, sines in the second.
-        is_neox: whether pairs are of the two halves of a row, or of neighbours.
-        slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens behind the last slot.
+        is_neox: whether pairs are of the two halves of a row, or adjacent elements.
+        slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens after the last slot.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
-            of the same dtype, or uint8 or float8 codes.
+            of the same dtype, or uint8 or float8.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         kv_cache_scale: one float32, or a number; not read for "auto".
     """

@@ -20,7 +20,7 @@ _BATCH, _NUM_THREADS = 4, 256
 
 @op(out="q_out", ulps=0)
 def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
-    """Join the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.
+    """Concatenate the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.
 
     Queries of multi-head latent attention are so laid out for its decode (DeepSeek-AI 2024, arXiv:2405.04434).
 

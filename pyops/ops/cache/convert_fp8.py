@@ -1,4 +1,4 @@
-"""Converting a cache to fp8 codes, and back."""
+"""Converting a cache to fp8, and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_ROWS = 32768  # blocks in the second dimension of a grid; further rows are 
 
 @op(out="output", ulps=0)
 def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
-    """Convert a cache to e4m3 codes, ``e4m3(input / scale)``, or codes to floats, ``T(input * scale)``.
+    """Convert a cache to fp8, ``e4m3(input / scale)``, or from fp8 to floats, ``T(input * scale)``.
 
     The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
 
@@ -33,7 +33,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
         output, input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
             have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
             which then pair up in the order of memory: caches of different packing. `output` is written.
-        scale: the scale of the codes.
+        scale: the scale of the fp8 values.
         kv_dtype: "fp8" or "fp8_e4m3".
     """
     divisor = torch.full((), scale, dtype=torch.float32, device=input.device)

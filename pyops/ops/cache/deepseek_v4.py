@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention: query heads normed and turned, the shared key turned and written into its paged cache."""
+"""DeepSeek-V4's attention: norm and RoPE of query heads, RoPE of the shared key, which is written to a paged cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _fused = Kernel("cache/fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.cu")
 _HEAD_SIZE, _NOPE_SIZE, _ROPE_SIZE, _GROUP_SIZE = 512, 448, 64, 64
 _ENTRY_BYTES, _SCALE_BYTES = _NOPE_SIZE + 2 * _ROPE_SIZE, 8
-# Heads of 32 lanes where groups of one head each would be more than so many to a multiprocessor; threads of a block.
+# Heads per 32 lanes if groups with one head each would exceed _FEW_GROUPS per SM; the bound; threads of a block.
 _MANY_ROUNDS, _FEW_GROUPS, _NUM_THREADS = 2, 64, 256
 
 
 def _turned(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """The float32 heads `x` [num_tokens, heads, 512] of tokens with a position in the table, turned."""
+    """The float32 heads `x` [num_tokens, heads, 512] of tokens with a position in the table, rotated."""
     cos, sin = (each[:, None] for each in cos_sin_cache[positions.long()].chunk(2, -1))
     a, b = x[..., _NOPE_SIZE::2], x[..., _NOPE_SIZE + 1 :: 2]
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
@@ -59,19 +59,19 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     *,
     q_out: Tensor,
 ) -> None:
-    """Norm and turn the query heads of DeepSeek-V4; turn its key, and write the key into a paged cache as fp8.
+    """Norm and rotate the query heads of DeepSeek-V4; rotate its key, and write the key into a paged cache as fp8.
 
-    ``q_out[t, h] = turned(x / sqrt(mean(x^2) + eps))`` for ``x = q_in[t, h]``, and 0 for padding heads; the key is
-    ``turned(kv[t])``. Elements 448 to 511 turn in neighbouring pairs by the angles of the token's position. All in
+    ``q_out[t, h] = rotated(x / sqrt(mean(x^2) + eps))`` for ``x = q_in[t, h]``, and 0 for padding heads; the key is
+    ``rotated(kv[t])``. Elements 448 to 511 rotate in adjacent pairs by the angles of the token's position. All in
     float32, rounded to T at the end.
 
-    A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as codes
-    float8_e4m3fn of ``key / scale`` and the 64 turned ones as they are, and behind them cache_block_size entries of 8
+    A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
+    float8_e4m3fn of ``key / scale`` and the 64 rotated ones as they are, followed by cache_block_size entries of 8
     bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
     of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
 
-    A token whose position lies outside the table is not turned, and its key not written; nor is a key whose slot is
-    negative or lies behind the last.
+    A token with a position outside the table is not rotated, and its key not written; nor is a key with a slot that is
+    negative or after the last.
 
     Args:
         q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.

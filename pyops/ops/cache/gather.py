@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _gather_cache = Kernel("cache/gather_cache.cu")
 
-_MAX_SEQUENCES_OF_A_WARP = 31  # whose bounds a warp loads at once
+_MAX_SEQUENCES_OF_A_WARP = 31  # sequences for which a warp loads the bounds at once
 
 # An element type of each size, under which the kernel copies elements of any dtype bit for bit.
 _COPIED_AS = {1: uint8, 2: float16, 4: float32}
@@ -93,15 +93,15 @@ def gather_and_maybe_dequant_cache(
     scale: Tensor | float,
     seq_starts: Tensor | None = None,
 ) -> None:
-    """Gather the entries of sequences from a paged cache into rows; fp8 codes become floats.
+    """Gather the entries of sequences from a paged cache into rows, and dequantize fp8.
 
     ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(codes * scale)`` in float32, with
     ``b = token_to_seq[t]`` and ``p = t - cu_seq_lens[b] + seq_starts[b]``, for t below num_tokens. A row t outside its
-    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or whose entry does not exist keeps its bits.
+    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
 
     Args:
         src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
-            float8 codes.
+            float8.
         dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
         block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
@@ -215,7 +215,7 @@ def cp_gather_cache(
 
     ``dst[cu_seq_lens[b] + j] = src_cache[block_table[b, p // block_size], p % block_size]`` with
     ``p = j + seq_starts[b]``, for every b below batch_size and j below ``cu_seq_lens[b + 1] - cu_seq_lens[b]``. A row
-    of no sequence, or whose entry does not exist, keeps its bits.
+    of no sequence, or with an entry that does not exist, keeps its bits.
 
     Args:
         src_cache: [num_blocks, block_size, ...] of any supported dtype of 1, 2 or 4 bytes; contiguous entries, any

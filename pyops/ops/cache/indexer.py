@@ -1,6 +1,6 @@
 """The paged cache of sparse attention's indexer, written and gathered.
 
-A block of this cache holds the codes of the keys of all its slots, and behind them the scales of all its slots.
+A block of this cache holds the fp8 keys of all its slots, followed by the scales of all its slots.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def indexer_k_quant_and_cache(
     """Quantise the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
 
     The scale of a group x of `quant_block_size` elements is ``s = max(max|x|, 1e-4) / 448``, where the maximum ignores
-    NaN, rounded up to a power of two for "ue8m0". The codes are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
-    the cache is not a list of entries: it holds the codes of all its slots, [block_size, head_size], and then the
+    NaN, rounded up to a power of two for "ue8m0". The keys are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
+    the cache is not a list of entries: it holds the keys of all its slots, [block_size, head_size], and then the
     scales of all its slots, [block_size, head_size / quant_block_size] float32. Nothing is written for a slot that is
-    negative or lies behind the last. Among tokens with the same slot, it is unspecified which one is kept.
+    negative or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
         k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
@@ -67,7 +67,7 @@ def indexer_k_quant_and_cache(
 
 
 def indexer_parts(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Views of codes [num_blocks, block_size, head_size] and of the bytes of scales [num_blocks, block_size, ...]."""
+    """Views of keys [num_blocks, block_size, head_size] and of the bytes of scales [num_blocks, block_size, ...]."""
     num_blocks, block_size, entry = kv_cache.shape
     flat = kv_cache.as_strided((num_blocks, block_size * entry), (kv_cache.stride(0), 1))
     sizes = (head_size, entry - head_size)
@@ -77,7 +77,7 @@ def indexer_parts(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 
 
 def indexer_cache(kv_cache: TensorArg, head_size: int, scale_size: int) -> tuple[TensorArg, int]:
-    """Check an indexer's cache; returns (its codes [num_blocks, block_size, head_size], alignment of its scales)."""
+    """Check an indexer's cache; returns (its keys [num_blocks, block_size, head_size], alignment of its scales)."""
     check.dtype(kv_cache, uint8)
     check.sizes(kv_cache, num_blocks=None, block_size=None, entry=head_size + scale_size)
     num_blocks, block_size, entry = kv_cache.shape
@@ -169,12 +169,12 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Gather the quantised keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
 
-    Row ``t`` of `dst_k` and `dst_scale` are the codes and the scales in slot ``j % block_size`` of the block
+    Row ``t`` of `dst_k` and `dst_scale` are the key and the scales in slot ``j % block_size`` of the block
     ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which
-    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or whose slot does not exist, keeps its bits.
+    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, keeps its bits.
 
     Args:
-        kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the codes of all slots,
+        kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the keys of all slots,
             then the scales of all slots; any stride of blocks.
         dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
         dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.

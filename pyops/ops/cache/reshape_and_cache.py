@@ -33,13 +33,13 @@ _reshape_and_cache = Kernel("cache/reshape_and_cache.cu")
 _group_slots = Kernel("cache/group_slots.cu")
 _reshape_and_cache_groups = Kernel("cache/reshape_and_cache_groups.cu")
 
-# docs/performance/cache.md: grouping gains from 16 tokens to a multiprocessor on; 512 columns, or six blocks to a
-# multiprocessor, are 5 % slower or equal.
-_MAX_UNGROUPED_TOKENS = 16  # tokens per multiprocessor
+# docs/performance/cache.md: grouping gains from 16 tokens per SM on; 512 columns, or six blocks per SM, are 5 % slower
+# or equal.
+_MAX_UNGROUPED_TOKENS = 16  # tokens per SM
 _MAX_GROUPED_SLOTS = 1 << 24  # slots of the cache: each takes 4 bytes of scratch memory
-_MIN_GROUP, _MAX_GROUP = 8, 32  # neighbouring slots of a group
+_MIN_GROUP, _MAX_GROUP = 8, 32  # contiguous slots of a group
 _GROUP_COLUMNS = 256  # elements of a token that a block takes at a time
-_GROUP_BLOCKS = 12  # blocks per multiprocessor
+_GROUP_BLOCKS = 12  # blocks per SM
 _GROUP_THREADS = 256
 _MAX_BATCH = 4  # vectors that a thread loads before it stores one
 # What tuning tries.
@@ -53,7 +53,7 @@ class ReshapeProblem:
     """What the geometry depends on: sizes of tokens and cache, and elements of one load.
 
     Attributes:
-        many: whether there are more tokens than _MAX_UNGROUPED_TOKENS to a multiprocessor.
+        many: whether there are more than _MAX_UNGROUPED_TOKENS tokens per SM.
     """
 
     num_tokens: int
@@ -96,7 +96,7 @@ class Tiles:
 # No measurement of their own.
 _FEW, _MEDIUM, _MANY = Tiles(4, 128, 128), Tiles(16, 64, 128), Tiles(32, 128, 256)
 _MAX_FEW_TOKENS = 32
-_MAX_MEDIUM_TOKENS = 16  # tokens per multiprocessor
+_MAX_MEDIUM_TOKENS = 16  # tokens per SM
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ def reshape_and_cache(
     """Write keys and values of tokens into the slots of a packed cache.
 
     ``key_cache[b, h, d // x, o, d % x] = key[t, h, d]; value_cache[b, h, d, o] = value[t, h, d]`` with
-    ``b, o = divmod(slot_mapping[t], block_size)``, or their codes. Nothing is written for a slot that is negative or
-    lies behind the last. Among tokens with the same slot, it is unspecified which one is kept.
+    ``b, o = divmod(slot_mapping[t], block_size)``, or quantized to fp8. Nothing is written for a slot that is negative
+    or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
         key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
         key_cache: [num_blocks, num_heads, head_size / x, block_size, x], contiguous, written where slots say; of the
-            dtype of `key`, or uint8 or float8 codes.
+            dtype of `key`, or uint8 or float8.
         value_cache: [num_blocks, num_heads, head_size, block_size], likewise.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".

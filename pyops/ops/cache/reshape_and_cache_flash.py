@@ -44,15 +44,15 @@ def reshape_and_cache_flash(
     """Write keys and values of tokens into the slots of a paged cache, head by head.
 
     ``key_cache[b, o, h] = key[t, h]; value_cache[b, o, h] = value[t, h]`` with
-    ``b, o = divmod(slot_mapping[t], block_size)``, or their codes. Nothing is written for a slot that is negative or
-    lies behind the last. Among tokens with the same slot, it is unspecified which one is kept.
+    ``b, o = divmod(slot_mapping[t], block_size)``, or quantized to fp8. Nothing is written for a slot that is negative
+    or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
         key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any strides of tokens and
             heads.
         key_cache, value_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any
             strides but that of the last dimension, so that heads may come before slots in memory and both caches may be
-            slices of one buffer; of the dtype of `key`, or uint8 or float8 codes.
+            slices of one buffer; of the dtype of `key`, or uint8 or float8.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
         k_scale, v_scale: one float32 each, or a number, or both [num_heads], one for each head; not read for "auto".

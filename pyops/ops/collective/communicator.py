@@ -1,4 +1,4 @@
-"""What a rank knows of the others, and its launches: the state behind a handle of `init_custom_ar`."""
+"""What a rank knows of the others, and its launches: the state that a handle of `init_custom_ar` refers to."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def unroll(world_size: int) -> int:
 
 
 def geometry(num_vecs: int) -> tuple[int, int]:
-    """(blocks, threads of a block) for so many vectors."""
+    """(blocks, threads of a block) for `num_vecs` vectors."""
     num_threads = min(_NUM_THREADS, -(-num_vecs // _WARPS) * _WARPS)
     return max(1, min(MAX_BLOCKS, -(-num_vecs // num_threads))), num_threads
 
 
 def spread(num_vecs: int) -> tuple[int, int]:
-    """As `geometry`, on as many multiprocessors as possible: each of them stores a vector to every rank."""
+    """As `geometry`, but spread over the largest number of SMs: each of them stores a vector to every rank."""
     num_threads = min(_NUM_THREADS, -(-num_vecs // (MAX_BLOCKS * _WARPS)) * _WARPS)
     return min(MAX_BLOCKS, -(-num_vecs // num_threads)), num_threads
 
@@ -74,7 +74,7 @@ class Communicator:
         signals: address of the signals of each rank, as this process maps them.
         table: uint8 memory on the device for rows of addresses: of `signals`, then of each registered buffer.
         rows: {address of a registered buffer of this rank: address of its row}.
-        captured: buffers whose calls were captured into a graph and whose peers are not known yet, with their rows.
+        captured: buffers of calls that were captured into a graph, with unknown peers as yet, and their rows.
         lost: see `lost_record`.
     """
 
@@ -252,7 +252,7 @@ def naming_lost_ranks(op: str, lost: Tensor) -> Iterator[None]:
 
 
 def nbytes_of(tensor: Tensor) -> int:
-    """Bytes from the first element to behind the last."""
+    """Bytes from the first element to the end of the last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -52,8 +52,8 @@ def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, ful
     """A communicator; the other functions take its handle.
 
     Args:
-        ipc_tensors: of each rank, the address here of `meta_size()` bytes of signals, zeroed, and scratch memory behind
-            them, of as many bytes as the largest message.
+        ipc_tensors: of each rank, the address here of `meta_size()` bytes of signals, zeroed, followed by scratch
+            memory of the size of the largest message.
         rank_data: uint8 on the device, for the addresses of registered buffers: 64 bytes for each.
         rank: the number of this rank.
         fully_connected: whether every pair of GPUs has a direct link; otherwise more than two ranks use two shots.
@@ -72,7 +72,7 @@ def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, ful
 
 
 def keep(signals: int, early: bool = False) -> None:
-    """On the host: a kernel may end while others still fetch from the scratch memory behind its `signals`.
+    """On the host: a kernel may end while others still fetch from the scratch memory after its `signals`.
 
     With `early`, it may begin when others have written there.
     """
@@ -107,7 +107,7 @@ def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
 
 
 def get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
-    """Of the buffers whose calls were captured: the bytes of their allocations' handles, and offsets therein."""
+    """For the buffers of captured calls: the bytes of their allocations' handles, and the offsets in these."""
     return communicator("get_graph_buffer_ipc_meta", fa).captured_handles()
 
 

@@ -1,4 +1,4 @@
-"""Rows of tokens that go to the GPUs of their experts, and the sums of what comes back."""
+"""Dispatch of token rows to the GPUs of their experts, and the combine of the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DispatchedRows(NamedTuple):
         rows: [most_tokens * world_size, hidden_size] of `quant_dtype`, or else of `dtype`; rows of one stride.
         topk_ids: [most_tokens * world_size, top_k] int32: experts as this rank numbers its own, -1 for all others.
         topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
-        scales: [most_tokens * world_size, hidden_size / 128] float32, of codes; None for rows that are none.
+        scales: [most_tokens * world_size, hidden_size / 128] float32, for fp8 rows; None for other rows.
         results: [most_tokens * world_size, hidden_size] of `dtype`, memory for what `combine` takes. It is that of
             `rows`, which must have been read before.
     """
@@ -59,7 +59,7 @@ class ExpertParallel:
         fused_experts(sent.rows, w1, w2, sent.topk_weights, sent.topk_ids, inplace=True)
         out = parallel.combine(sent.results)
 
-    `parallel_fused_experts` does these three lines, and multiplies codes, too.
+    `parallel_fused_experts` does these three lines, and also multiplies fp8 rows.
 
     Args:
         group: as of `CustomAllReduce`. device: the GPU of this process, which reaches the memory of every other.
@@ -68,7 +68,7 @@ class ExpertParallel:
         hidden_size: elements of a row; a multiple of 16 bytes.
         top_k: choices of a token.
         dtype: of rows; float32, float16 or bfloat16; None for bfloat16.
-        quant_dtype: torch.float8_e4m3fn, and rows cross the links as the codes of `per_token_group_quant_fp8` in groups
+        quant_dtype: torch.float8_e4m3fn, and rows cross the links quantized by `per_token_group_quant_fp8` in groups
             of 128; or None. Results are of `dtype`.
 
     Attributes:
@@ -159,7 +159,7 @@ class ExpertParallel:
     def combine(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of the results of each token over the ranks of its experts, in float32 in their order, rounded once.
 
-        The choices are those of the last `dispatch`, whose topk_ids must not have been written meanwhile.
+        The choices are those of the last `dispatch`; its topk_ids must not have been written meanwhile.
 
         Args:
             rows: [most_tokens * world_size, hidden_size] of `dtype`, of every row the sum over this rank's experts: the
@@ -185,7 +185,7 @@ class ExpertParallel:
         return out
 
     def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most_tokens: int) -> DispatchedRows:
-        """`dispatch` without its checks, that of turns above all."""
+        """`dispatch` without its checks, such as the one that `dispatch` and `combine` alternate."""
         tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
         fixed = self._offsets | {"num_tokens": x.shape[0], "most_tokens": most_tokens}
         self._launch("dispatch", _dispatch, most_tokens, fixed, tensors, self.quant_dtype is not None)
@@ -193,7 +193,7 @@ class ExpertParallel:
         ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
         if self.quant_dtype is None:
             return DispatchedRows(results, ids, weights, None, results)
-        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # each lies where the row of its results begins
+        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # fp8 rows share the start of their result rows
         return DispatchedRows(codes, ids, weights, self._scales[of], results)
 
     def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:
@@ -223,7 +223,7 @@ class ExpertParallel:
         return read_lost(self._ranks.lost)
 
     def close(self) -> None:
-        """Free the memory, of which `dispatch` has returned tensors. Every rank calls, when no kernel runs any more."""
+        """Free the memory of the tensors that `dispatch` returned. Every rank calls, after all kernels have ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         exchanged(None, self.group)

@@ -56,7 +56,7 @@ def minimax_allreduce_rms_qk(
     """`minimax_allreduce_rms` of the first `q_size` columns of `qkv`, and of the next `kv_size`: two new tensors.
 
     Args:
-        qkv: [num_tokens, q_size + kv_size or more]; neighbouring elements of a row are neighbours in memory.
+        qkv: [num_tokens, q_size + kv_size or more]; the elements of a row are contiguous.
         norm_weight_q: [q_size]. norm_weight_k: [kv_size].
         workspace, rank, nranks, eps: as of `minimax_allreduce_rms`.
     """

@@ -1,4 +1,4 @@
-"""Quick all-reduce: parts of the sum cross the links in codes of 8, 6 or 4 bits. vLLM's names, on NVIDIA too."""
+"""Quick all-reduce: partial sums cross the links quantized to 8, 6 or 4 bits. vLLM's names, on NVIDIA too."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def init_custom_qr(rank: int, world_size: int, qr_max_size: int | None = None) -
 
 
 def qr_max_size() -> int:
-    """Bytes of the largest message that `init_custom_qr` makes room for unless told otherwise."""
+    """Bytes of the largest message for which `init_custom_qr` allocates memory by default."""
     return _MAX_SIZE
 
 
@@ -82,7 +82,7 @@ def qr_get_handle(fa: int) -> Tensor:
 
 
 def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
-    """Map the memory of all ranks, whose handles are in the order of ranks. Before the first `qr_all_reduce`."""
+    """Map the memory of all ranks; handles are in the order of ranks. Before the first `qr_all_reduce`."""
     state = _state("qr_open_handles", _fa)
     if len(handles) != state.world_size or any(handle.numel() != HANDLE_BYTES for handle in handles):
         expected = f"expected {state.world_size} of {HANDLE_BYTES} bytes, got {[h.numel() for h in handles]}"
@@ -97,15 +97,15 @@ def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
 
 
 def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2half: bool = False) -> None:
-    """``out = sum of inp over ranks``, each part and each sum rounded to codes for a block of 32 elements.
+    """``out = sum of inp over ranks``, with each input and each sum quantized in blocks of 32 elements.
 
     Args:
         inp: float16 or bfloat16, contiguous, a multiple of 8 elements, of no more bytes than `init_custom_qr` knows.
         out: as `inp`, written; may be `inp`.
-        quant_level: 0 for 16 bits, as they are; 1, 2, 3 for codes of 8, 6 and 4 bits.
+        quant_level: 0 for 16 bits, not quantized; 1, 2, 3 for 8, 6 and 4 bits.
         cast_bf2half: compute bfloat16 in float16, which overflows beyond 65504.
 
-    A block with an element that is not finite becomes NaN, where there are codes.
+    A block with an element that is not finite becomes NaN, if it is quantized.
     """
     op, state = "qr_all_reduce", _state("qr_all_reduce", fa)
     if state.communicator is None:

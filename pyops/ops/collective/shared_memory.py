@@ -17,7 +17,7 @@ __all__ = ["allocate_shared_buffer_and_handle", "free_shared_buffer", "meta_size
 
 HANDLE_BYTES = 64
 SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up to lines
-PACKET_BYTES = 4 << 20  # of `init_custom_ar`, behind the signals: packets of two messages; scratch memory follows
+PACKET_BYTES = 4 << 20  # of `init_custom_ar`, after the signals: packets of two messages; scratch memory follows
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
@@ -50,7 +50,7 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
 
 
 def open_mem_handle(mem_handle: Tensor) -> int:
-    """The address in this process of the memory whose handle another process has made.
+    """The address in this process of another process's memory, by the handle that it has made.
 
     Args:
         mem_handle: uint8 [64] on the CPU.
@@ -79,7 +79,7 @@ def free_shared_buffer(ptr: int) -> None:
 
 
 class GroupMemory:
-    """Zeroed memory of every process of a group, each of which maps that of all others; of every rank on the host.
+    """Zeroed memory of every process of a group; each maps that of all others. On the host, memory of every rank.
 
     Attributes:
         addresses: of each rank's memory in this process.

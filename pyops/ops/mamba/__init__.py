@@ -1,4 +1,4 @@
-"""State-space models and linear attention: scans over prompts, steps of single tokens, causal convolutions.
+"""State-space models and linear attention: scans for prefill, steps for decode, causal convolutions.
 
 No slot or offset in a tensor can lead outside a tensor: what does not exist is neither read nor written.
 """

@@ -38,7 +38,7 @@ class ChunkScanConfig:
 
     Attributes:
         row_tiles: tiles of 16 rows of a warp of chunk_scan.cu.
-        min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
         segment_row_tiles, segment_min_blocks: likewise, where chunk_scan.cu finds the states of segments alone.
         segment_tokens: of a tile there.
         segment_wgmma: whether chunk_scan_states.cu finds them instead.

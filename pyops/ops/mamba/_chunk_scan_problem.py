@@ -15,8 +15,8 @@ _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
 MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_states.cu: dimensions of its heads
 _MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
 _CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
-_MAX_SEGMENTS = 64  # whose states chunk_scan_pass.cu adds up, one after another
-BLOCKS, _SIMT_BLOCKS = 2, 8  # to a multiprocessor: of kernels that multiply matrices, and of chunk_scan_simt.cu
+_MAX_SEGMENTS = 64  # segments with states that chunk_scan_pass.cu adds up sequentially
+BLOCKS, _SIMT_BLOCKS = 2, 8  # resident blocks per SM: of kernels with MMAs, and of chunk_scan_simt.cu
 _WIDE = 64  # elements of a row of the tiles of chunk_scan_states.cu
 
 

@@ -31,7 +31,7 @@ def result_of(windows: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 
 def existing_slot(indices: Tensor | None, sequence: int, column: int, num_slots: int, pad_slot_id: int) -> int | None:
-    """The slot in a column of the indices of a sequence; None if there is none."""
+    """The slot in a column of the indices of a sequence; None if it does not exist."""
     row = [sequence] if indices is None else indices[sequence].reshape(-1).tolist()
     if not 0 <= column < len(row) or not 0 <= row[column] < num_slots or row[column] == pad_slot_id:
         return None
@@ -41,7 +41,7 @@ def existing_slot(indices: Tensor | None, sequence: int, column: int, num_slots:
 def boundaries(first: int, last: int, computed: int, count: int, max_blocks: int, block_size: int) -> dict[int, int]:
     """{column: tokens of a sequence before a block boundary} of the boundaries that the sequence passes.
 
-    The sequence has `count` tokens behind `computed` others, and fills the columns from `first` to the one before
+    The sequence has `count` tokens after `computed` others, and fills the columns from `first` to the one before
     `last`.
     """
     first, last, computed = max(0, first), max(0, last), max(0, computed)
@@ -139,7 +139,7 @@ def check_blocks(indices: TensorArg | None, num_seqs: int, *columns: TensorArg |
 
 
 def channels_behind(arg: TensorArg, axis: int) -> TensorArg:
-    """`arg` with dimension `axis` moved behind all others."""
+    """`arg` with dimension `axis` moved to the end."""
     order = [i for i in range(len(arg.shape)) if i != axis] + [axis]
     return replace(arg, shape=tuple(arg.shape[i] for i in order), strides=tuple(arg.strides[i] for i in order))
 
@@ -159,7 +159,7 @@ def weight_vector(weight: TensorArg, count: int) -> int:
 
 
 def constants(weight: TensorArg, bias: TensorArg | None, vec_size: int, silu: bool) -> dict[str, Any]:
-    """The constants of every kernel whose threads have `vec_size` channels."""
+    """The constants of every kernel with `vec_size` channels per thread."""
     width = weight.shape[1]
     return {
         "weight_t": weight.dtype,

@@ -21,13 +21,13 @@ _MAX_KEYS = 32  # columns of a state in the registers of a thread
 # Measured on an H200, heads of 128: 8 sequences of 1024 tokens take 266 us by 8 warps and 481 by 4, because the warps
 # that prepare tiles serve more rows; one sequence of 8192, whose blocks are few, 908 by 4, 923 by 2 and 987 by 8.
 _WARPS = 4  # of a block, with rows
-_LARGE_WARPS = 8  # where even such blocks are enough for all multiprocessors; of 64 lanes, their registers would spill
+_LARGE_WARPS = 8  # if even such blocks are enough for all SMs; with warps of 64 lanes, registers would spill
 _MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
 _MAX_KEY_SIZE_GFX11 = 96  # operands of eight words: with more, registers spill
 _MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
-_ALIGNMENT = 256  # bytes that parts of shared memory may be apart
+_ALIGNMENT = 256  # bytes of padding that aligning the parts of shared memory may take
 _PREPARING = 4  # warps of gated_delta_chunk.cu without rows
-# Tokens of a tile and stages: what CUDA has, and what AMD has room for.
+# (tokens of a tile, stages): for CUDA, and those that fit on AMD.
 _TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 
 
@@ -80,7 +80,7 @@ class GatedDeltaConfig:
 
     Attributes:
         warps: of a block, those that prepare tiles not counted.
-        min_blocks: of a multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
     warps: int
@@ -94,7 +94,7 @@ class GatedDeltaConfig:
 
 
 def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
-    """Blocks with few rows where large ones would leave multiprocessors idle."""
+    """Blocks with few rows if large ones would leave SMs idle."""
     if not problem.uses_products:
         return GatedDeltaConfig(_WARPS, 1)
     _, _, value_heads, value_size = problem.call["v"].shape
@@ -166,7 +166,7 @@ def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
     """The largest tiles of gated_delta_chunk.cu that shared memory holds; None if it holds none."""
     has_mma = device.supports("mma")
     for tokens, stages in _TILES if has_mma else _HELD_TILES:
-        # Keys, queries and values of each stage, whose rows are padded to 128 bytes; two square matrices of two tiles.
+        # Keys, queries and values of each stage, with rows padded to 128 bytes; two square matrices of two tiles.
         key_bytes, value_bytes = (tokens * -(-size // 64) * 128 for size in (key_size, 16 * warps))
         row_bytes = 128 if has_mma else 2 * (tokens + 8)
         summed_bytes = 0 if has_mma else key_size * row_bytes

@@ -1,4 +1,4 @@
-"""The geometry of the selective scan over prompts."""
+"""The geometry of the selective scan for prefill."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
 _TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu
-_FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # up to so many channels, from so many tokens on, lanes share tokens
+_FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512  # lanes share tokens up to this many channels, from this many tokens on
 _MAX_LANES = 32  # that share a channel
 _MAX_PARTS = 8  # of a tile: more warps of a block have too few registers
-_FEW_WARPS = 8  # of a multiprocessor that scan four states at a time: as many have registers for it
+_FEW_WARPS = 8  # warps per SM up to which registers allow a scan of four states at a time
 _BUFFERS = 2
 # (channels, states) of a lane, from the tile that reads shared memory least to the one that spreads a sequence over
 # most lanes. A tile is taken if it leaves this share of the device's schedulers a scanning warp. Measured on an H200,
@@ -27,7 +27,7 @@ _BUFFERS = 2
 _SHORT_LANE_TILES = (2, 4), (1, 4), (1, 2)
 _LANE_TILES = _SHORT_LANE_TILES[1:]
 _MIN_SHARE = 0.75
-_SCHEDULERS = 4  # of a multiprocessor
+_SCHEDULERS = 4  # warp schedulers of an SM
 _MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8
 _SHORT_SEQUENCE, _SHORT_TILE_TOKENS = 128, 32  # tokens of sequences that are short, and of their tiles, at most
 _MAX_STAGED_BYTES = 128  # that a staging thread holds in registers
@@ -61,7 +61,7 @@ class ScanConfig:
         lanes: that share a channel.
         tile_tokens: tokens of a tile in shared memory.
         scan_threads, stage_threads: threads of a block that scan, and that stage tiles.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
     channels: int
@@ -100,7 +100,7 @@ class ScanConfig:
         return _BUFFERS * (floats * float32.itemsize + self.block_channels * self.tile_tokens * problem.dtype.itemsize)
 
     def fits(self, problem: ScanProblem, device: Device) -> bool:
-        """Whether shared memory has room for the tiles, and a thread for what it holds of one."""
+        """Whether the tiles fit into shared memory, and a thread's part of a tile into its registers."""
         staged = (3 * self.block_channels + 2 * self.lanes * self.states) * self.tile_tokens // self.stage_threads
         staged_bytes = staged * problem.dtype.itemsize
         return self.shared_bytes(problem) <= device.shared_memory and staged_bytes <= _MAX_STAGED_BYTES
@@ -124,10 +124,10 @@ class TokensConfig:
 
     Attributes:
         lanes: that share the tokens of a channel's part of a tile.
-        states: whose scans overlap.
+        states: states with overlapping scans.
         num_threads: threads of a block.
         parts: of a tile.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
     lanes: int
@@ -168,7 +168,7 @@ class TokensConfig:
 
 
 def _lane_tile(state_size: int, channels: int, states: int, tile_tokens: int) -> ScanConfig:
-    """The config with at least so many states in a lane, and no more lanes than the states need."""
+    """The config with at least `states` states in a lane, and no more lanes than the states need."""
     states = max(states, tuning.power_of_two(-(-state_size // _MAX_LANES)))
     return ScanConfig(channels, states, tuning.power_of_two(-(-state_size // states)), tile_tokens)
 
@@ -192,7 +192,7 @@ def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) ->
     parts = 1 << parts.bit_length() - 1
     num_threads = max(config.num_threads, parts * _MAX_LANES)
     min_blocks = _FEW_WARPS * _MAX_LANES // num_threads
-    # Four states whose scans overlap need more registers than a thread of an AMD GPU has.
+    # Four overlapping scans need more registers than a thread of an AMD GPU has.
     states = config.states if device.arch.startswith("gfx") else 4
     return replace(config, states=states, num_threads=num_threads, min_blocks=min_blocks, parts=parts)
 

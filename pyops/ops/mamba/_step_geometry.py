@@ -15,7 +15,7 @@ _MAX_LANES = 32  # that share a row
 # By count of bytes in flight and of registers. Of the sizes that were timed on an H200 none gained more than 3 %.
 _NUM_THREADS, _MIN_BLOCKS = 128, 5
 _MAX_RATES = 16  # elements of A that a thread holds, where A has one for each state
-_WAVE = 3  # blocks of a multiprocessor, at most, before a thread has more rows
+_WAVE = 3  # blocks per SM, at most, before a thread has more rows
 _MAX_HELD_BYTES, _MAX_ITEMS = 64, 4  # of states that a thread holds, and rows of all its sequences
 
 
@@ -53,7 +53,7 @@ class StepConfig:
         rows: of a thread.
         sequences: for each of which a thread works on these rows; they share what is loaded of A.
         num_threads: threads of a block.
-        min_blocks: blocks per multiprocessor that the compiler makes room for, by bounding registers.
+        min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
     rows: int = 1
@@ -87,7 +87,7 @@ class StepConfig:
 
 
 def _max_items(problem: StepProblem) -> int:
-    """Items of a thread whose states its registers hold."""
+    """Items of a thread with states that fit into its registers."""
     return max(1, min(_MAX_ITEMS, _MAX_HELD_BYTES // (_row_states(problem) * problem.dtype.itemsize)))
 
 

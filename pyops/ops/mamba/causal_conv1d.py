@@ -36,7 +36,7 @@ def causal_conv1d_fn(
     """The convolution of the tokens of many sequences, see `causal_conv1d_prefill`: a new tensor like x.
 
     Args:
-        x: [dim, num_tokens], in whose memory either the channels of a token or the tokens of a channel are neighbours
+        x: [dim, num_tokens], contiguous in memory along either the channels of a token or the tokens of a channel
             (else it is copied). The result has the same layout, and the dtype of x; computed is on x in the dtype of
             conv_states.
         conv_states: [num_slots, dim, at least width - 1], any strides, read and written; None if no state is kept.

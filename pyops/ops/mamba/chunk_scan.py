@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 over prompts: structured state-space duality (SSD)."""
+"""The prefill scan of Mamba-2: structured state-space duality (SSD)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mamba_chunk_scan_combined_varlen(
 
 
 def _absolute_error(x: Tensor) -> float:
-    """16-bit operands of products are rounded once: the state, the weighted inputs and the weights of tokens."""
+    """16-bit MMA operands are rounded once: the state, the weighted inputs and the weights of tokens."""
     return 2.0**-18 if x.dtype == torch.float32 else float(torch.finfo(x.dtype).eps)
 
 
@@ -99,20 +99,20 @@ def mamba_chunk_scan_varlen(
     *,
     states: Tensor,
 ) -> None:
-    """The scan of Mamba-2 over prompts: ``h = exp(A dt) h + dt x B^T``, ``out = h C + D x``, token by token.
+    """The prefill scan of Mamba-2: ``h = exp(A dt) h + dt x B^T``, ``out = h C + D x``, token by token.
 
     `dt` is first ``clamp(softplus(dt + dt_bias), dt_min, dt_max)``, softplus only with `dt_softplus`; `out` is
-    multiplied by ``silu(z)`` at last. Sums and the state h are in float32. Prompts of float16 and bfloat16 go through
-    matrix products where they can, whose operands are rounded to the element type: the state where it meets C, x
-    weighted by its decay, and the decayed ``C . B``. In float16 the three must stay below 65520. (Dao and Gu 2024,
+    multiplied by ``silu(z)`` at last. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
+    possible, with operands that are rounded to the element type: the state that is multiplied by C, x weighted by its
+    decay, and the decayed ``C . B``. In float16 the three must stay below 65520. (Dao and Gu 2024,
     arXiv:2405.21060)
 
     Chunk c holds the tokens ``cu_chunk_seqlens[c]`` up to ``cu_chunk_seqlens[c + 1]`` of sequence ``seq_idx[c]``, and
     begins where the chunk before it ended if that is of the same sequence, else with the initial state. A chunk without
     tokens leaves the state as it is; so does one whose numbers are out of range: that is longer than `chunk_size`, or
     does not lie within the tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. A sequence whose last
-    chunk is none of its own returns its initial state. How a prompt is cut into chunks and calls changes roundings at
-    most.
+    chunk is none of its own returns its initial state. How a sequence is cut into chunks and calls affects only
+    rounding.
 
     Args:
         x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; this and other tensors of tokens have

@@ -46,10 +46,10 @@ def causal_conv1d_decode(
 
     With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later, or at
     the nearest that exists, and the state becomes the last ``width - 2`` of the history and then all new inputs, as far
-    as state_len goes. So the next call can begin behind any of these tokens.
+    as state_len goes. So the next call can begin after any of these tokens.
 
-    A sequence without tokens, or whose slot is pad_slot_id or does not exist, is skipped: neither its tokens nor a
-    state is written. Slots of different sequences must differ.
+    A sequence without tokens, or with a slot that is pad_slot_id or does not exist, is skipped: neither its tokens nor
+    a state is written. Slots of different sequences must differ.
 
     Args:
         x: [num_seqs, seq_len, dim], any strides; or with query_start_loc [num_tokens, dim]; float32, float16 or
@@ -59,12 +59,12 @@ def causal_conv1d_decode(
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         activation: act of the formula: "silu", which is also called "swish", or None.
-        conv_state_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks], of which column 0 counts without
-            prefix caching; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
+        conv_state_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; without prefix caching, only
+            column 0 counts; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
         num_accepted_tokens: [num_seqs], at least 1: how many tokens of the last call are kept; None without
             speculative decoding.
         query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. A start
-            below 0 is taken for 0, one behind the tokens for their end. Where starts do not ascend, sequences share
+            below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences share
             tokens: these tokens, and the states of these sequences, are undefined.
         max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
         pad_slot_id: the slot that stands for none.
@@ -131,7 +131,7 @@ def plan_causal_conv1d_decode(
     max_blocks = common.check_slots(conv_state_indices, num_seqs, with_blocks)
     silu = common.check_activation(x, activation)
     vec_size = common.channel_vector(width, x, conv_state)
-    # Few threads get few channels each, so that more multiprocessors load at once.
+    # Few threads get few channels each, so that more SMs load at once.
     wave = x.device.multiprocessors * _MIN_BLOCKS * _NUM_THREADS
     while vec_size * x.dtype.itemsize > _MIN_VEC_BYTES and num_seqs * dim < wave * vec_size:
         vec_size //= 2

@@ -61,14 +61,14 @@ def causal_conv1d_prefill(
     ``width - 1`` inputs of the sequence, the newest last, with those of the former state where the sequence is shorter.
     (The convolution of Mamba: Gu and Dao 2023, arXiv:2312.00752.)
 
-    A sequence without tokens changes nothing. A sequence whose slot is pad_slot_id or does not exist has no state: it
-    begins with 0, and none is written. A token of no sequence gets 0. Slots of different sequences must differ.
+    A sequence without tokens changes nothing. A sequence with a slot that is pad_slot_id or does not exist has no
+    state: it begins with 0, and none is written. A token of no sequence gets 0. Slots of sequences must differ.
 
     Prefix caching is on where the three block indices are given. A sequence then has a row of slots. Its state comes
     from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. Columns from
     block_idx_first_scheduled_token up to the one before the last get the inputs before block boundaries: the column
     before the last those before the last boundary that lies before the end of the sequence, the column before it those
-    one block earlier, and so on. A boundary that does not lie behind a token of this call is left out.
+    one block earlier, and so on. A boundary that does not come after a token of this call is left out.
 
     Args:
         out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Rows of one stride.
@@ -78,7 +78,7 @@ def causal_conv1d_prefill(
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
-            all other indices are int32, or all are int64. A start below 0 is taken for 0, one behind the tokens for
+            all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens for
             their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the states
             of these sequences, are undefined.
         cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
@@ -88,7 +88,7 @@ def causal_conv1d_prefill(
         block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [num_seqs] columns.
         num_computed_tokens: [num_seqs] tokens of each sequence before this call; None for 0.
         block_size_to_align: tokens of a block; with prefix caching alone.
-        channel_last: whether the channels of a token are neighbours in memory.
+        channel_last: whether the channels of a token are contiguous in memory.
     """
     inputs, result = (x, out) if channel_last else (x.mT, out.mT)
     num_tokens, width = inputs.shape[0], weight.shape[1]
@@ -206,7 +206,7 @@ class _Convolution(NamedTuple):
 
     kernel: Kernel
     vec_size: int
-    channels: int  # whose taps a thread holds
+    channels: int  # channels for which a thread holds the taps
     batch: int
     num_blocks: int
     num_threads: int

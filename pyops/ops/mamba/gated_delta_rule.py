@@ -38,10 +38,10 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     state_v_first: bool = False,
 ) -> tuple[Any, Any]:
-    """(o, final_state) of `gated_delta_rule` over prompts, with the arguments of flash-linear-attention and vLLM.
+    """(o, final_state) of `gated_delta_rule` for prefill, with the arguments of flash-linear-attention and vLLM.
 
     `scale` is ``key_size**-0.5`` if None; the final state is float32, and None unless `output_final_state`. Tensors
-    have heads behind tokens: `head_first` is False.
+    have heads after tokens: `head_first` is False.
     """
     if head_first:
         raise ValueError("chunk_gated_delta_rule: head_first: expected False")
@@ -109,7 +109,7 @@ def fused_recurrent_gated_delta_rule(
 
 
 def _absolute_error(q: Tensor) -> float:
-    """16-bit operands of products are rounded once: the state, errors and changes, and the weights between tokens."""
+    """16-bit MMA operands are rounded once: the state, errors and changes, and the weights between tokens."""
     return 2.0**-16 if q.dtype == torch.float32 else float(torch.finfo(q.dtype).eps)
 
 
@@ -132,8 +132,8 @@ def gated_delta_rule(
     """The gated delta rule: ``S = exp(g) S; S += beta k (v - S^T k)^T; o = scale * S^T q``, token by token.
 
     With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of squares plus 1e-6 first. Heads of q
-    and k serve groups of neighbouring heads of v. Sums and the state are in float32. Prompts of float16 and bfloat16 go
-    through matrix products where they can, 32 tokens at a time, whose operands are rounded to the element type: the
+    and k are shared by groups of adjacent heads of v. Accumulators and the state are float32. float16 and bfloat16 use
+    MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
     state, the errors ``v - S^T k``, the changes ``beta (v - S^T k)`` and what relates two tokens. (Yang et al. 2024,
     arXiv:2412.06464, as flash-linear-attention computes it)
 
@@ -186,8 +186,8 @@ def gated_delta_rule_update(
     Everything is computed in float32.
     Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its last state there. With two
     dimensions (speculative decoding), it begins with slot ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the
-    state after its token t in slot ``[s, t]``. A sequence without tokens, or whose first slot is out of range (-1 for a
-    padded one), is skipped: its outputs are left as they are. A state whose slot is out of range is not stored. The
+    state after its token t in slot ``[s, t]``. A sequence without tokens, or with its first slot out of range (-1 for a
+    padded one), is skipped: its outputs are left as they are. A state with a slot out of range is not stored. The
     slots of sequences differ, and a sequence names no slot twice.
 
     Args:

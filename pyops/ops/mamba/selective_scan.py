@@ -1,4 +1,4 @@
-"""The selective scan of Mamba over prompts."""
+"""The selective scan of Mamba, for prefill."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def selective_scan_fwd(
 
     and ``z_[c, t] = delta[c, t] * silu(z_[c, t])``, before delta is rounded. Computed in float32.
 
-    The state of sequence b is that of slot ``cache_indices[b]``: read if ``has_initial_state[b]``, and written behind
+    The state of sequence b is that of slot ``cache_indices[b]``: read if ``has_initial_state[b]``, and written after
     the last token. If the slot is `pad_slot_id` or does not exist, nothing of the sequence is written. Nor is anything
     written for a sequence without tokens, or with tokens that do not exist.
 
     With `block_idx_last_scheduled_token`, a state is kept for every block of `block_size` tokens. Blocks are counted
     from the first token of the call. With chunks, the first block has the tokens of the sequence's first chunk, so that
     a sequence may go on within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins from
-    the slot in column ``initial_state_idx[b]``. The state behind its block i goes to the slot in column
-    ``block_idx_first_scheduled_token[b] + i``, and the state behind its last block to the slot in column
-    ``block_idx_last_scheduled_token[b]``. A state whose slot is `pad_slot_id` or does not exist is not written.
+    the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
+    ``block_idx_first_scheduled_token[b] + i``, and the state after its last block to the slot in column
+    ``block_idx_last_scheduled_token[b]``. A state is not written if its slot is `pad_slot_id` or does not exist.
 
     Args:
         u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16; tokens
@@ -93,8 +93,8 @@ def selective_scan_fwd(
         block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx: [batch] int32, contiguous;
             all three or none.
         cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted over
-            all; only differences of neighbours are used. A first chunk of less than 1 or more than block_size tokens
-            counts as one of block_size.
+            all; only differences of adjacent elements are used. A first chunk of less than 1 or more than block_size
+            tokens counts as one of block_size.
         last_chunk_indices: [batch] int32, contiguous: the last chunk of each sequence; both or none, and only with
             block_idx_last_scheduled_token.
     """

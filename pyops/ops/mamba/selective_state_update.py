@@ -54,13 +54,13 @@ def selective_state_update(
     computed in float32. `heads` may be missing from all shapes, with `groups`. Without `cu_seqlens` sequence i has one
     token, number i.
 
-    The state is read from slot ``state_batch_indices[i]``, and the state behind the last token is written to slot
+    The state is read from slot ``state_batch_indices[i]``, and the state after the last token is written to slot
     ``dst_state_batch_indices[i]``. Of indices with several columns, these are the first. With `num_accepted_tokens` the
     tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of the sequence's slots, and
-    the state behind its token t is written to column t.
+    the state after its token t is written to column t.
 
     A slot that is `pad_slot_id` or does not exist is not written. Nothing is written of a sequence that would read such
-    a slot, or whose tokens do not exist.
+    a slot, or that has tokens that do not exist.
 
     Args:
         state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any

@@ -53,7 +53,7 @@ def _torch_tensor(op: str, name: str, value: Any) -> None:
 def weak_ref_tensor(input: Tensor) -> Tensor:
     """A tensor over the memory of `input` that does not keep the memory alive, with its shape, strides and dtype.
 
-    For buffers of a CUDA graph, whose pool keeps their memory. Once `input` is freed, its memory may be given to
+    For buffers of a CUDA graph: its pool keeps their memory. Once `input` is freed, its memory may be given to
     another tensor; the result then shows the elements of that tensor.
 
     Args:

@@ -9,11 +9,11 @@ from ..._core.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
 from ..._core.tensor import TensorArg
 
 MOVED = (*FLOATS, *E4M3, float8_e5m2, int8, uint8, int32, int64)  # what rows may hold that are only moved
-_MAX_TOPK = 1024  # choices of a token: each is a part of an unrolled loop's text
+_MAX_TOPK = 1024  # choices of a token: a loop over them is unrolled
 
 
 def as_bytes(arg: TensorArg) -> TensorArg:
-    """A matrix, whose rows are dense, as a matrix of its bytes. One kernel so serves all element types."""
+    """A matrix with dense rows as a matrix of its bytes, so that one kernel handles all element types."""
     itemsize = arg.dtype.itemsize
     num_rows, row_size = arg.shape
     return replace(
@@ -22,7 +22,7 @@ def as_bytes(arg: TensorArg) -> TensorArg:
 
 
 def check_matrix(arg: TensorArg, *dtypes: object) -> tuple[int, int]:
-    """Check a matrix whose rows are dense; returns its shape."""
+    """Check a matrix with dense rows; returns its shape."""
     check.sizes(arg, num_rows=None, hidden_size=None)
     check.dtype(arg, *dtypes)  # type: ignore[arg-type]
     check.row_size(arg)

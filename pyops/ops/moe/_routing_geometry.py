@@ -10,14 +10,14 @@ from ..._core.tensor import TensorArg
 _WARP_SIZE = 32
 _MAX_THREAD_EXPERTS = 16  # a thread sorts its experts in registers
 _MAX_THREADS = 512  # with 1024, a thread has too few registers for its experts
-# Threads of a block whose tokens have a warp or less each: few where there is a multiprocessor for every such block.
+# Threads of a block with a warp or less per token: few threads if there is an SM for every such block.
 # No measurement of their own: docs/performance.md, "Owed to a GPU".
 _FEW_THREADS, _MANY_THREADS = 64, 128
-_MAX_WIDER = 1.25  # a thread may have so many times the fewest experts, if it then loads several at once
+_MAX_WIDER = 1.25  # a thread may have 1.25 times the fewest experts, if it then loads several at once
 
 
 class Geometry(NamedTuple):
-    """Constants of a kernel whose threads have neighbouring experts.
+    """Constants of a kernel with contiguous experts per thread.
 
     Attributes:
         vec_size: elements of one memory access.
@@ -44,7 +44,7 @@ class Geometry(NamedTuple):
         }
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks for so many tokens."""
+        """Blocks for `num_tokens` tokens."""
         return -(-num_tokens // (self.num_threads // self.row_threads))
 
 
@@ -69,7 +69,7 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     group_threads = row_threads // parts
 
     def share(vec_size: int) -> int:
-        """Experts of a thread that loads so many at once."""
+        """Experts of a thread that loads `vec_size` at once."""
         return -(-group_size // (group_threads * vec_size)) * vec_size
 
     vec_size = check.vector_width(group_size, *(arg for arg in (experts, *aligned) if arg))

@@ -1,8 +1,8 @@
-"""Tables of the sizes of experts' products: their reference, checks, launch and examples.
+"""Tables of the problem sizes of grouped GEMMs: their reference, checks, launch and examples.
 
 The first layer multiplies the rows of an expert by ``[first_n, k]``; first_n is 2 * n if its output is gated, else
-n; the second layer by ``[k, n]``. A size is (rows, columns, depth), or (columns, rows, depth) where a product swaps its
-operands, as one of few rows does.
+n; the second layer by ``[k, n]``. A size is (M, N, K), or (N, M, K) where a GEMM swaps its operands (swap-AB), as
+it does for small M.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _moe_mm_sizes = Kernel("moe/moe_mm_sizes.cu")
 _NUM_THREADS = 128  # of moe_mm_sizes.cu; no measurement of its own
-MAX_SWAPPED_ROWS = 64  # vLLM's: up to here a product swaps its operands
+MAX_SWAPPED_ROWS = 64  # vLLM's bound of M for swap-AB
 
 
 def write_sizes(

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ..._core.device import Device
 
 _LANE_ROWS = 2  # rows of a lane before another warp gets some
-_KEPT_ROWS = 4  # rows of a lane at most whose bins stay in registers
-# Of a launch of one block, at most. Measured on an H200 for 8 choices among 128 experts: 16, 128, 256 and 512 tokens
+_KEPT_ROWS = 4  # rows of a lane, at most, with bins that stay in registers
+# The largest problem for one block. Measured on an H200 for 8 choices among 128 experts: 16, 128, 256 and 512 tokens
 # take one block 3.2, 4.6, 6.2 and 9.7 us; a cluster of eight takes 2.7, 2.9, 2.9 and 3.3 with two rows to a lane, and
 # 3.4 for 512 tokens with four.
 _BLOCK_ROWS, _BLOCK_PLACES = 64, 32768
-_THREAD_PLACES = 16  # places of a thread before the block has more threads
+_THREAD_PLACES = 16  # output slots of a thread before the block has more threads
 _BLOCK_THREADS = 256, 512, 1024
 _STATIC_SHARED = 2048  # bytes of shared memory that kernels declare themselves, at most
-_MAX_ROWS = 2**30  # rows and places are counted in 32 bits
+_MAX_ROWS = 2**30  # rows and output slots are counted in 32 bits
 
 
 class SortProblem(NamedTuple):
@@ -63,11 +63,11 @@ class SortConfig:
     max_threads: int = _BLOCK_THREADS[-1]
 
     def shared_words(self, bins: int) -> int:
-        """Words of shared memory beside the counts of warps."""
+        """Words of shared memory in addition to the counts of warps."""
         return (2 + (self.cluster > 1)) * bins
 
     def warps(self, problem: SortProblem, device: Device) -> tuple[int, int]:
-        """(warps of a block, and those of them that have rows, for each of which shared memory has counts)."""
+        """(warps of a block, warps with rows). Shared memory holds counts for each warp with rows."""
         wanted = max(1, -(-problem.num_rows // (self.cluster * self.lane_rows * device.warp_size)))
         threads = max(wanted * device.warp_size, problem.bins, problem.places // (self.cluster * _THREAD_PLACES))
         block = next((n for n in _BLOCK_THREADS if n >= threads), self.max_threads)
@@ -90,7 +90,7 @@ class SortConfig:
 
 
 def choose(problem: SortProblem, device: Device) -> SortConfig:
-    """One block for few rows and places, else a cluster."""
+    """One block for few rows and output slots, else a cluster."""
     few = problem.num_rows <= _BLOCK_ROWS and problem.places <= _BLOCK_PLACES
     return SortConfig(1 if few else device.cluster)
 
@@ -107,8 +107,8 @@ def sort_launch(
 ) -> Launch:
     """The launch of a kernel that sorts the rows of `topk_ids` into `bins` bins, by a cluster for each of `groups`.
 
-    `places` are the elements that a group writes for its rows and their padding. `tuned` says that the sort is what
-    the op tunes.
+    `places` is the number of elements that a group writes for its rows and their padding. `tuned` says that the op
+    tunes the sort.
     """
     device = topk_ids.device
     num_tokens, topk = topk_ids.shape
@@ -163,7 +163,7 @@ def check_map(expert_map: TensorArg | None, num_experts: int) -> int:
 
 
 def local_experts(topk_ids: Tensor, num_experts: int, num_local: int, expert_map: Tensor | None) -> Tensor:
-    """The number of each row's expert on this device, -1 if there is none; [num_rows] int64."""
+    """The local index of each row's expert on this device, -1 for an expert elsewhere; [num_rows] int64."""
     ids = topk_ids.reshape(-1).long()
     num_ids = num_experts if expert_map is None else min(num_experts, len(expert_map))
     exists = (ids >= 0) & (ids < num_ids)
@@ -173,7 +173,7 @@ def local_experts(topk_ids: Tensor, num_experts: int, num_local: int, expert_map
 
 
 def sorted_rows(bins: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
-    """(the rows whose bin is not negative, bin by bin and each bin in order; how many each bin has)."""
+    """(the rows with a bin >= 0, sorted by bin, stably; the number of rows in each bin)."""
     rows = (bins >= 0).nonzero().squeeze(1)
     counts = torch.zeros(num_bins, dtype=torch.int64, device=bins.device)
     counts.index_add_(0, bins[rows], torch.ones_like(rows))
@@ -181,7 +181,7 @@ def sorted_rows(bins: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
 
 
 def padded_places(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, bin by bin; the place of each, bins beginning at multiples of `block_size`; blocks of each bin)."""
+    """(rows sorted by bin; the output slot of each, with bins aligned to `block_size`; blocks of each bin)."""
     rows, counts = sorted_rows(bins, num_bins)
     blocks = (counts + block_size - 1) // block_size
     skipped = (blocks * block_size - counts).cumsum(0) - (blocks * block_size - counts)  # padding before each bin
@@ -189,6 +189,6 @@ def padded_places(bins: Tensor, num_bins: int, block_size: int) -> tuple[Tensor,
 
 
 def max_places(num_rows: int, num_experts: int, block_size: int) -> int:
-    """Places that rows can take at most, each expert's padded to a multiple of `block_size`."""
+    """The maximum number of output slots, with the rows of each expert padded to a multiple of `block_size`."""
     most = num_rows + min(num_rows, num_experts) * (block_size - 1)
     return most // block_size * block_size

@@ -1,4 +1,4 @@
-"""Rows in the order of their experts, padded so that every block of a grouped matrix product has one expert."""
+"""Rows sorted by expert, padded so that every block of a grouped GEMM has one expert."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BATCHED_THREADS = 256  # of moe_batched_align.cu; no measurement of its own
 def align(
     sorted_token_ids: Tensor, experts_ids: Tensor, total: Tensor, experts: Tensor, num_experts: int, block_size: int
 ) -> None:
-    """The reference of an alignment: of the rows whose expert is not negative."""
+    """The reference of an alignment, for the rows with an expert >= 0."""
     rows, places, blocks = padded_places(experts, num_experts, block_size)
     sorted_token_ids.fill_(len(experts))
     sorted_token_ids[places] = rows.int()
@@ -50,19 +50,19 @@ def moe_align_block_size(
 
     A row is one choice of one token: row t is element t of `topk_ids`. `sorted_token_ids` gets the rows of expert 0 in
     ascending order, then ``num_tokens * topk`` up to a multiple of `block_size`, then the rows of expert 1, and so on;
-    ``num_tokens * topk`` also fills it up. A row is skipped whose id is not from 0 to num_experts - 1, or whose expert
-    the map gives no such number. After vLLM's op of this name.
+    ``num_tokens * topk`` also fills it up. A row is skipped if its id is not from 0 to num_experts - 1, or if the map
+    does not map its expert to such a number. After vLLM's op of this name.
 
     Args:
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-        num_experts: how many experts are told apart.
-        block_size: rows of a block of the matrix product.
-        sorted_token_ids: one dimension, int32, contiguous, written; room for the rows of any distribution:
+        num_experts: number of experts.
+        block_size: rows of a block of the GEMM (its tile M).
+        sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
             ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
             multiple of block_size, are enough.
-        experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` places, -1
-            behind the last; an element for every such block of those places.
-        num_tokens_post_pad: one int32, written: places that experts take, a multiple of block_size.
+        experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
+            sorted_token_ids, -1 after the last; at least one element for each block.
+        num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size.
         expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
             sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
     """
@@ -71,7 +71,7 @@ def moe_align_block_size(
 
 
 def wanted_places(topk_ids: TensorArg, num_experts: int, block_size: int) -> int:
-    """Check the sizes of an alignment; returns the places that it may need."""
+    """Check the sizes of an alignment; returns the output slots that it may need."""
     check_ids(topk_ids)
     check_count(topk_ids, "num_experts", num_experts)
     check_count(topk_ids, "block_size", block_size)
@@ -192,17 +192,17 @@ def batched_moe_align_block_size(
 
     Expert b has the rows ``b * max_tokens_per_batch + i`` for ``i < expert_num_tokens[b]``, a number that is clamped to
     0 ... max_tokens_per_batch. `sorted_ids` gets the rows of each expert in turn, each expert's filled up with
-    ``num_experts * max_tokens_per_batch``, and so is what lies behind the last. After vLLM's op of this name.
+    ``num_experts * max_tokens_per_batch``, and so are the elements after the last. After vLLM's op of this name.
 
     Args:
-        max_tokens_per_batch: rows that an expert has room for.
-        block_size: rows of a block of the matrix product.
+        max_tokens_per_batch: row capacity of an expert.
+        block_size: rows of a block of the GEMM (its tile M).
         expert_num_tokens: [num_experts] int32, contiguous.
         sorted_ids: [num_experts * c] int32, contiguous, written; c is max_tokens_per_batch, rounded up to a multiple of
             block_size.
-        expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 behind the
+        expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 after the
             last.
-        num_tokens_post_pad: one int32, written: places that experts take.
+        num_tokens_post_pad: one int32, written: elements that experts take.
     """
     counts = expert_num_tokens.long().clamp(0, max_tokens_per_batch)
     offsets = torch.arange(max_tokens_per_batch, dtype=torch.int64, device=counts.device)
@@ -226,7 +226,7 @@ def result_batched_moe_align_block_size(
 
 
 def _batched_places(max_tokens_per_batch: int, block_size: int, expert_num_tokens: TensorArg) -> int:
-    """Check the sizes of the batches; returns the places for their rows."""
+    """Check the sizes of the batches; returns the output slots for their rows."""
     check.sizes(expert_num_tokens, num_experts=None)
     check.dtype(expert_num_tokens, int32)
     check.contiguous(expert_num_tokens)

@@ -36,7 +36,7 @@ def moe_lora_align_block_size(
     lora_ids: Tensor,
     expert_map: Tensor | None = None,
 ) -> None:
-    """`moe_align_block_size` for each LoRA adapter: of the rows whose token has the adapter.
+    """`moe_align_block_size` for each LoRA adapter, with the rows of the tokens that use the adapter.
 
     Adapter l writes its own part of the outputs, from 0 to max_loras - 1, if `lora_ids` names l anywhere and
     ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. After vLLM's op of this name.
@@ -45,11 +45,11 @@ def moe_lora_align_block_size(
         topk_ids, num_experts, block_size, expert_map: as `moe_align_block_size` takes them.
         token_lora_mapping: [num_tokens] int32, contiguous: the adapter of each token; any number.
         max_loras: adapters that there can be.
-        max_num_tokens_padded: places of an adapter; enough for the rows of any distribution, as `moe_align_block_size`
+        max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as `moe_align_block_size`
             says.
         max_num_m_blocks: blocks of an adapter.
         sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written by adapters.
-        experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 behind the
+        experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 after the
             last block.
         num_tokens_post_pad: [max_loras] int32, contiguous, written by adapters.
         adapter_enabled: [max_loras or more] int32, contiguous.

@@ -24,7 +24,7 @@ __all__ = ["moe_permute", "moe_permute_unpermute_supported", "moe_unpermute"]
 _moe_sort_rows = Kernel("moe/moe_sort_rows.cu")
 _moe_scatter_rows = Kernel("moe/moe_scatter_rows.cu")
 _moe_unpermute = Kernel("moe/moe_unpermute.cu")
-_SCATTER_BLOCKS, _SUM_BLOCKS = 8, 4  # of 256 threads, to a multiprocessor: 32 registers for a copy, 64 for eight loads
+_SCATTER_BLOCKS, _SUM_BLOCKS = 8, 4  # blocks of 256 threads per SM: 32 registers for a copy, 64 for eight loads
 
 
 def moe_permute_unpermute_supported() -> bool:
@@ -50,8 +50,8 @@ def moe_permute(
 
     Choice j of token t is row ``t * topk + j``. The rows of this device come first, in the order of the numbers that
     experts have here, from 0 to n_local_expert - 1; then the rows of other devices, in the order of `topk_ids`; at last
-    rows whose expert does not exist. Rows of one expert stay in ascending order. Nothing is copied for rows that are
-    not of this device: `permuted_input` keeps its bits there. After vLLM's op of this name.
+    rows with an expert that does not exist. Rows of one expert stay in ascending order. Nothing is copied for rows that
+    are not of this device: `permuted_input` keeps its bits there. After vLLM's op of this name.
 
     Args:
         input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
@@ -64,8 +64,8 @@ def moe_permute(
         permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
         expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert; at
             last the number of rows of this device.
-        inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the place of each row.
-        permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each place, or
+        inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
+        permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
             ``num_tokens * topk`` for a row that is not of this device.
     """
     num_rows = topk_ids.numel()
@@ -191,13 +191,13 @@ def moe_unpermute(
 ) -> None:
     """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
-    Products and sums are float32, each rounded, in the order of j. A place that does not exist is left out, and so is
-    one of another device: at or behind the last of `expert_first_token_offset`. After vLLM's op of this name.
+    Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
+    is one of another device: at or after the last of `expert_first_token_offset`. After vLLM's op of this name.
 
     Args:
         permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
         topk_weights: [num_tokens, topk] float32, contiguous: w.
-        inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, the places that `moe_permute` says.
+        inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
         expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
         topk: choices of a token.
         hidden_states: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.

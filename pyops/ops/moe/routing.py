@@ -35,8 +35,8 @@ def topk_softmax(
 
     The score of an expert is the softmax of the logits, in float32. Experts are ranked by logit, or by
     ``score + e_score_correction_bias``. The best expert comes first; of equal experts, the one with the lower id. The
-    weight of an expert is its score, without the bias. An expert whose logit is NaN ranks as -inf and weighs 0. An
-    infinite logit scores as the largest float. A token whose logits are all NaN or -inf has weights of 0.
+    weight of an expert is its score, without the bias. An expert with a NaN logit ranks as -inf and weighs 0. An
+    infinite logit scores as the largest float. If all logits of a token are NaN or -inf, its weights are 0.
 
     Args:
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
@@ -101,7 +101,7 @@ def topk_softplus_sqrt(
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         routed_scaling_factor: multiplies the weights, after they are renormalised.
-        e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect beside a table.
+        e_score_correction_bias: [num_experts] float32, contiguous, or None. Without effect if there is a table.
         input_tokens: [num_tokens] int32 or int64, contiguous: rows of the table; given if and only if the table is.
         hash_indices_table: [vocab_size, topk] int32 or int64, contiguous, or None.
     """

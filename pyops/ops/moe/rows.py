@@ -23,9 +23,9 @@ __all__ = ["moe_sum", "moe_sum_experts", "shuffle_rows"]
 
 _moe_sum = Kernel("moe/moe_sum.cu")
 _shuffle_rows = Kernel("moe/shuffle_rows.cu")
-_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # of 256 threads, to a multiprocessor: 64 registers for eight loads, 32 for copies
-# Rows of a thread of shuffle_rows, if a multiprocessor still has so many threads. With one row, threads wait for the
-# map and then for the row: 2.8 TB/s on an H200, for 32768 rows of 8 KiB. Predicted, not measured.
+_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # resident blocks of 256 threads per SM: 64 registers for eight loads, 32 for copies
+# shuffle_rows: rows of a thread, and threads per SM that must remain. With one row, threads wait for the map and then
+# for the row: 2.8 TB/s on an H200, for 32768 rows of 8 KiB. Predicted, not measured.
 _BATCH, _BATCH_THREADS = 4, 1024
 
 
@@ -33,7 +33,7 @@ _BATCH, _BATCH_THREADS = 4, 1024
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-    Sums are float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+    The accumulator is float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
@@ -92,11 +92,11 @@ def example_moe_sum(
 def moe_sum_experts(
     input: Tensor, topk_ids: Tensor, output: Tensor, num_experts: int, expert_map: Tensor | None = None
 ) -> None:
-    """`moe_sum` over those choices whose experts are on this device; 0 for a token that has none.
+    """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
 
     Args:
-        input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; of choices whose experts are
-            elsewhere, any values.
+        input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
+            experts elsewhere.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
         output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
         num_experts: experts on this device.

@@ -1,4 +1,4 @@
-"""The sizes of experts' products in the two layers of a mixture, from ids or from offsets (the tables: `_sizes.py`)."""
+"""Problem sizes of the grouped GEMMs of both layers of a mixture, from ids or offsets (the tables: `_sizes.py`)."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def get_cutlass_moe_mm_data(
     blockscale_offsets: Tensor | None = None,
     is_gated: bool = True,
 ) -> None:
-    """Sort rows by their experts; the sizes of each expert's products, and where its rows are.
+    """Sort rows by their experts; compute each expert's GEMM problem sizes and row offsets.
 
-    A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row whose expert does not
-    exist is counted nowhere, and its place is the number of the others. Sizes are swapped for up to 64 rows, unless
-    `blockscale_offsets` is given. After vLLM's op of this name.
+    A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an expert that
+    does not exist is not counted, and its position is the number of the other rows. Sizes are swapped for up to 64
+    rows, unless `blockscale_offsets` is given. After vLLM's op of this name.
 
     Args:
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-        expert_offsets: [num_experts + 1] int32, contiguous, written: the place of the first row of each expert; at last
-            the number of rows that have one.
-        problem_sizes1, problem_sizes2: [num_experts, 3] int32, contiguous, written: the sizes of the products of the
-            first and of the second layer.
-        input_permutation: [num_tokens * topk] int32, contiguous, written: the token of the row at each place; 0 behind
-            the last.
-        output_permutation: [num_tokens * topk] int32, contiguous, written: the place of each row.
-        num_experts: how many experts are told apart.
+        expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first row; at
+            last the number of rows with an expert.
+        problem_sizes1, problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+            of the second layer.
+        input_permutation: [num_tokens * topk] int32, contiguous, written: the token of the row at each sorted position;
+            0 after the last.
+        output_permutation: [num_tokens * topk] int32, contiguous, written: the sorted position of each row.
+        num_experts: number of experts.
         n, k: the sizes of the layers.
         blockscale_offsets: [num_experts + 1] int32, contiguous, written: like expert_offsets, of rows rounded up to a
             multiple of 128 in each expert. None: not wanted.
@@ -180,7 +180,7 @@ def get_cutlass_moe_mm_problem_sizes(
     blockscale_offsets: Tensor | None = None,
     force_swap_ab: bool | None = None,
 ) -> None:
-    """The sizes of each expert's products alone, see `get_cutlass_moe_mm_data`. After vLLM's op of this name.
+    """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. After vLLM's op of this name.
 
     Args:
         topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k: as `get_cutlass_moe_mm_data` takes them.
@@ -228,7 +228,7 @@ def example_get_cutlass_moe_mm_problem_sizes(make: Any, *, num_tokens: int = 16)
 def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     expert_first_token_offset: Tensor, problem_sizes1: Tensor, problem_sizes2: Tensor, n: int, k: int, swap_ab: bool
 ) -> None:
-    """The sizes of each expert's products, from where its rows begin (`moe_permute`). After vLLM's op of this name.
+    """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
 
     Args:
         expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has

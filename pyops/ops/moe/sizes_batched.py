@@ -1,4 +1,4 @@
-"""The sizes of the products of experts that have a batch of rows each, under vLLM's two names for one op."""
+"""GEMM problem sizes of experts with one batch of rows each, under vLLM's two names for one op."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def get_cutlass_batched_moe_mm_data(
     n: int,
     k: int,
 ) -> None:
-    """The sizes of each expert's products, and where its batch begins, for batches of `padded_m` rows.
+    """The GEMM problem sizes of each expert, and the offset of its batch, for batches of `padded_m` rows.
 
     Sizes are swapped if the batches together have up to 64 rows. After vLLM's op of this name.
 

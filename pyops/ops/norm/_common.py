@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rms(x: Tensor, weight: Tensor | None, epsilon: float, dtype: Any) -> Tensor:
-    """The RMS norm of the float32 tensor `x`, rounded to `dtype` before and after the product with the weight."""
+    """The RMS norm of the float32 tensor `x`, rounded to `dtype` before and after the multiplication by the weight."""
     y = (x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()).to(dtype)
     return y if weight is None else y * weight
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norms whose results are int8 or fp8 codes, under scales that the same kernel computes."""
+"""Root-mean-square norms with int8 or fp8 results, and dynamic scales that the same kernel computes."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def layer_norm(
 
     ``out = T((x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias)`` in float32, rounded once (Ba, Kiros and Hinton
     2016, arXiv:1607.06450). Without `z`, ``x = input``. With `z`, ``x = input * act(z)``; or, if `norm_before_gate`,
-    the result is multiplied by act(z) before it is rounded. A group whose sum, or sum of squares, is no float32 gives
-    zeros or NaN.
+    the result is multiplied by act(z) before it is rounded. A group gives zeros or NaN if its sum, or its sum of
+    squares, overflows float32.
 
     Args:
         out: [..., hidden_size], written; rows of one stride; may be `input` itself.

@@ -34,8 +34,8 @@ _GEMMA_ADD_RMS_NORM = RowTuning(many=(3, 4), resident=(896, 896), rows=2)
 _NO_DIMENSION = (1, (0, 0))  # size and strides in place of a leading dimension that the tensors do not have
 
 
-# Two units: summed in another order, T(x * scale) may round to a neighbour, and the product with the weight can turn a
-# difference of one unit in the last place into two.
+# Two ulps: summed in another order, T(x * scale) may round to the adjacent value, and the multiplication by the weight
+# can make two ulps of a difference of one.
 @op(out="out", in_place={"out": "input"}, ulps=2)
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Scale each row of `input` to unit root mean square, then by `weight`.
@@ -43,8 +43,8 @@ def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) 
     ``out = T(T(input / sqrt(mean(input^2) + epsilon)) * weight)``, the mean in float32 over the last dimension
     (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    A row whose squares add up to more than the largest float32 has an infinite mean: its finite elements become 0, its
-    infinite ones NaN. Squares below 2^-126 may count as 0. So it is in every RMS norm here.
+    If the sum of squares of a row overflows float32, its mean is infinite: finite elements become 0, infinite ones NaN.
+    Squares below 2^-126 may count as 0. This holds for every RMS norm here.
 
     Args:
         out: [..., hidden_size], written; may be `input` itself.

@@ -1,4 +1,4 @@
-"""Root-mean-square norms whose results are fp8 codes under a given scale."""
+"""Root-mean-square norms with fp8 results and a static scale."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = [
 
 _rms_norm_static_fp8_quant = Kernel("norm/rms_norm_static_fp8_quant.cu")
 
-# A row has the threads that it has in `rms_norm` and `fused_add_rms_norm`, so that sums agree bit for bit and codes are
-# equal (docs/performance/rows.md). With a residual, converting leaves registers for fewer resident threads.
+# A row has the same threads as in `rms_norm` and `fused_add_rms_norm`, so that row sums agree bit for bit and fp8
+# results are equal (docs/performance/rows.md). With a residual, converting leaves registers for fewer resident threads.
 _WITHOUT_RESIDUAL = RMS_NORM
 _WITH_RESIDUAL = replace(FUSED_ADD_RMS_NORM, resident=(896, 896))
 
@@ -108,7 +108,8 @@ def fused_add_rms_norm_static_fp8_quant(
 ) -> None:
     """Add `residual` to `input`, keep the sum in `residual`, and write its RMS norm as fp8 under one given scale.
 
-    Sum and norm are those of `fused_add_rms_norm`, codes those of `rms_norm_static_fp8_quant`. `input` is not written.
+    Sum and norm are those of `fused_add_rms_norm`, fp8 results those of `rms_norm_static_fp8_quant`. `input` is not
+    written.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.

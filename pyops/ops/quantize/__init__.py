@@ -2,7 +2,7 @@
 
 A value is its code times its scale. Scales are given, or found from a tensor, a row or a group. All arithmetic is in
 float32, correctly rounded. Conversions round to nearest even (`per_token_group_quant_int8`: toward zero) and saturate.
-Maxima and minima ignore NaN. An infinity makes its scale infinite, and the codes of finite values under that scale 0.
+Maxima and minima ignore NaN. An infinity makes its scale infinite; finite values then quantize to 0.
 The `result` of an fp8 op may be float8_e4m3fn, uint8 (the bits of float8_e4m3fn) or, on any platform, float8_e4m3fnuz,
 the e4m3 of gfx942: its limit is 224 where docstrings say 448, and it has no -0.
 """

@@ -1,4 +1,4 @@
-"""What the quantising ops share: views of codes, checks of matrices, and the launch of static_quant.cu."""
+"""What the quantising ops share: views of quantized values, checks of matrices, and the launch of static_quant.cu."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _static_quant = Kernel("quantize/static_quant.cu")
-_MIN_BLOCKS = 8  # blocks of 256 threads per multiprocessor: 2048 threads, the most there can be
+_MIN_BLOCKS = 8  # resident blocks of 256 threads per SM: 2048 threads, the maximum
 
 
 def as_fp8(x: Tensor) -> Tensor:
-    """fp8 codes as float8: bytes are those of float8_e4m3fn."""
+    """fp8 values as a float8 dtype: uint8 holds the bits of float8_e4m3fn."""
     return x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x
 
 
@@ -40,7 +40,7 @@ def integers(x: Tensor) -> Tensor:
 
 
 def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
-    """Check `input` and its codes `result`, of one stride between rows each; returns the size of a row."""
+    """Check `input` and its quantized `result`, with one row stride each; returns the size of a row."""
     check.floating(input)
     hidden_size = check.row_size(input)
     check.same_shape(result, input)
@@ -52,7 +52,7 @@ def matrices(result: TensorArg, input: TensorArg, *code_types: DType) -> int:
 
 
 def fp8_matrices(result: TensorArg, input: TensorArg) -> tuple[int, TensorArg]:
-    """`matrices` for fp8 codes; returns the size of a row, and `result` as fp8 if it is bytes."""
+    """`matrices` for fp8 results; returns the size of a row, and `result` as fp8 if it is bytes."""
     hidden_size = matrices(result, input, *E4M3, uint8)
     return hidden_size, replace(result, dtype=float8_e4m3fn) if result.dtype is uint8 else result
 
@@ -74,7 +74,7 @@ def static(
     grouped_rows: bool = False,
     strides: tuple[int, int] = (0, 0),
 ) -> Launch:
-    """The launch of static_quant.cu: a scale for each group_rows x group_columns elements, `strides` apart."""
+    """The launch of static_quant.cu: a scale, with `strides`, for each group_rows x group_columns elements."""
     fixed: dict[str, Any] = {
         "group_rows": group_rows,
         "scale_row_stride": strides[0],
@@ -88,7 +88,7 @@ def static(
         input,
         "result_stride",
         min_blocks=_MIN_BLOCKS if has_instructions else 1,
-        # docs/performance/quantize.md: 16 codes to a thread. Scales of narrower groups take registers.
+        # docs/performance/quantize.md: 16 values per thread. Scales of narrower groups take registers.
         twice=has_instructions and result.dtype is not int8 and group_columns % 16 == 0,
         fixed=fixed if azp else fixed | {"azp": 0},
         code_t=result.dtype,

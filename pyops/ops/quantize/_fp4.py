@@ -1,18 +1,19 @@
-"""NVFP4: codes of e2m1 (4 bits) for sixteen neighbouring elements under one scale of e4m3, and one scale of the tensor.
+"""NVFP4: e2m1 values (4 bits), an e4m3 scale for each sixteen contiguous elements, and one scale of the tensor.
 
 The kernels run on any GPU: their arithmetic gives the bits of a conversion to e2m1. With ``g``, the scale of the
 tensor, a factor of the input, normally ``448 * 6 / max|x|``, and ``a``, the largest magnitude of the sixteen elements,
 
-    s = e4m3(g * (a * (1/6)))        code = e2m1(x * r), r = 1 / (s * (1 / g)) or 0 where s is 0
+    s = e4m3(g * (a * (1/6)))        q = e2m1(x * r), r = 1 / (s * (1 / g)) or 0 where s is 0
 
-so that ``x`` is about ``code * s / g``. Every step is rounded to float32, and to nearest even where it becomes a code;
-codes saturate at +-6, scales at 448. The maximum ignores NaN, whose code is +6; -0 and numbers that round to it keep
-their sign. Two codes share a byte, the first in its lower half. A code is a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+so that ``x`` is about ``q * s / g``. Every step is rounded to float32; the conversions to e2m1 and e4m3 round to
+nearest even, and saturate at +-6 and 448. The maximum ignores NaN; q of a NaN is +6; -0 and numbers that round to it
+keep their sign. Two e2m1 values share a byte, the first in its low nibble. An e2m1 value is a sign and 0, 0.5, 1, 1.5,
+2, 3, 4 or 6.
 
-A ``g`` of 0 gives scales and codes of 0. A negative ``g`` gives negative scales, so that values come back with their
-sign. A NaN gives scales of 448 and codes of +6; an infinite ``g`` scales of +-448 and codes of +-6, of 0 +6.
+If ``g`` is 0, all s and q are 0. If ``g`` is negative, so are the scales, and dequantized values have the right sign. A
+NaN ``g`` gives scales of 448 and q of +6; an infinite ``g`` gives scales of +-448 and q of +-6, for x = 0 of +6.
 
-Matrix products on Blackwell take scales in tiles (`_shared/fp4_tiles.py`).
+GEMMs on Blackwell read scales in tiles (`_shared/fp4_tiles.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
     from ..._core.device import Device
 
-# The middles between neighbouring magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A value in the middle becomes the even code:
-# the lower one for the first tuple, the upper one for the second.
+# Midpoints between adjacent magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A midpoint rounds to even: down for the first tuple,
+# up for the second.
 _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
@@ -42,7 +43,7 @@ _TIES_DOWN, _TIES_UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 
 
 def e2m1(x: Tensor) -> Tensor:
-    """Codes of float32 values, one to a byte; NaN becomes 6."""
+    """Convert float32 to e2m1 bits, one value per byte; NaN becomes 6."""
     magnitude = x.abs()
     codes = torch.zeros_like(x, dtype=torch.uint8)
     for middle in _TIES_DOWN:
@@ -53,7 +54,7 @@ def e2m1(x: Tensor) -> Tensor:
 
 
 def nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, two to a byte; e4m3 scales) of `input` [num_rows, hidden_size]; `scale` is g, float32 [num_rows, 1]."""
+    """(packed e2m1 values; e4m3 scales) of `input` [num_rows, hidden_size]; `scale` is g, float32 [num_rows, 1]."""
     x = input.float().unflatten(-1, (-1, BLOCK))
     g = scale.unsqueeze(-1)
     a = fp8.absmax(x)
@@ -78,7 +79,7 @@ def gated(input: Tensor) -> Tensor:
 
 
 def check_codes(output: TensorArg, input: TensorArg, halves: int = 1) -> int:
-    """Check `input`, of 2 `halves` if gated, and the codes `output`; returns the number of scales of a row."""
+    """Check `input`, of 2 `halves` if gated, and the packed `output`; returns the number of scales of a row."""
     check.dtype(input, float16, bfloat16)
     if check.row_size(input) % (halves * BLOCK):
         raise input.error(f"expected a last dimension of multiples of {halves * BLOCK}, got shape {input.shape}")
@@ -105,13 +106,13 @@ def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
 # docs/performance/quantize.md, NVFP4.
 _NUM_THREADS = 128
 _MIN_ROW_THREADS = 4
-# Threads that a multiprocessor holds, by the registers of the kernel: experts without a gate 1152 (13.6 us, 14.3 with
-# 1024), others 1024. Rows narrower than a block need more registers; so do experts with a gate on sm_10x and sm_12x.
+# Resident threads per SM, by the registers of the kernel: experts without a gate 1152 (13.6 us, 14.3 with 1024), others
+# 1024. Rows narrower than a block need more registers; so do experts with a gate on sm_10x and sm_12x.
 _RESIDENT_EXPERTS, _RESIDENT, _RESIDENT_FEWER = 1152, 1024, 640
 _NEED_MORE_REGISTERS = ("sm_10", "sm_12")
-_UNIT = 4  # rows of a tile, 32 apart, whose scales one thread stores as one word
+_UNIT = 4  # one thread stores the scales of 4 rows of a tile, with a stride of 32 rows, as one word
 _MAX_FEW_ROWS = 32  # rows that one such unit covers: one row at a time is faster from 33 to about 500 rows
-_MAX_ROUNDS = 12  # rows of a thread: rows that are read at the same time should not lie far apart
+_MAX_ROUNDS = 12  # rows of a thread: rows that are read at the same time should be close in memory
 _MAX_CANDIDATE_ROUNDS = 32  # rows of a thread that tuning tries
 _MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 
@@ -147,9 +148,9 @@ class Fp4Config:
 
     Attributes:
         row_threads: threads side by side in a row.
-        unit: rows of which a thread stores the scales at once.
+        unit: rows for which a thread stores the scales at once.
         rounds: rows of a thread, a multiple of `unit`.
-        min_blocks: blocks that a multiprocessor holds.
+        min_blocks: resident blocks per SM.
     """
 
     row_threads: int
@@ -158,7 +159,7 @@ class Fp4Config:
     min_blocks: int
 
     def grid(self, problem: Fp4Problem) -> tuple[int, int, int]:
-        """Blocks beside each other; blocks below each other, in two dimensions."""
+        """(blocks along a row, blocks along rows), the latter in two dimensions."""
         block_rows = _NUM_THREADS // self.row_threads
         row_units = -(-problem.scale_rows // (self.unit * block_rows)) * self.unit
         below = -(-row_units // max(1, self.rounds))
@@ -181,7 +182,7 @@ class Fp4Config:
 
 
 def choose(problem: Fp4Problem, device: Device) -> Fp4Config:
-    """Units of four rows where they leave no multiprocessor idle, else single rows, shared equally in whole waves."""
+    """Units of four rows if they leave no SM idle, else single rows, divided equally among whole waves."""
     row_threads = min(_NUM_THREADS, max(_MIN_ROW_THREADS, 1 << (problem.columns - 1).bit_length()))
     min_blocks = _resident_threads(problem, row_threads, device) // _NUM_THREADS
     wave = device.multiprocessors * min_blocks  # blocks that run at the same time

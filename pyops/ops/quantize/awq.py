@@ -25,7 +25,7 @@ _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # first bit of each column's nibble
 # docs/performance/gguf.md: eight rows of a word to a thread. Four rows where eight would leave threads idle have no
 # measurement of their own.
 _ROWS, _FEW_ROWS = 8, 4
-_FULL_THREADS = 4 * 2048  # threads per multiprocessor that are enough for eight rows: four full waves
+_FULL_THREADS = 4 * 2048  # threads per SM from which a thread gets eight rows: four full waves
 
 
 @op(returns="out", runtime=("split_k_iters", "thx", "thy"), ulps=0)

@@ -1,4 +1,4 @@
-"""fp8 and int8 codes under dynamic scales: one of the tensor, or one of each token."""
+"""fp8 and int8 quantization with dynamic scales, per tensor or per token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _dynamic_token_quant = Kernel("quantize/dynamic_token_quant.cu")
 
 
 class Pass(NamedTuple):
-    """Geometry of one pass over the input: threads of a block, blocks per multiprocessor, vectors of a thread."""
+    """Geometry of one pass over the input: threads of a block, blocks per SM, vectors of a thread."""
 
     num_threads: int
     resident: int
@@ -44,11 +44,11 @@ _AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # a zero point takes regis
 
 @op(out=("result", "scale"), ulps=0)
 def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
-    """fp8 codes under one scale for the whole tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+    """fp8 with one dynamic scale for the tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
 
-    The product is with the float32 reciprocal. The maximum ignores NaN, whose code is +448. Where the reciprocal is not
-    finite (no magnitude above about 1e-36), codes are those of 0. An infinity makes the scale infinite: its code is
-    +448, those of finite elements are 0.
+    The multiplication is by the float32 reciprocal. The maximum ignores NaN; a NaN becomes +448. If the reciprocal is
+    not finite (no magnitude above about 1e-36), results are 0. An infinity makes the scale infinite: it becomes +448,
+    and finite elements become 0.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
@@ -134,7 +134,7 @@ def example_dynamic_scaled_fp8_quant(
 def dynamic_per_token_scaled_fp8_quant(
     result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None
 ) -> None:
-    """fp8 codes of tokens, one scale to a token: ``result = fp8(input / scale)``, a true division.
+    """fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
 
     ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, with the maximum of the row, which ignores NaN;
     the code of NaN is +448. Values above the bound saturate. Rows of zeros have the smallest scale.
@@ -205,20 +205,20 @@ def example_dynamic_per_token_scaled_fp8_quant(
 
 @op(out=("result", "scale", "azp"), ulps=0)
 def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-    """int8 codes of tokens, each under a scale of its own and, with `azp`, a zero point of its own.
+    """int8 with one dynamic scale and, with `azp`, one zero point per token.
 
     Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, and 0 where that factor is not
     finite (no magnitude above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
     min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
     azp)``. If the scale of a range has no finite reciprocal, as that of a constant row, the range is extended to 0; if
-    its scale still has none, the scale is 1. Integers are int32 and saturate, and so do sums. Minimum and maximum
-    ignore NaN, which has the code of 0. An infinite scale gives codes of 0.
+    its scale still has none, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
+    ignore NaN, which quantizes like 0. An infinite scale quantizes everything like 0.
 
     Args:
         result: [..., hidden_size] int8, written; rows of one stride.
         input: the same shape, float32, float16 or bfloat16; rows of one stride.
         scale: one float32 per row, contiguous, written.
-        azp: one int32 per row, contiguous, written: the code of 0, which may lie outside int8. Or None: symmetric.
+        azp: one int32 per row, contiguous, written: the zero point, which may lie outside int8. Or None: symmetric.
     """
     x = input.float()
     if azp is None:

@@ -1,4 +1,4 @@
-"""NVFP4 codes and scales of a matrix, and of a gated activation (the format: `_fp4.py`)."""
+"""NVFP4 quantization of a matrix, and of a gated activation (the format: `_fp4.py`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _silu_and_mul_nvfp4_quant = Kernel("quantize/silu_and_mul_nvfp4_quant.cu")
 def scaled_fp4_quant(
     output: Tensor, input: Tensor, output_scale: Tensor, input_scale: Tensor, is_sf_swizzled_layout: bool
 ) -> None:
-    """NVFP4: codes of e2m1 and, for every sixteen elements, a scale of e4m3, ``s = e4m3(g * (max|x| * (1/6)))``.
+    """NVFP4: e2m1 values and, for every sixteen elements, an e4m3 scale, ``s = e4m3(g * (max|x| * (1/6)))``.
 
     ``output = e2m1(x * r)`` with ``r = 1 / (s * (1 / g))``, or 0 where s is 0, so that x is about ``output * s / g``.
-    Every step is rounded to float32; codes and scales round to nearest even and saturate, at +-6 and 448. The maximum
-    ignores NaN, whose code is +6. Two codes share a byte, the first in its lower half (NVIDIA 2025, "Pretraining Large
-    Language Models with NVFP4", arXiv:2509.25149).
+    Every step is rounded to float32; e2m1 values and scales round to nearest even and saturate, at +-6 and 448. The
+    maximum ignores NaN; a NaN becomes +6. Two e2m1 values share a byte, the first in its low nibble (NVIDIA 2025,
+    "Pretraining Large Language Models with NVFP4", arXiv:2509.25149).
 
     Args:
         output: [..., hidden_size / 2] uint8, written; rows of one stride.
@@ -56,7 +56,7 @@ def result_scaled_fp4_quant(input: TensorArg, is_sf_swizzled_layout: bool) -> tu
 
 
 def _results(input: TensorArg, hidden_size: int, tiled: bool) -> tuple[Result, Result]:
-    """Codes and scales of the rows of `input`, which have `hidden_size` elements if they are not halves."""
+    """Packed values and scales for the rows of `input`; `hidden_size` is the size of a row without its gate."""
     num_rows, blocks = check.num_rows(input), hidden_size // BLOCK
     codes = Result((*input.shape[:-1], hidden_size // 2), uint8)
     if not tiled:

@@ -1,4 +1,4 @@
-"""NVFP4 codes and scales of rows that belong to experts (the format: `_fp4.py`)."""
+"""NVFP4 quantization of rows that belong to experts (the format: `_fp4.py`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_experts(
     tile_offsets: Tensor,
     quantized: Callable[[Tensor, int], tuple[Tensor, Tensor]],
 ) -> None:
-    """References: codes and tiles of scales by `quantized(rows, expert)`, for rows `x` that are already gated."""
+    """References: packed values and tiles of scales by `quantized(rows, expert)`, for rows `x` after the gate."""
     columns = output_scale.shape[1] * output_scale.element_size()
     flat = output_scale.view(torch.uint8).reshape(-1).clone()
     for expert, (first, end) in enumerate(pairwise(offsets.tolist())):
@@ -63,7 +63,7 @@ def check_matrix(input: TensorArg) -> None:
 
 
 def _result_experts(input: TensorArg, scale: TensorArg, halves: int) -> tuple[Result, Result]:
-    """The codes, and scales with tiles enough for any distribution of the rows."""
+    """The packed values, and scales with enough tiles for any distribution of the rows."""
     check_matrix(input)
     num_rows, hidden_size = input.shape[0], input.shape[1] // halves
     scale_rows = rounded_up(num_rows, TILE_ROWS) + TILE_ROWS * scale.numel
@@ -144,7 +144,7 @@ def scaled_fp4_experts_quant(
     """`scaled_fp4_quant` of rows that belong to experts: each expert has its own global scale and its own tiles.
 
     Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
-    `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows behind it keep their bits.
+    `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows after it keep their bits.
     Experts may have no rows; tiles of two experts must not be the same. Nothing is written for the experts from the
     first bad offset on (below 0, below the offset before it, or beyond the rows), nor for an expert whose tiles reach
     beyond `output_scale`.

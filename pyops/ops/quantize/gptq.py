@@ -39,11 +39,11 @@ def _destination(bit: int, field: int, j: int) -> int:
 
 @op(inout="q_weight", ulps=0)
 def gptq_shuffle(q_weight: Tensor, q_perm: Tensor | None, bit: int) -> None:
-    """Prepare a weight of GPTQ for matrix products, in place: permute rows, interleave the fields of words.
+    """Prepare a GPTQ weight for GEMMs, in place: permute rows, interleave the fields of words.
 
     Row r becomes row ``q_perm[r]`` of the given weight, or 0 if that row does not exist. A word then holds its even
     fields in the low half, from the lowest bits, and its odd fields in the high half. Fields of 8 bits keep their
-    places. Of a unit of 32 fields of 3 bits, each of three words holds ten fields in this order; bit j of the last two
+    positions. A unit of 32 fields of 3 bits has three words of ten fields each, in this order; bit j of the last two
     fields is bit 15 and bit 31 of word j. (This is ExLlama's layout.)
 
     Args:

@@ -1,4 +1,4 @@
-"""fp8 and int8 codes of groups of neighbouring elements, one scale to a group."""
+"""fp8 and int8 quantization of groups of contiguous elements, with one scale per group."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["per_token_group_fp8_quant", "per_token_group_quant_int8"]
 
 _group_quant = Kernel("quantize/group_quant.cu")
-# docs/performance/quantize.md: groups of few rows are spread over more threads, with one vector each; of many rows, a
-# thread has two vectors of a group of 128, with 2048 threads resident.
-_MAX_FEW_VECTORS = 4096  # vectors per multiprocessor up to which rows are few
+# docs/performance/quantize.md: with few rows, groups are spread over more threads, with one vector each; with many
+# rows, a thread has two vectors of a group of 128, with 2048 threads resident.
+_MAX_FEW_VECTORS = 4096  # vectors per SM up to which there are few rows
 _FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2
-_MAX_WARP_VECS = 64  # vectors of a group of which a lane has two: 32 registers are enough
-_RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # threads that a multiprocessor holds
+_MAX_WARP_VECS = 64  # vectors of a group up to which a lane has at most two: 32 registers are enough
+_RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # resident threads per SM
 # {(rows are few, a group has at most _MAX_WARP_VECS vectors): tuning}
 _TUNING = {
     (few, in_warp): RowTuning(
@@ -39,14 +39,14 @@ _TUNING = {
     for few in (False, True)
     for in_warp in (False, True)
 }
-# Range of the codes of each type.
+# Range of each quantized type.
 _CODE_RANGE = {int8: (-128.0, 127.0), float8_e4m3fn: (-448.0, 448.0), float8_e4m3fnuz: (-240.0, 240.0)}
 
 
 def group_codes(
     input: Tensor, group_size: int, eps: float, limits: tuple[float, float], power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """(float32 values of the codes before rounding, in the shape of `input`; scales [num_tokens, groups])."""
+    """(scaled float32 values before rounding, in the shape of `input`; scales [num_tokens, groups])."""
     x = input.float().unflatten(-1, (-1, group_size))
     absmax = fp8.absmax(x)
     scale = absmax.clamp(min=eps) / torch.full_like(absmax, limits[1])
@@ -152,7 +152,7 @@ def per_token_group_fp8_quant(
     fp8_max: float,
     scale_ue8m0: bool,
 ) -> None:
-    """fp8 codes of groups of neighbouring elements, one scale to a group, with a true division.
+    """fp8 with one dynamic scale per group of contiguous elements, by a true division.
 
     ``output_s = max(max|input|, eps) / fp8_max`` over a group, rounded up to a power of two of at least 1e-10 if
     `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. The code of
@@ -220,7 +220,7 @@ def per_token_group_quant_int8(
     int8_max: float,
     round_to_nearest: bool = False,
 ) -> None:
-    """int8 codes of groups of neighbouring elements, one scale to a group, rounded toward zero.
+    """int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
 
     ``output_s = max(max|input|, eps) / int8_max`` over a group; ``output_q = trunc(clamp(input / output_s, int8_min,
     int8_max))``, a true division. The maximum ignores NaN. The code of NaN and of infinities is int8_min. Rounding

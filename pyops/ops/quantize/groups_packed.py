@@ -1,4 +1,4 @@
-"""fp8 codes of groups of neighbouring elements, with the exponents of their scales packed four to a word."""
+"""fp8 quantization of groups of contiguous elements, with the exponents of their scales packed four to a word."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def per_token_group_fp8_quant_packed(
     fp8_min: float,
     fp8_max: float,
 ) -> None:
-    """fp8 codes of groups, and the exponents of their scales, powers of two, packed four to a word (DeepGEMM's UE8M0).
+    """fp8 with one power-of-two scale per group; four scale exponents are packed to a word (DeepGEMM's UE8M0).
 
-    Codes and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
-    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes behind the last one are 0.
+    Results and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
+    ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes after the last one are 0.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
         output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride. It may have
-            more rows: those behind the tokens become 0 up to num_tokens rounded up to 4, and others are left.
+            more rows: those after the tokens become 0 up to num_tokens rounded up to 4, and others are left.
         output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
             up to 4): then what lies between the columns becomes 0. It may have num_tokens rounded up to 4 rows: rows
-            behind the tokens become 0.
+            after the tokens become 0.
         group_size: a divisor of hidden_size.
         eps: lower bound of the maximum of a group, 2^-100 to 2^100.
         fp8_min, fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and

@@ -25,8 +25,8 @@ _MAX_SIZE = 32768
 # Elements of a thread, by the largest size of a row that has them: a warp is enough for a short row, a block for a long
 # one. docs/performance/next.md has times of the op; these numbers have no measurement of their own.
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
-_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # threads that a multiprocessor holds
-_WARP_ROW_THREADS = 128  # threads of a block whose rows have a warp or less each
+_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # resident threads per SM
+_WARP_ROW_THREADS = 128  # threads of a block with a warp or less per row
 _MIN_SHARED_ELEMENTS = 32  # min elements of a thread that go through shared memory at a time
 
 
@@ -49,7 +49,7 @@ class HadamardConfig:
         elements: elements of a thread.
         num_threads: threads of a block.
         rounds: parts in which a row goes through shared memory: 2 if the whole row does not fit.
-        min_blocks: blocks that a multiprocessor holds.
+        min_blocks: resident blocks per SM.
     """
 
     elements: int
@@ -68,7 +68,7 @@ class HadamardConfig:
 
 
 def _block_threads(row_threads: int) -> int:
-    """Threads of a block, of rows that have so many threads each."""
+    """Threads of a block, for rows with `row_threads` each."""
     return max(_WARP_ROW_THREADS, row_threads) if row_threads <= 32 else row_threads
 
 

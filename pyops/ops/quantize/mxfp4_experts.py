@@ -1,4 +1,4 @@
-"""MXFP4 codes and scales of rows that belong to experts."""
+"""MXFP4 quantization of rows that belong to experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _mxfp4_experts_quant = Kernel("quantize/mxfp4_experts_quant.cu")
 
 
 def _mxfp4(x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
-    """(codes, two to a byte; exponents, uint8) of rows [num_rows, hidden_size], whoever's they are."""
+    """(packed e2m1 values; exponents, uint8) of rows [num_rows, hidden_size] of any expert."""
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     a = fp8.absmax(blocks)
     exponents = (a * torch.full_like(a, 1 / 6)).view(torch.int32) >> 23
@@ -37,7 +37,7 @@ def _mxfp4(x: Tensor, expert: int) -> tuple[Tensor, Tensor]:
 
 
 def _result_mxfp4(input: TensorArg, n_experts: int, halves: int) -> tuple[Result, Result]:
-    """The codes, and scales with tiles enough for any distribution of the rows."""
+    """The packed values, and scales with enough tiles for any distribution of the rows."""
     check_matrix(input)
     num_rows, hidden_size = input.shape[0], input.shape[1] // halves
     scale_rows = rounded_up(num_rows, TILE_ROWS) + TILE_ROWS * max(0, n_experts)
@@ -100,7 +100,7 @@ def mxfp4_experts_quant(
     output_scale_offset_by_experts: Tensor,
     n_experts: int,
 ) -> None:
-    """MXFP4 of rows that belong to experts: codes of e2m1 of 32 neighbouring elements under a power of two.
+    """MXFP4 of rows that belong to experts: e2m1 values, and a power-of-two scale per 32 contiguous elements.
 
     The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``code = e2m1(x /
     scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. Where the scale is 0 (a zero or a denormal

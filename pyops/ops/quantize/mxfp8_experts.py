@@ -1,4 +1,4 @@
-"""MXFP8 codes and scales of rows that belong to experts."""
+"""MXFP8 quantization of rows that belong to experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _mxfp8_experts_quant = Kernel("quantize/mxfp8_experts_quant.cu")
 
 
 def _mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes; exponents, uint8) of rows [num_rows, hidden_size]."""
+    """(e4m3 values; exponents, uint8) of rows [num_rows, hidden_size]."""
     blocks = x.float().unflatten(-1, (-1, MX_BLOCK))
     a = fp8.absmax(blocks)
     mantissa, exponent = torch.frexp((a * torch.full_like(a, 1 / 448)).double())  # of a zero both are 0
@@ -47,7 +47,7 @@ def mxfp8_experts_quant(
     quant_output: Tensor,
     scale_factor: Tensor,
 ) -> None:
-    """MXFP8 of rows that belong to experts: codes of e4m3 of 32 neighbouring elements under a power of two.
+    """MXFP8 of rows that belong to experts: e4m3 values, and a power-of-two scale per 32 contiguous elements.
 
     The scale is the smallest power of two, 2^-127 or more, that is at least ``max|x| * (1/448)``, stored as its
     exponent, biased by 127; of an infinite maximum it is 2^127. ``code = e4m3(x / scale)`` saturates at +-448. NaN is
@@ -59,7 +59,7 @@ def mxfp8_experts_quant(
 
     Args:
         input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
-        problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), of which the rows alone are read.
+        problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K); only the rows are read.
         expert_offsets: [num_experts] int32, contiguous: the first row of each expert.
         blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
         quant_output: [num_rows, hidden_size] float8_e4m3fn, written; rows of one stride.

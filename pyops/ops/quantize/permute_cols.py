@@ -1,4 +1,4 @@
-"""The columns of a matrix in another order: activations for quantised weights whose rows are reordered."""
+"""The columns of a matrix in another order: activations for quantised weights with reordered rows (act-order)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan_permute_cols(a: TensorArg, perm: TensorArg, out: TensorArg) -> Launch:
     check.row_size(out)
     check.shape(perm, int32, hidden_size=hidden_size)
     num_rows, row_bytes = check.num_rows(a), hidden_size * a.dtype.itemsize
-    # A block of several rows reads the indices once. Two blocks should fit into a multiprocessor's shared memory.
+    # A block of several rows reads the indices once. Two blocks should fit into the shared memory of an SM.
     max_shared = a.device.shared_memory
     many = num_rows > 2 * a.device.multiprocessors
     rows = max(1, min(_MAX_ROWS, max_shared // 2 // max(1, row_bytes))) if many else 1

@@ -1,4 +1,4 @@
-"""SwiGLU of padded batches of experts, as fp8 codes in groups of 128."""
+"""SwiGLU of padded batches of experts, quantized to fp8 in groups of 128."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["persistent_masked_m_silu_mul_quant"]
 _masked_silu_mul_quant = Kernel("quantize/masked_silu_mul_quant.cu")
 _GROUP_SIZE = 128
 _VEC_SIZE = 8
-_NUM_THREADS, _MIN_BLOCKS = 256, 8  # blocks to a multiprocessor; no measurement of their own
+_NUM_THREADS, _MIN_BLOCKS = 256, 8  # threads per block, resident blocks per SM; not yet measured
 
 
 @op(inout=("y_q", "y_s"), ulps=0)
 def persistent_masked_m_silu_mul_quant(
     input: Tensor, counts: Tensor, y_q: Tensor, y_s: Tensor, use_ue8m0: bool
 ) -> None:
-    """SwiGLU of the first ``counts[e]`` tokens of each expert, as fp8 codes in groups of 128; other tokens stay.
+    """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128; other tokens stay.
 
     ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``; b rounds to bfloat16, and so does every step:
     ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, with `use_ue8m0` then ``s = 2^ceil(b(log2 s))``; ``y_q =
-    fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN, whose code is -448. An infinity makes the scale
-    infinite: its code is -448, those of finite elements are 0.
+    fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN; a NaN becomes -448. An infinity makes the scale
+    infinite: it becomes -448, and finite elements become 0.
 
     Args:
         input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
@@ -41,7 +41,7 @@ def persistent_masked_m_silu_mul_quant(
         y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
         y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
             [num_experts, num_tokens, hidden_size / 512 rounded up] int32: byte ``g % 4`` (little-endian) of word
-            ``g // 4`` is the biased exponent of the scale of group g. Bytes behind the last group stay.
+            ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group stay.
         use_ue8m0: whether scales are powers of two.
     """
     gate, up = input.chunk(2, dim=-1)

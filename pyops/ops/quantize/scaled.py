@@ -1,7 +1,7 @@
 """Quantisation into new tensors, with the signatures that models call: for torch tensors, CuPy and numpy arrays.
 
 A function chooses an op by its arguments. The op's form `new` allocates what follows from the input; a function
-allocates what its own arguments say: codes of a dtype, with padding, or given, and scales in the layout that is asked.
+allocates what its own arguments say: results of a dtype, with padding, or given, and scales in the requested layout.
 torch.compile traces these functions: they use no proxy of `_core/lazy.py`.
 """
 
@@ -40,16 +40,16 @@ def scaled_fp8_quant(
     output: Any | None = None,
     group_shape: tuple[int, int] | None = None,
 ) -> tuple[Any, Any]:
-    """(fp8 codes, scale) of a matrix: under the `scale` given, or under one for each token or for all, found here.
+    """(fp8 values, scale) of a matrix, with the static `scale`, or with dynamic scales per token or per tensor.
 
     Args:
         input: [num_tokens, hidden_size], float32, float16 or bfloat16.
-        scale: as `static_scaled_fp8_quant` takes it, and returned as it is; None to find scales.
-        num_token_padding: the codes, and scales of tokens, have at least so many rows; those behind the tokens hold
-            anything.
-        scale_ub: bounds the magnitude under scales of tokens, see `dynamic_per_token_scaled_fp8_quant`.
-        use_per_token_if_dynamic: scales found are those of tokens, [rows, 1]; else one, [1].
-        output: float8_e4m3fn or float8_e4m3fnuz for the codes; not with num_token_padding. None: the device's own,
+        scale: as `static_scaled_fp8_quant` takes it, and returned as it is; None for dynamic scales.
+        num_token_padding: minimum number of rows of the fp8 values, and of per-token scales; rows after the tokens are
+            undefined.
+        scale_ub: bounds the magnitude for per-token scales, see `dynamic_per_token_scaled_fp8_quant`.
+        use_per_token_if_dynamic: dynamic scales are per token, [rows, 1]; else per tensor, [1].
+        output: float8_e4m3fn or float8_e4m3fnuz, written; not with num_token_padding. None: the device's own,
             float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
         group_shape: see `static_scaled_fp8_quant`.
     """
@@ -78,12 +78,12 @@ def scaled_fp8_quant(
 def scaled_int8_quant(
     input: Any, scale: Any | None = None, azp: Any | None = None, symmetric: bool = True
 ) -> tuple[Any, Any, Any | None]:
-    """(int8 codes, scale, zero point or None): under those given, or under some for each token, found here.
+    """(int8 values, scale, zero point or None), with static ones, or with dynamic ones per token.
 
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
-            unless contiguous or a matrix whose rows are.
-        scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None to find scales, [rows, 1].
+            unless contiguous or a matrix with contiguous rows.
+        scale, azp: as `static_scaled_int8_quant` takes them, and returned as they are; None for dynamic, [rows, 1].
         symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
     """
     if scale is not None:
@@ -106,7 +106,7 @@ def per_token_group_quant_fp8(
     out_q: Any | None = None,
     use_ue8m0: bool | None = None,
 ) -> tuple[Any, Any]:
-    """(fp8 codes, scales) of groups of neighbouring elements, see `per_token_group_fp8_quant`.
+    """(fp8 values, scales) with a dynamic scale per group of contiguous elements, see `per_token_group_fp8_quant`.
 
     Args:
         x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
@@ -114,9 +114,9 @@ def per_token_group_quant_fp8(
         eps: the least magnitude of a group.
         dtype: torch.float8_e4m3fn, torch.float8_e4m3fnuz or None: that of `out_q`, or else the device's own,
             float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
-        column_major_scales: scales of one group lie together, in a tensor whose last two dimensions are transposed.
-        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes; of a matrix only.
-        out_q: for the codes.
+        column_major_scales: the last two dimensions of the scales are transposed in memory.
+        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes; only for a matrix.
+        out_q: for the fp8 values.
         use_ue8m0: scales are powers of two; None is False.
     """
     name = "per_token_group_quant_fp8"
@@ -142,7 +142,7 @@ def per_token_group_quant_fp8(
 
 
 def _codes_for(op: str, x: Any, dtype: Any, out_q: Any) -> tuple[Any, float]:
-    """(where the codes of `x` go, the largest of them). Codes that are held as bytes are those of float8_e4m3fn."""
+    """(tensor for the fp8 values of `x`, the largest fp8 value). Bytes hold float8_e4m3fn."""
     if out_q is None:
         kind = own_fp8(x) if dtype is None else e4m3_name(dtype)
         return new(x, x.shape, kind), largest_code(kind)
@@ -159,14 +159,14 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     use_ue8m0: bool | None = None,
     out_q: Any | None = None,
 ) -> tuple[Any, Any]:
-    """(fp8 codes, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
+    """(fp8 values, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
 
     Args:
         x: [num_tokens, hidden_size], float32, float16 or bfloat16; copied unless elements of a row lie together.
         group_size: a divisor of hidden_size.
         eps: the least magnitude of a group.
         use_ue8m0: not False: scales are powers of two.
-        out_q: for the codes.
+        out_q: for the fp8 values.
 
     The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); what lies
     between the columns is 0.
@@ -187,7 +187,7 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
 def nvfp4_quant(
     input: Any, input_global_scale: Any, is_sf_swizzled_layout: bool = True, backend: str = "none"
 ) -> tuple[Any, Any]:
-    """(codes, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
+    """(packed e2m1 values, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
 
     Args:
         input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
@@ -196,7 +196,7 @@ def nvfp4_quant(
             rounded up to 4]; else uint8, [num_tokens, hidden_size / 16].
         backend: one that names "trtllm" wants tiles of 8 rows where there are no more than 32, which are not made here.
 
-    The codes are uint8, [num_tokens, hidden_size / 2].
+    The packed values are uint8, [num_tokens, hidden_size / 2].
     """
     name = "nvfp4_quant"
     if input.ndim < 1:
@@ -216,14 +216,14 @@ def nvfp4_experts_quant(
     blockscale_offsets: Any,
     topk: int,
 ) -> tuple[Any, Any]:
-    """(codes, scales) of `scaled_fp4_experts_quant`, for which vLLM has the same name.
+    """(packed e2m1 values, scales) of `scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     Args:
         input_tensor: [num_tokens * topk, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one
             stride.
         input_global_scale: [num_experts] float32.
         expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
-        blockscale_offsets: [num_experts + 1] int32, where its scales do, in rows: sums of its rows rounded up to 128.
+        blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to 128.
         topk: experts of a token; nothing depends on it.
 
     The scales are float8_e4m3fn in tiles, with rows enough for any distribution; what is no expert's is garbage.
@@ -240,7 +240,7 @@ def silu_and_mul_nvfp4_experts_quant(
     blockscale_offsets: Any,
     topk: int,
 ) -> tuple[Any, Any]:
-    """(codes, scales) of `silu_and_mul_scaled_fp4_experts_quant`, for which vLLM has the same name.
+    """(e2m1 values, scales) of `silu_and_mul_scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     As `nvfp4_experts_quant`, but `input_tensor` has twice the columns: gate and up.
     """

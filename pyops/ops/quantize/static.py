@@ -1,4 +1,4 @@
-"""fp8 and int8 codes under given scales."""
+"""fp8 and int8 quantization with static scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["static_scaled_fp8_quant", "static_scaled_int8_quant"]
 
 
 def write_fp8(result: Tensor, x: Tensor, scale: Tensor) -> None:
-    """Write the fp8 codes of float32 values; `scale` broadcasts over `x`."""
+    """Quantize float32 values to fp8; `scale` broadcasts over `x`."""
     codes = as_fp8(result)
     codes.copy_(fp8.static_codes(x, scale, codes.dtype).reshape(codes.shape))
 
@@ -29,11 +29,11 @@ def write_fp8(result: Tensor, x: Tensor, scale: Tensor) -> None:
 def static_scaled_fp8_quant(
     result: Tensor, input: Tensor, scale: Tensor, group_shape: tuple[int, int] | None = None
 ) -> None:
-    """fp8 codes under given scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
+    """fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
 
-    The product is with the float32 reciprocal and saturates at +-448; the code of NaN is +448. A scale may have any
-    sign. Under a scale without a finite reciprocal (of magnitude up to 2^-128) codes are those of 0, under a NaN scale
-    +448; under either, the code of infinities and NaN is +448.
+    The multiplication is by the float32 reciprocal and saturates at +-448; a NaN becomes +448. A scale may have any
+    sign. With a scale without a finite reciprocal (of magnitude up to 2^-128), results are 0, with a NaN scale +448; in
+    both cases infinities and NaN become +448.
 
     Args:
         result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
@@ -130,10 +130,10 @@ def example_static_scaled_fp8_quant(
 
 @op(out="result", ulps=0)
 def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-    """int8 codes under one given scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
+    """int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
 
-    Symmetric codes are those of the true quotient, asymmetric ones of the product with the float32 reciprocal, rounded
-    to int32 before the zero point is added. Every step saturates; NaN counts as 0. So, before `azp` is added, a scale
+    Symmetric quantization rounds the true quotient, asymmetric quantization the product with the float32 reciprocal, to
+    int32 before the zero point is added. Every step saturates; NaN counts as 0. So, before `azp` is added, a scale
     of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
     Args:

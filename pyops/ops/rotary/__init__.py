@@ -1,4 +1,4 @@
-"""Rotary embedding (Su et al. 2021, arXiv:2104.09864): pairs of elements of a head turn by angles of its position."""
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of elements of a head by angles of its position."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ EXAMPLE_POSITIONS = 4096  # rows of the tables of examples
 # The geometry, measured at 16384 tokens on an H200 (docs/performance/cache.md).
 # Bytes of the first elements of a thread's pairs: without is_neox (an access has both elements of a pair), and with it.
 _PAIR_BYTES = 8, 16
-_FEW_THREADS = 1024  # threads per multiprocessor, with one head to a thread: up to here, tokens are few
+_FEW_THREADS = 1024  # threads per SM, with one head to a thread, up to which tokens are few
 
 
 class Share(NamedTuple):
@@ -43,7 +43,7 @@ class Share(NamedTuple):
 
 _FEW = Share(1, 128, 64, 64)  # one head to a thread, to use the whole device
 _MANY = Share(4, 512, 128, 512)  # several heads, for bytes in flight
-# What tuning tries beside _FEW and _MANY.
+# What tuning tries in addition to _FEW and _MANY.
 _OTHERS = Share(1, 256, 64, 256), Share(2, 128, 64, 64), Share(2, 256, 128, 256), Share(4, 256, 128, 256)
 
 
@@ -54,9 +54,9 @@ class RotaryProblem(NamedTuple):
         num_tokens: tokens of the launch.
         dtype: element type of the heads.
         num_heads: heads of a token.
-        rotary_dim: elements of a head that turn.
+        rotary_dim: elements of a head that are rotated.
         is_neox: whether pairs are (j, j + rotary_dim / 2), or else (2j, 2j + 1).
-        pairs: neighbouring pairs of a head that a thread turns.
+        pairs: adjacent pairs of a head that a thread rotates.
         access_size: elements that one access to a head moves.
         cache_access: elements that one access to a table of angles moves.
     """
@@ -85,13 +85,13 @@ class RotaryConfig:
     """The geometry of a rotary kernel (Pairs and HeadIndex in rotary.cuh); all but the last two are its constants.
 
     Attributes:
-        rotary_dim: elements of a head that turn.
+        rotary_dim: elements of a head that are rotated.
         is_neox: whether pairs are (j, j + rotary_dim / 2), or else (2j, 2j + 1).
-        pairs: neighbouring pairs of a head that a thread turns.
+        pairs: adjacent pairs of a head that a thread rotates.
         access_size: elements that one access to a head moves.
         cache_access: elements that one access to a table of angles moves.
         thread_heads: heads of a token per thread.
-        block_groups: groups of threads of a block, each of which shares its heads.
+        block_groups: groups of threads of a block; the threads of a group share its heads.
         num_threads: threads of a block.
         block_tokens: tokens of a block.
         token_blocks: blocks that the heads of a token are cut into.
@@ -123,7 +123,7 @@ class RotaryConfig:
         }
 
     def grid(self, num_tokens: int) -> tuple[int, int]:
-        """Blocks (groups of tokens, parts of a token) for so many tokens."""
+        """Blocks (groups of tokens, parts of a token) for `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens), self.token_blocks
 
     def candidates(self, problem: RotaryProblem, device: Device) -> list[RotaryConfig]:
@@ -232,7 +232,7 @@ def query_and_key(
 def rotary_dim_of(cache: TensorArg, query: TensorArg, head_size: int, dtype: DType | None = None) -> int:
     """Check the table `cache`, [max_position, rotary_dim], of `dtype`, or of the dtype of `query`.
 
-    Returns rotary_dim, the elements of a head that turn.
+    Returns rotary_dim, the elements of a head that are rotated.
     """
     check.dtype(cache, dtype or query.dtype)
     if len(cache.shape) != 2 or not cache.shape[0]:

@@ -27,9 +27,9 @@ def apply_rotary_emb(
 ) -> None:
     """Rotary embedding by given angles: ``x' = T(T(x cos) - T(y sin)), y' = T(T(y cos) + T(x sin))``.
 
-    The first rotary_dim elements of a head turn in pairs (x, y): elements (j, j + rotary_dim / 2) if `is_neox`, else
-    (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864); the others are copied. Cosines and sines are rounded to the element
-    type T, and so is every result, as in eager PyTorch; with `enable_fp32_compute` only the last one is.
+    The first rotary_dim elements of a head are rotated in pairs (x, y): elements (j, j + rotary_dim / 2) if `is_neox`,
+    else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864); the others are copied. Cosines and sines are rounded to the
+    element type T, and so is every result, as in eager PyTorch; with `enable_fp32_compute` only the last one is.
 
     Args:
         out: the shape and dtype of `x`, written; may be `x` itself; of any strides but the last.

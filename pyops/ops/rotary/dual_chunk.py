@@ -35,12 +35,12 @@ def dual_chunk_rotary_embedding(
     cos_sin_q_inter_cache: Tensor,
     is_neox: bool,
 ) -> None:
-    """Rotary embedding for dual chunk attention: keys turn by their positions, queries in five other ways.
+    """Rotary embedding for dual chunk attention: keys rotate by their positions, queries in five other ways.
 
-    Keys of a token at position p turn by row p of `cos_sin_k_cache`; the five versions of its queries by row p %
+    Keys of a token at position p rotate by row p of `cos_sin_k_cache`; the five versions of its queries by row p %
     chunk_len of `cos_sin_q_cache`, the same row of `cos_sin_qc_cache`, the last row of that, and row p % chunk_len of
-    `cos_sin_qc_no_clamp_cache` and of `cos_sin_q_inter_cache` (An et al. 2024, arXiv:2402.17463). A row of angles turns
-    a head as in `rotary_embedding`, with the same roundings. The heads of a token whose position lies outside
+    `cos_sin_qc_no_clamp_cache` and of `cos_sin_q_inter_cache` (An et al. 2024, arXiv:2402.17463). A row of angles
+    rotates a head as in `rotary_embedding`, with the same roundings. The heads of a token whose position lies outside
     `cos_sin_k_cache` are copied.
 
     Args:

@@ -30,7 +30,7 @@ def inside(positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 
 
 def turned(heads: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
-    """`heads` [*tokens, heads, head_size] with their first pairs turned.
+    """`heads` [*tokens, heads, head_size] with their first pairs rotated.
 
     `cos` and `sin` are [*tokens, rotary_dim / 2]; elements of a head beyond rotary_dim are copied.
     """
@@ -52,7 +52,7 @@ def turn_in_place(
     is_neox: bool,
     rope_dim_offset: int = 0,
 ) -> None:
-    """Turn the heads of the tokens that are `in_table` by cosines and sines [*tokens, rotary_dim / 2], in place."""
+    """Rotate the heads of the tokens that are `in_table` by cosines and sines [*tokens, rotary_dim / 2], in place."""
     for tensor in (query,) if key is None else (query, key):
         heads = tensor if tensor.ndim == in_table.ndim + 2 else tensor.unflatten(-1, (-1, head_size))
         heads = heads[..., rope_dim_offset:]
@@ -73,7 +73,7 @@ def plan_in_place(
     inverse: bool = False,
     angles: DType | None = None,
 ) -> Launch:
-    """The launch that turns query and key. With `axes` 3, the first dimension of `positions` is that of the axes.
+    """The launch that rotates query and key. With `axes` 3, the first dimension of `positions` is that of the axes.
 
     `angles` is the dtype of the table, that of query if None.
     """
@@ -148,8 +148,8 @@ def rotary_embedding(
 ) -> None:
     """Rotary embedding of query and key heads, in place: ``x' = T(T(x cos) - T(y sin)), y' = T(T(y cos) + T(x sin))``.
 
-    Elements `rope_dim_offset` to rope_dim_offset + rotary_dim of a head turn in pairs (x, y), by the angles of the
-    token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
+    Elements `rope_dim_offset` to rope_dim_offset + rotary_dim of a head are rotated in pairs (x, y), by the angles of
+    the token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
     arXiv:2104.09864). Every operation rounds to the element type, so results equal those of eager PyTorch bit for bit;
     by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens whose
     position lies outside the table, are left as they are.
@@ -163,8 +163,8 @@ def rotary_embedding(
         cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least; cosines
             in the first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
         is_neox: which elements make a pair.
-        rope_dim_offset: the first element of a head that turns, at most head_size - rotary_dim.
-        inverse: turn by the negative angles, ``sin`` being -sin.
+        rope_dim_offset: the first element of a head that is rotated, at most head_size - rotary_dim.
+        inverse: rotate by the negative angles, ``sin`` being -sin.
     """
     in_table = inside(positions, cos_sin_cache)
     cos, sin = cos_sin_cache[positions.where(in_table, 0).long()].chunk(2, -1)
@@ -212,7 +212,7 @@ def traffic_rotary_embedding(
 def traffic_in_place(
     positions: TensorArg, query: TensorArg, key: TensorArg | None, head_size: int, cos_sin_cache: TensorArg
 ) -> int:
-    """Bytes of the parts of heads that turn, read and written, of positions, and of the rows of the table they name."""
+    """Bytes of the rotated parts of heads, read and written, of positions, and of the table rows that they index."""
     max_position, rotary_dim = cos_sin_cache.shape
     turning = 2 * (query.nbytes + (key.nbytes if key else 0)) * rotary_dim // head_size
     return turning + positions.nbytes + min(positions.numel, max_position) * rotary_dim * cos_sin_cache.dtype.itemsize

@@ -31,7 +31,7 @@ def multimodal_rotary_embedding(
     mrope_section_w: int,
     mrope_interleaved: bool = False,
 ) -> None:
-    """`rotary_embedding` by positions in time, height and width, each of which turns some of the pairs of every head.
+    """`rotary_embedding` by positions in time, height and width; each axis rotates some of the pairs of every head.
 
     Pair j has the position in time for j < t, in height for t <= j < t + h, else in width, t, h and w being the
     sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have that in

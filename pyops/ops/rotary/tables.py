@@ -1,7 +1,7 @@
-"""Tables of rotary embedding (Su et al. 2021, arXiv:2104.09864), scaled for long texts in several ways.
+"""Tables of rotary embedding (Su et al. 2021, arXiv:2104.09864), scaled for long sequences in several ways.
 
-Frequencies are [rotary_dim / 2] float32: the angles, in radians, by which the pairs of a head turn from one position to
-the next. The context length is the number of tokens in the texts of pre-training.
+Frequencies are [rotary_dim / 2] float32: the angles, in radians, by which the pairs of a head rotate per position. The
+context length is the number of tokens in the sequences of pre-training.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def llama3(
 ) -> Tensor:
     """Low frequencies divided by `factor`, high frequencies unchanged (Llama 3 herd of models, arXiv:2407.21783).
 
-    A pair that turns at least `high_freq_factor` times within the original context length keeps its frequency `plain`.
-    A pair that turns at most `low_freq_factor` times has it divided. Between the two, the frequencies are interpolated.
+    A pair with at least `high_freq_factor` rotations within the original context length keeps its frequency `plain`.
+    With at most `low_freq_factor` rotations, it is divided. Between the two, the frequencies are interpolated.
     """
     turns = original_max_position_embeddings * plain / (2 * pi)
     unchanged = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
@@ -39,7 +39,7 @@ def llama3(
 
 
 def dynamic_ntk_base(base: float, rotary_dim: int, factor: float, growth: float) -> float:
-    """The base for texts `growth` times as long as the original context length (dynamic "NTK-aware" scaling)."""
+    """The base for sequences `growth` times as long as the original context length (dynamic "NTK-aware" scaling)."""
     return float(base * (factor * growth - (factor - 1.0)) ** (rotary_dim / (rotary_dim - 2)))
 
 
@@ -66,17 +66,17 @@ def yarn(
 ) -> Tensor:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): low frequencies divided by `factor`, high frequencies unchanged.
 
-    Pairs that turn more than `beta_fast` times within the original context length keep their frequency. Pairs that turn
-    less than `beta_slow` times have it divided. A ramp leads from the former to the latter.
+    Pairs with more than `beta_fast` rotations within the original context length keep their frequency. With less than
+    `beta_slow` rotations, it is divided. A ramp leads from the former to the latter.
 
     Args:
-        rotary_dim: elements of a head that turn.
+        rotary_dim: elements of a head that are rotated.
         base: base of the frequencies.
-        factor: how many times as long texts are.
+        factor: ratio of the longest sequence to the original context length.
         original_max_position_embeddings: original context length, tokens.
-        beta_fast, beta_slow: turns at the ends of the ramp.
+        beta_fast, beta_slow: rotations at the ends of the ramp.
         extrapolation_factor: weight of the unchanged frequencies, 1 for all of the above.
-        truncate: widen the ramp to whole pairs.
+        truncate: extend the ramp to whole pairs.
         device: device of the result.
     """
 

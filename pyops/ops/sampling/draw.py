@@ -27,22 +27,22 @@ _sampling_filter = Kernel("sampling/sampling_filter.cu")
 _sampling_pick = Kernel("sampling/sampling_pick.cu")
 _WHOLE = 2**35  # weight of the likeliest token
 _MIN_TEMPERATURE = 2.0**-98  # probability.cuh's; below it, the likeliest token is taken
-_MAX_TOKENS = 2**28  # so that sums of weights fit into 63 bits
+_MAX_TOKENS = 2**28  # the sum of all weights must fit into 63 bits
 
 # Rows read piece by piece, once for every step. Pieces of 8192 gain 4 % without filters and lose 5 % with top-p
 # (docs/performance/sampling.md, as the numbers below).
 _NUM_THREADS = 256
 _MIN_PIECE, _MAX_PIECE = 4 * _NUM_THREADS, 2**14  # logits; the weights of a piece sum up to at most 2^49
-_PIECES = 8  # pieces per multiprocessor, where rows have as many of the smallest size
+_PIECES = 8  # pieces per SM, if rows are long enough for this many of the smallest size
 _BINS, _BIN_BYTES, _STATE_BYTES = 2048, 8, 24  # of a row, in scratch memory
 
-# Rows in the shared memory of a cluster, read once. With 10 bits instead of 9, two blocks fit on a multiprocessor and
-# not three, which is a fifth slower; with 1024 threads to a block one fits, which is up to twice as slow.
-_BLOCK_LOGITS = 2**14  # logits of a block if the cluster may grow: two blocks then fit on a multiprocessor
-_MIN_BLOCK_LOGITS = 2**12  # logits of a block below which idle multiprocessors are no reason for a larger cluster
-_MAX_BLOCK_LOGITS = 2**17 - 1  # so that the kernel's sums of parts of weights fit into 32 bits
+# Rows in the shared memory of a cluster, read once. With 10 bits instead of 9, two blocks fit on an SM and not three,
+# which is a fifth slower; with 1024 threads to a block one fits, which is up to twice as slow.
+_BLOCK_LOGITS = 2**14  # logits of a block if the cluster may grow: two blocks then fit on an SM
+_MIN_BLOCK_LOGITS = 2**12  # logits of a block below which the cluster does not grow to fill idle SMs
+_MAX_BLOCK_LOGITS = 2**17 - 1  # the kernel's partial sums of weights must fit into 32 bits
 _BITS = 9  # bits of a key that one cut finds
-_RESIDENT = 3 * 512  # threads of a multiprocessor: while one block waits, others work
+_RESIDENT = 3 * 512  # resident threads per SM: while one block waits, others work
 _STATIC_SHARED = (16 << _BITS) + 3 * 1024  # bytes of shared memory that the kernel declares itself
 _DRIVER_SHARED = 1024  # bytes of shared memory that the driver takes from each block
 _VEC_SIZE = 4  # logits
@@ -93,11 +93,11 @@ class WholeRows:
         return -(-(self.block_vecs(problem) + (not problem.is_aligned)) // self.num_threads)
 
     def block_logits(self, problem: DrawProblem) -> int:
-        """Logits for which a block has room in shared memory."""
+        """How many logits fit into the shared memory of a block."""
         return _VEC_SIZE * self.thread_vecs(problem) * self.num_threads
 
     def fitting(self, problem: DrawProblem, device: Device) -> int:
-        """Blocks whose shared memory a multiprocessor has; 0 also where sums of weights have no room in 32 bits."""
+        """Blocks per SM by shared memory; 0 also if partial sums of weights do not fit into 32 bits."""
         block_logits = self.block_logits(problem)
         if block_logits > _MAX_BLOCK_LOGITS:
             return 0
@@ -163,10 +163,10 @@ def top_k_top_p_sampling_from_logits(
 ) -> None:
     """Draw a token from each row: the first one at which the running sum of weights exceeds ``r / 2^64`` of their sum.
 
-    Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that sums are exact and a token depends on
-    nothing but its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
+    Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that their addition is exact and a token depends
+    only on its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
     top_k others; `min_p`, of tokens that have less than min_p of the largest weight; `top_p`, of all but the likeliest
-    tokens whose weights reach top_p of the sum that is left (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
+    tokens that together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
     2024, arXiv:2407.01082). A token that is as likely as the last one that a filter keeps is kept, too. ``r`` are the
     first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at its offset: rows of one seed need
     different offsets, and so do the tokens of a sequence.

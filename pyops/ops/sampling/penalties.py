@@ -23,7 +23,7 @@ _BITMASK_THREADS = 256  # no measurement of its own
 # docs/performance/sampling.md: 128 threads to a block are faster than 256 for 256 rows, and slower for 16.
 _EDIT_THREADS = 128
 _EDIT_BATCH = 16  # logits of a thread where logits are many
-_MAX_FEW = 4096  # logits per multiprocessor up to which a thread has one vector; no measurement of its own
+_MAX_FEW = 4096  # logits per SM up to which a thread has one vector; not yet measured
 _MAX_GRID_ROWS = 65535  # blocks in the second dimension of a grid
 
 
@@ -98,7 +98,7 @@ def apply_penalties_(
     """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
     In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
-    completions.) Logits whose count is 0 or negative keep their bits.
+    completions.) Logits with a count of 0 or less keep their bits.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -140,7 +140,7 @@ def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; rows of any stride.
         bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; rows of any stride. Bits
-            behind the last token are ignored.
+            after the last token are ignored.
         indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
             bits; indices of no row are ignored. None: every row.
     """

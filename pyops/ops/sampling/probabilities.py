@@ -65,7 +65,7 @@ def _cooled(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def _launches(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, logarithm: bool) -> list[Launch]:
-    """The launch of softmax.cu for rows that fit into a block, else one for sums of pieces and one for results."""
+    """The launch of softmax.cu for rows that fit into a block, else one for partial sums and one for results."""
     for arg in (out, logits):
         check.floating(arg)
     check.same_shape(out, logits)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["rejection_sample"]
 
 _rejection_sample = Kernel("sampling/rejection_sample.cu")
-_MAX_TOKENS = 2**22  # so that sums of weights fit into 63 bits
+_MAX_TOKENS = 2**22  # the sum of all weights must fit into 63 bits
 # No measurement of their own.
 _NUM_THREADS = 256
 _PIECE, _SMALL_PIECE = 4096, 1024  # probabilities of a block, where pieces of the larger size fill the device, and else
@@ -39,7 +39,7 @@ def rejection_sample(
 
     Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, is accepted if q > 0 and
     ``u_i * q < p``. The first rejected draft is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all
-    tokens, or by P if these weights are 0, and the drafts behind it are dropped. If all drafts are accepted, the bonus
+    tokens, or by P if these weights are 0, and the drafts after it are dropped. If all drafts are accepted, the bonus
     token follows (Leviathan et al. 2023, arXiv:2211.17192). Weights are integers, ``floor(2^40 w)``; the token drawn is
     the first one at which their running sum exceeds ``r_i / 2^64`` of their sum.
 
@@ -48,7 +48,7 @@ def rejection_sample(
     same seed and offset it may draw a draft or the bonus token. Two tokens need different offsets.
 
     Args:
-        output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 behind the last token, and in place
+        output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 after the last token, and in place
             of a rejected draft if all weights are 0.
         draft_token_ids: [num_tokens] int32, contiguous: the drafts of one request after another. Numbers that are no
             token are rejected.

@@ -25,16 +25,16 @@ _MAX_COLUMNS = 2**30
 
 # docs/performance/sampling.md, top_k_per_row_decode.
 # Short rows, in the registers of one block: for 1024 rows of 8192 elements 512 threads are 19 % faster than 1024, and
-# three such blocks to a multiprocessor 14 % faster than two.
+# three such blocks per SM 14 % faster than two.
 _SHORT_THREADS, _SHORT_MAX_THREADS = 512, 1024
 _SHORT_MAX_ROUNDS = 4  # vectors of a thread
 _SHORT_MAX_TOP_K = 4096  # positions that fit in the shared memory of the histograms
-_SHORT_RESIDENT = 1536  # threads that a multiprocessor holds
+_SHORT_RESIDENT = 1536  # resident threads per SM
 # Long rows, in the shared memory of a cluster: for one row of 65536 elements 512 threads are 12 % faster than 1024.
 _LONG_THREADS, _LONG_MAX_THREADS = 512, 1024
 _MAX_PIECE = 20480  # elements of a block beyond which it has 1024 threads
 _MIN_PIECE = 8192  # elements of a block below which a larger cluster costs more in barriers than it gains
-# Share of the multiprocessors that clusters of so many blocks can fill: 16 rows with eight blocks each took two waves.
+# {blocks of a cluster: share of the SMs that such clusters can fill}: 16 rows with eight blocks each took two waves.
 _FILLED_BY_CLUSTERS = {2: 1.0, 4: 1.0, 8: 0.75}
 _CANDIDATE_BYTES = 8
 _MAX_CANDIDATES = 23  # of a thread
@@ -49,7 +49,7 @@ class TopKProblem:
 
     Attributes:
         num_rows, columns, top_k: sizes.
-        vec_size: elements of one load: 4, or 1 if the elements of a row lie apart.
+        vec_size: elements of one load: 4, or 1 if the elements of a row are not contiguous.
         is_aligned: whether every row begins at a vector.
     """
 
@@ -103,7 +103,7 @@ class ShortRows:
 
 @dataclass(frozen=True)
 class LongRows:
-    """top_k_per_row.cu: `cluster` blocks share a row; a thread has room for `capacity` candidates in shared memory."""
+    """top_k_per_row.cu: `cluster` blocks share a row; each thread has `capacity` candidates in shared memory."""
 
     num_threads: int
     cluster: int
@@ -111,11 +111,11 @@ class LongRows:
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: a thread has one place more than candidates."""
+        """Bytes of dynamic shared memory: a thread has one slot more than candidates."""
         return _CANDIDATE_BYTES * (self.capacity + 1) * self.num_threads
 
     def candidates(self, problem: TopKProblem, device: Device) -> list[LongRows]:
-        """Other clusters, blocks, and room for candidates of the kernel."""
+        """Other sizes of clusters and blocks, and other capacities for candidates."""
         found = tuning.varied(
             self,
             num_threads=_CANDIDATE_THREADS,
@@ -126,7 +126,7 @@ class LongRows:
 
 
 def choose(problem: TopKProblem, device: Device) -> ShortRows | LongRows:
-    """Registers for rows that fit; else as many blocks to a row as the device has room for."""
+    """Registers for rows that fit; else the largest number of blocks per row that the device can hold."""
     if problem.is_short:
         num_threads = _SHORT_THREADS if problem.vectors <= _SHORT_MAX_ROUNDS * _SHORT_THREADS else _SHORT_MAX_THREADS
         return ShortRows(num_threads, _SHORT_RESIDENT // num_threads)

@@ -15,7 +15,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Sequences of different lengths, one behind another.
+    """Sequences of different lengths, one after another.
 
     Attributes:
         seq_lens: [num_seqs] int32.
@@ -42,7 +42,7 @@ def _lengths(longest: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def ragged_batches(draw: st.DrawFn, max_seqs: int = 8, max_seq_len: int = 300) -> RaggedBatch:
-    """Batches of 1 to `max_seqs` sequences: empty, of one token, beside powers of two, of `max_seq_len` tokens."""
+    """Batches of 1 to `max_seqs` sequences: empty, of one token, next to powers of two, of `max_seq_len` tokens."""
     lengths = draw(st.lists(_lengths(max_seq_len), min_size=1, max_size=max_seqs), label="lengths")
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cpu")
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
@@ -55,7 +55,7 @@ class PagedCache:
     """A paged cache of keys and values, and the tables by which sequences find theirs.
 
     Token i of sequence s lies in slot ``i % block_size`` of the block ``block_tables[s, i // block_size]``. Slots that
-    no sequence uses are NaN. Entries of `block_tables` behind the last that a sequence needs are hostile.
+    no sequence uses are NaN. Entries of `block_tables` after the last that a sequence needs are hostile.
 
     Attributes:
         key_cache, value_cache: by `layout`,
@@ -115,7 +115,7 @@ def paged_caches(
     """Caches in the layout "flash" or "packed", either one unless given, of any float type, fp8 too.
 
     Sequences end within a block, at its end, or have no token; they share blocks, and no block lies where one would
-    guess. Behind a row's last entry in use come negative ones, blocks that do not exist, the largest integer and blocks
+    guess. After a row's last entry in use come negative ones, blocks that do not exist, the largest integer and blocks
     of others; with `broken` also among those in use, for ops that leave out what no block holds.
     """
     layout = layout or draw(st.sampled_from(["flash", "packed"]), label="layout")

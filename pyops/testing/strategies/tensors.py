@@ -14,7 +14,7 @@ from ..contents import CONTENTS, filled
 from ..memory import Layout
 
 DTYPES = tuple(dtype.name for dtype in dtypes.FLOATS)
-# Sizes beside those that vectors, warps and blocks divide.
+# Sizes next to those that vectors, warps and blocks divide.
 _SIZES = st.integers(1, 40) | st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025])
 
 
@@ -29,7 +29,7 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 def shapes(dims: int = 2, *, rows: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of `dims` dimensions: rows of up to 1025 elements, and so many of them, 1 to 9, along every other."""
+    """Shapes of `dims` dimensions: rows of up to 1025 elements, and 1 to 9 along every other dimension."""
     return st.tuples(*[rows if rows is not None else st.integers(1, 9)] * (dims - 1), _SIZES)
 
 

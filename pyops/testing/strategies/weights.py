@@ -18,7 +18,7 @@ FORMATS = ("awq", "gptq", "gptq_v1", "gptq_8bit", "int8", "fp8")
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A matrix [K, N] of codes, with a scale and perhaps a zero point for every group of rows of every column.
+    """A quantized matrix [K, N] with a scale and perhaps a zero point for every group of rows of every column.
 
     Attributes:
         weight: as stored. ``"awq"``: int32 [K, N / 8], eight columns to a word, from the lowest nibble 0 2 4 6 1 3 5 7;
@@ -43,7 +43,7 @@ class QuantisedWeight:
 
 
 def _packed(codes: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
-    """Unsigned codes joined to int32 words along `dim`: from the lowest bits, field f of a word holds code order[f]."""
+    """Pack unsigned quants into int32 words along `dim`: from the lowest bits, field f holds quant order[f]."""
     fields = 32 // bits
     split = codes.long().movedim(dim, -1).unflatten(-1, (-1, fields))
     split = split[..., list(order or range(fields))]
@@ -63,7 +63,7 @@ def quantised_weights(
     """Weights in one of `formats` with groups of one of `group_sizes` rows; -1 is one group of all of them.
 
     K is a multiple of the group (of 32 for one group) and N of 32; both are at most as large as given, 32 or more.
-    Codes and zero points take every value they can; scales reach from 1e-4 to 1e2, and some columns have a scale of 0.
+    Quants and zero points take every value they can; scales reach from 1e-4 to 1e2, and some columns have a scale of 0.
     """
     name = draw(st.sampled_from(formats), label="format")
     if name not in FORMATS:

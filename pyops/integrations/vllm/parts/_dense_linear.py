@@ -1,8 +1,7 @@
-"""vLLM's linear layers that are not quantized: few tokens by `linear`, others by torch.
+"""vLLM's linear layers that are not quantized: small M by `linear`, others by torch.
 
-The choice is made by the number of tokens when the product runs, and when it is captured in a CUDA graph, so that a
-graph of few tokens holds this library's kernels and one of many cuBLAS's. To torch.compile the product is one op, of
-any number of tokens.
+The number of tokens selects the kernel when the GEMM runs, or is captured in a CUDA graph: a graph with small M holds
+this library's kernels, one with large M those of cuBLAS. For torch.compile the GEMM is one op, of any number of tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn.functional import linear as torch_linear
 
 import pyops
 
-# Tokens of a product that is as fast as cuBLAS's or faster for every weight that was measured on an H200
+# Largest M at which the GEMM is as fast as cuBLAS or faster for every weight that was measured on an H200
 # (docs/performance/products.md). For one token cuBLAS is up to 11 % faster where 1024 does not divide K.
 _MAX_TOKENS = 32
 _ONE_TOKEN_MULTIPLE = 1024
@@ -25,7 +24,7 @@ _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
 def unquantized_gemm(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, in the place of vLLM's `default_unquantized_gemm`."""
+    """``x @ weight.T + bias``, replaces vLLM's `default_unquantized_gemm`."""
     if weight.dtype not in (torch.float16, torch.bfloat16) or x.dtype != weight.dtype:
         return torch_linear(x, weight, bias)
     result: Tensor = torch.ops.pyops_vllm.linear(x, weight, bias)

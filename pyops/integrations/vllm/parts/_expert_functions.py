@@ -1,7 +1,7 @@
 """vLLM's functions `fused_marlin_moe` and `fused_experts` by this library's, for what vLLM multiplies by no class.
 
-Experts of GPTQ, AWQ and others come by the first, with weights that vLLM has repacked; by the second those whose sizes
-Marlin does not take, with codes along K.
+The first computes experts of GPTQ, AWQ and others, with weights that vLLM has repacked; the second those with sizes
+that Marlin does not support, with weights packed along K.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..choice import keeps
 
 _OWN = {"uint4": "w4a16", "uint4b8": "w4a16", "uint8b128": "w8a16", "float4_e2m1f": "fp4_marlin"}
 _CASES = {SCALAR_TYPES[name].id: case for name, case in {**_OWN, "float8_e4m3fn": "fp8_marlin"}.items()}
-# Arguments that vLLM's callers do not name: of `fused_marlin_moe`, and of `fused_experts` behind hidden_states.
+# Positional arguments of vLLM's callers: of `fused_marlin_moe`, and of `fused_experts` after hidden_states.
 _POSITIONAL, _POSITIONAL_OF_FUSED = 9, 5
 # What vLLM's callers give where they want the plain function.
 _PLAIN_ACTIVATIONS = None, apply_moe_activation, mk.FusedMoEExpertsModular.activation

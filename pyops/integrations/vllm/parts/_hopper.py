@@ -1,4 +1,4 @@
-"""Where vLLM's linear layers may run on this library's products: on Hopper, for which these were measured."""
+"""Where vLLM's linear layers may use this library's GEMMs: on Hopper, for which these were measured."""
 
 from __future__ import annotations
 

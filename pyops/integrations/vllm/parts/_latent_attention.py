@@ -24,7 +24,7 @@ _BLOCK_SIZE = 64  # docs/performance/mla.md: 64 x 4096, 128 heads, 132 us with p
 
 
 class LatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's, with block tables that are cut behind the longest sequence."""
+    """vLLM's builder, with block tables that are truncated after the longest sequence."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -72,7 +72,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False  # the op takes queries of 16 bits beside codes, in two parts
+        self.supports_quant_query_input = False  # for an fp8 cache, the op takes 16-bit queries in two parts
         self._is_fp8 = self.kv_cache_dtype.startswith("fp8")
 
     def do_kv_cache_update(
@@ -102,7 +102,7 @@ class LatentImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         q_nope, q_pe = q if isinstance(q, tuple) else q.split((_LATENT_SIZE, _ROPE_SIZE), -1)
         out = torch.empty(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
         lse = out.new_empty(out.shape[:2], dtype=torch.float32) if self.need_to_return_lse_for_decode else None
-        # The op takes codes for what they are; one scale of all entries moves to the logits and to the result.
+        # The op reads fp8 values without their scale; the one scale of the cache multiplies the logits and the result.
         code = layer._k_scale_float if self._is_fp8 else 1.0
         decode = attn_metadata.decode
         sm100_cutlass_mla_decode(

@@ -1,4 +1,4 @@
-"""vLLM's modular experts on this library's grouped products: weights as checkpoints have them, nothing repacked."""
+"""vLLM's modular experts on this library's grouped GEMMs: weights as checkpoints have them, nothing repacked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CASES: dict[tuple[Any, Any], str] = {
 
 
 class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """The experts of a layer: a sort, a product with its activation, a product, and the sum as vLLM finalizes.
+    """The experts of a layer: a sort, a grouped GEMM with its activation, a grouped GEMM, and vLLM's finalization.
 
     `apply` leaves a row for each choice of each token; `finalize_weight_and_reduce_impl` gives what adds them up into
     the layer's output, so that no result is copied. Unquantized weights, fp8 under scales of tensors, channels or
@@ -70,7 +70,7 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_current_device() -> bool:
-        # From sm_100 on the products are those of sm_80: vLLM has kernels for its tensor cores.
+        # From sm_100 on, this library would use its sm_80 GEMMs, and vLLM has kernels for the newer tensor cores.
         supported = current_platform.has_device_capability((8, 0)) and not current_platform.has_device_capability(
             (10, 0)
         )
@@ -158,7 +158,7 @@ class PyopsExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         self._sum.of = topk_ids, w1.shape[0], expert_map
 
     def _lists(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
-        """The lists of one token, whose experts need no sort: a block for each choice. None for more tokens."""
+        """The expert lists of a single token, which need no sort: one block per expert. None for more tokens."""
         places, total = self._of_one_token
         if topk_ids.shape != (1, self.moe_config.experts_per_token):
             return None
@@ -193,7 +193,7 @@ class _SumOfChoices(mk.TopKWeightAndReduce):  # type: ignore[misc]
 
 
 def _places_of_one_token(moe_config: Any, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sorted_token_ids, num_tokens_post_pad) of blocks of which each has one choice.
+    """(sorted_token_ids, num_tokens_post_pad) of blocks with one (token, expert) pair each.
 
     They are made with the layer: what is first made while a CUDA graph is captured exists only once that is replayed.
     """

@@ -30,7 +30,7 @@ _TILE = 16, 64  # rows and columns of Marlin's tiles
 class PyopsMarlinLinearKernel(MPLinearKernel):  # type: ignore[misc]
     """Integer weights in Marlin's layout, with zero points, and with groups in any order of rows (``desc_act``)."""
 
-    served_bits: ClassVar[tuple[int, ...]] = ()  # of codes for which it is offered
+    served_bits: ClassVar[tuple[int, ...]] = ()  # bits of the quantized weights for which it is offered
 
     @classmethod
     def get_min_capability(cls) -> int:

@@ -34,10 +34,10 @@ KV_CACHE_DTYPES = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) -> int:
     """How many columns of a step's block table the ops are given.
 
-    A plan splits the keys by what the table has room for, which in vLLM is the longest sequence that the model allows.
-    So the table is cut behind the longest sequence of the step, at a power of two, which keeps plans few. A batch that
-    a CUDA graph may hold keeps all columns: vLLM warms up with sequences of one token, and what it captures then must
-    be the plan that has run.
+    A plan splits the keys by the capacity of the table, which in vLLM is the longest sequence that the model allows.
+    So the table is truncated after the longest sequence of the step, at a power of two, which keeps plans few. A batch
+    that a CUDA graph may hold keeps all columns: vLLM warms up with sequences of one token, and what it captures then
+    must be the plan that has run.
     """
     columns: int = common.block_table_tensor.shape[1]
     if common.max_query_len <= _captured_query_len(config):
@@ -47,7 +47,7 @@ def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) 
 
 
 def _captured_query_len(config: Any) -> int:
-    """The most tokens of a sequence, in batches of which CUDA graphs hold the attention, too."""
+    """The largest query length of a sequence in batches with attention inside a CUDA graph."""
     mode, speculative = config.compilation_config.cudagraph_mode, config.speculative_config
     if mode is None or not mode.has_full_cudagraphs():
         return 0
@@ -57,7 +57,7 @@ def _captured_query_len(config: Any) -> int:
 
 
 def refused_combination(dtype: torch.dtype, kv_cache_dtype: str | None, *, context_parallel: bool) -> str | None:
-    """Why a cache of this type beside queries of `dtype`, or context parallelism, is not served; None where it is."""
+    """Why a cache of this type with queries of `dtype`, or context parallelism, is not supported; None if it is."""
     if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != str(dtype).removeprefix("torch."):
         return f"kv_cache_dtype {kv_cache_dtype} beside queries of {dtype} not supported"
     config = get_current_vllm_config_or_none()
@@ -73,7 +73,7 @@ class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
     Attributes:
         num_reqs: sequences, those that only fill up a CUDA graph included.
         is_decode: whether sequence s has row s of the queries and no other.
-        block_table: [num_reqs, blocks], room for `max_seq_len` tokens or more.
+        block_table: [num_reqs, blocks], with capacity for `max_seq_len` tokens or more.
     """
 
     num_actual_tokens: int
@@ -195,7 +195,7 @@ class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
 
 
 def _no_cache() -> None:
-    """In the place of a reference to a cache."""
+    """The value of a reference to a cache when there is no cache."""
 
 
 class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
@@ -229,7 +229,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         self._cache_dtype = kv_cache_dtype if kv_cache_dtype.startswith("fp8") else "auto"
         self._writes = kv_sharing_target_layer_name is None
         self._sinks = sinks
-        place = torch.get_default_device()  # that of the worker, under which vLLM makes its layers
+        place = torch.get_default_device()  # vLLM makes its layers under the worker's device
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device=place)
         self._alibi_slopes = slopes
         self._options: dict[str, Any] = {
@@ -245,7 +245,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
             self._options["sinks"] = self._sinks.float()
 
     def _bind(self, layer: Any, kv_cache: torch.Tensor) -> None:
-        """Keep the views of a cache, and the scales of its layer, whose names cost a microsecond to look up.
+        """Keep the views of a cache, and the scales of its layer, because looking up their names takes a microsecond.
 
         vLLM measures memory with a first, small cache, and frees it: the views must not keep it alive.
         """
@@ -314,7 +314,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
         )
 
     def _mixed(self, query: torch.Tensor, metadata: PagedMetadata, output: torch.Tensor) -> None:
-        """Any number of rows of each sequence: prompts, parts of them, drafts, and single tokens among them."""
+        """Any number of query rows for each sequence: prefill, chunked prefill, drafts, and decodes among them."""
         paged_attention_varlen(
             output,
             query,

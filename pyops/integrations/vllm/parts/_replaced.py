@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Replaced:
-    """Functions of vLLM in the place of which others are called, until `undo`."""
+    """Functions of vLLM that are replaced by others, until `undo`."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Any, Any]] = []  # (vLLM's, ours)
@@ -18,7 +18,7 @@ class Replaced:
         return bool(self._pairs)
 
     def function(self, module: str, name: str, make: Callable[[Any], Any]) -> None:
-        """Call ``make(vLLM's function)`` in the place of the function of this name of the module."""
+        """Replace the function `name` of the module by ``make(vLLM's function)``."""
         original = getattr(importlib.import_module(module), name)
         ours = make(original)
         ours.__name__ = name

@@ -57,7 +57,7 @@ class PyopsFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: 
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        # Scales of a group of K lie together, as the product reads them.
+        # Scales are column-major: those of one group of K are contiguous, as the GEMM reads them.
         group = config.activation_quant_key.scale.group_shape
         self.quant_fp8 = QuantFP8(static=False, group_shape=group, use_ue8m0=False, column_major_scales=True)
 
@@ -107,5 +107,5 @@ def _answer(refusal: str | None) -> tuple[bool, str | None]:
 
 
 def _refused_dtype(config: Any) -> str | None:
-    """Why a layer of fp8 is left to vLLM. Sums for float16 are exact to its rounding, which many rows pay for."""
+    """Why an fp8 layer is left to vLLM. Accumulators exact enough for float16 results cost large M time."""
     return None if config.out_dtype == torch.bfloat16 else f"is slower than CUTLASS for results of {config.out_dtype}"

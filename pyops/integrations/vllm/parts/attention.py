@@ -39,8 +39,8 @@ _LATENT_PREFILL = _Backend("PYOPS", f"{_PACKAGE}._latent_attention.LatentPrefill
 def install() -> str:
     """Put this library's attention backends before vLLM's own, on CUDA.
 
-    vLLM takes the first backend of a list whose checks pass, unless the user names one (``--attention-backend``). So
-    what is not served here has the backend that it had.
+    vLLM takes the first backend of a list that passes its checks, unless the user names one (``--attention-backend``).
+    So what is not served here has the backend that it had.
 
     Returns:
         One line for the log: what was taken over; "" where nothing was. A second call changes nothing.
@@ -87,7 +87,7 @@ def _install_latent() -> str:
 
 
 def _install_latent_prefill() -> str:
-    """Put the backend of MLA prefill first, which vLLM chooses apart from decode."""
+    """Put the backend of MLA prefill first; vLLM chooses it separately from decode."""
     from vllm.v1.attention.backends.mla.prefill import selector as prefill
 
     choices = prefill._auto_select_mla_prefill_backend

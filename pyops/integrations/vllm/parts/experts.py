@@ -1,6 +1,6 @@
 """The part `experts`: vLLM's layers of mixtures of experts run on this library's.
 
-vLLM's oracles ask the backends of a format in turn, and take the first whose experts support the layer. `install` puts
+vLLM's oracles ask the backends of a format in order, and take the first with experts for the layer. `install` puts
 a backend in front, ``PYOPS``, so that vLLM itself chooses it, names it in its log, and goes on to its own where a layer
 is not supported. A backend that the user names, by ``--moe-backend`` or vLLM's switches, is taken without asking. What
 vLLM multiplies by its functions `fused_marlin_moe` and `fused_experts` takes this library's functions of these names.

@@ -60,7 +60,7 @@ def _offers() -> dict[str, Callable[[], None]]:
     blocks, int8 = kernels._POSSIBLE_FP8_BLOCK_KERNELS[platform], kernels._POSSIBLE_INT8_KERNELS[platform]
     return {
         "fp8_channel": partial(_insert, fp8, PyopsFP8ScaledMMLinearKernel),
-        # DeepGEMM stays first: nobody has measured beside it.
+        # DeepGEMM stays first: no measurement compares this library with it.
         "fp8_block": partial(_insert, blocks, PyopsFp8BlockScaledMMLinearKernel, kernels.CutlassFp8BlockScaledMMKernel),
         "int8": partial(_insert, int8, PyopsInt8ScaledMMLinearKernel),
         "w4a16": partial(_offer_bits, packed, 4),
@@ -76,7 +76,7 @@ def _insert(offered: list[type], kernel: type, before: type | None = None) -> No
 
 
 def _offer_bits(packed: list[type], bits: int) -> None:
-    """Have the kernel of packed weights take codes of so many bits, too."""
+    """Let the kernel of packed weights also accept weights of `bits`."""
     if PyopsMarlinLinearKernel not in packed:
         _insert(packed, PyopsMarlinLinearKernel)
     _replace(PyopsMarlinLinearKernel, "served_bits", (*PyopsMarlinLinearKernel.served_bits, bits))
@@ -88,7 +88,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _name_compiled_code(served: list[str]) -> None:
-    """Have vLLM keep code that it compiles now apart from code that it compiled with other kernels.
+    """Let vLLM cache the code that it compiles now separately from code that it compiled with other kernels.
 
     Its cache on disk does not know which kernels were chosen, and another kernel's code would read weights that are
     repacked here as if they were its own.

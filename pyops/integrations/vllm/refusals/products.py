@@ -1,4 +1,4 @@
-"""What products and the ops around experts refuse, and vLLM's own ops take.
+"""Arguments that GEMMs and the ops around experts refuse, and vLLM's own ops accept.
 
 Left out is what vLLM's ops make nothing meaningful of: strides and dtypes that they do not look at, tensors too short
 for what they read or write, sizes that contradict each other.

@@ -1,4 +1,4 @@
-"""Refusals of the ops that are no products: activations, attention, caches, norms, quantisation and others."""
+"""Refusals of the ops that are not GEMMs: activations, attention, caches, norms, quantisation and others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _one(argument: str) -> Refusal:
 
 
 def _group_range(least: str, largest: str) -> tuple[Refusal, ...]:
-    """Of the numbers that the ops of groups take: `least` and `largest` are their names for the bounds of codes."""
+    """Refusals of group quantisation: `least` and `largest` are the names of the bounds of quantized values."""
     return (
         Refusal("group_size", "no divisor of the last dimension", "groups would reach across rows"),
         Refusal("eps", "less than 2^-100 or more than 2^100", _RANGE_WHY),
