@@ -60,7 +60,7 @@ struct Softmax {
     // for scores up to the series' limit.
     const Window& window;
     const float soft_cap;
-    float scale_log2;
+    float scale_log2;  // the kernels set it for each work item if scales differ between KV heads
     const CapSeries<2> short_series;
     const CapSeries<3> series;
     const CapSeries<5> long_series;
