@@ -26,13 +26,13 @@ from ._core.op import op as op
 from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
 from ._core.typed import Wrapper as Wrapper
-from ._experts import FusedMoEQuantConfig as FusedMoEQuantConfig
-from ._experts import fused_experts as fused_experts
-from ._experts import fused_moe as fused_moe
-from ._marlin_experts import fused_marlin_moe as fused_marlin_moe
-from ._model_error import ModelError as ModelError
-from ._parallel_experts import parallel_fused_experts as parallel_fused_experts
 from .compile_ahead import warmup as warmup
+from .errors import ModelError as ModelError
+from .fused.experts import FusedMoEQuantConfig as FusedMoEQuantConfig
+from .fused.experts import fused_experts as fused_experts
+from .fused.experts import fused_moe as fused_moe
+from .fused.marlin_experts import fused_marlin_moe as fused_marlin_moe
+from .fused.parallel_experts import parallel_fused_experts as parallel_fused_experts
 from .ops._shared.scalar_type import SCALAR_TYPES as SCALAR_TYPES
 from .ops._shared.scalar_type import ScalarType as ScalarType
 from .ops.activation.elementwise import *

@@ -18,8 +18,8 @@ from typing import Any
 
 from . import __version__, axes
 from ._core.errors import CompileError, MissingDependencyError, OpError, SwitchError
-from ._model_error import ModelError
 from .cli import progress
+from .errors import ModelError
 
 
 def _list(options: argparse.Namespace) -> bool:

@@ -10,8 +10,8 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops import _parallel_experts
 from pyops._core.kernel import Kernel
+from pyops.fused import parallel_experts
 from pyops.ops.collective import expert_parallel
 from pyops.ops.collective.shared_memory import SIGNAL_BYTES
 from pyops.testing import SCHEDULES, Schedule, cpu, ranks, scheduled
@@ -259,7 +259,7 @@ def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(_parallel_experts, "experts_into", fail)
+    monkeypatch.setattr(parallel_experts, "experts_into", fail)
 
     def body(rank: int, parallel: pyops.ExpertParallel) -> None:
         parallel._ranks.lost[1 - rank] = torch.tensor([1, 5])

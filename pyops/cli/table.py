@@ -14,7 +14,9 @@ from .._core import device
 from .._core.op import Op, registry
 
 # Functions that stand on the ops of several families: {module: the family whose page has them}.
-ABOVE_FAMILIES = dict.fromkeys(("pyops._experts", "pyops._marlin_experts", "pyops._parallel_experts"), "moe")
+ABOVE_FAMILIES = dict.fromkeys(
+    ("pyops.fused.experts", "pyops.fused.marlin_experts", "pyops.fused.parallel_experts"), "moe"
+)
 
 
 def summary(op: Op) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from .._model_error import ModelError
+from ..errors import ModelError
 from .decoder import Decoder
 from .engine import Engine
 from .kv_scales import scales_by_module, write_kv_scales

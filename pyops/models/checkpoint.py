@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._core.lazy import optional, torch
-from .._model_error import ModelError
+from ..errors import ModelError
 from .config import DTYPES, Config
 from .config_values import MAX_JSON, check_file, read_json
 from .decoder import Decoder

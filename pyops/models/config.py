@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._model_error import ModelError
+from ..errors import ModelError
 from .config_values import MAX_POSITIONS, first, is_integer, read_json, refuse, size
 from .families import FAMILIES
 from .family import ATTENTION_SIZES, SIZES

@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from .._model_error import ModelError
+from ..errors import ModelError
 
 _MAX_SIZE = 1 << 20  # of every size: torch can describe a matrix of two such sizes on the device "meta"
 MAX_POSITIONS = (1 << 31) - 1

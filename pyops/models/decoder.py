@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._core.lazy import torch
-from .._model_error import ModelError
+from ..errors import ModelError
 from .attention import MLP, Attention
 from .batch import Batch
 from .config import Config

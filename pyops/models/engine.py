@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .._model_error import ModelError
+from ..errors import ModelError
 from .checkpoint import free_bytes
 from .config import Config
 from .config_values import is_integer

@@ -10,7 +10,7 @@ from math import nextafter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from .._model_error import ModelError
+from ..errors import ModelError
 from ..ops.rotary.tables import yarn_mscale
 from .config_values import is_integer, number, size
 from .families import FAMILIES

@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from .._core.lazy import optional
-from .._model_error import ModelError
+from ..errors import ModelError
 
 _MAGIC, _VERSIONS, _DEFAULT_ALIGNMENT, _MAX_DIMS = b"GGUF", (2, 3), 32, 4
 _BOOL, _STRING, _ARRAY = 7, 8, 9

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .._model_error import ModelError
+from ..errors import ModelError
 from .config_values import is_integer
 
 INTEGER, NUMBER, FLAG, TEXT = "an integer", "a number", "true or false", "a string"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._core.lazy import optional
-from .._model_error import ModelError
+from ..errors import ModelError
 from .gguf_file import CONTROL, USER_DEFINED, GgufFile
 
 _AT = "tokenizer.ggml"

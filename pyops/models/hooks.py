@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
-from .._model_error import ModelError
+from ..errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor

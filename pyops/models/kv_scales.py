@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from .._model_error import ModelError
+from ..errors import ModelError
 from .decoder import Decoder
 from .kv_cache import KvScales
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
-from .._quantised_linear import QuantisedLinear, num_blocks
+from ..fused.quantized_linear import QuantisedLinear, num_blocks
 from ..ops._shared.ggml_formats import FORMATS
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.skinny_linear import skinny_linear

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._core.lazy import torch
-from .._marlin_experts import fused_marlin_moe
-from .._model_error import ModelError
-from .._packed_linear import PackedProduct
+from ..errors import ModelError
+from ..fused.marlin_experts import fused_marlin_moe
+from ..fused.packed_linear import PackedProduct
 from ..ops._shared.packed_layouts import ZeroLayout, column_place, zero_bit
 from ..ops._shared.scalar_type import SCALAR_TYPES
 from ..ops.linear.marlin_repack import awq_marlin_repack, gptq_marlin_repack

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._core.lazy import torch
-from .._model_error import ModelError
-from .._packed_linear import PackedProduct
+from ..errors import ModelError
+from ..fused.packed_linear import PackedProduct
 from .config_values import refuse
 from .quantization import PackedQuantization
 

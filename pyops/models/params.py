@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from .._core.lazy import torch
-from .._model_error import ModelError
+from ..errors import ModelError
 from .config_values import is_integer
 from .hooks import LogitsHook
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._experts import FusedMoEQuantConfig, fused_experts
+from ..fused.experts import FusedMoEQuantConfig, fused_experts
 from ..ops.linear.grouped import activated
 from ..ops.linear.grouped_problem import ACTIVATIONS
 from .custom_op import CustomOp

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._experts import FusedMoEQuantConfig, fused_experts
+from ...fused.experts import FusedMoEQuantConfig, fused_experts
 from .replacement import Replacement, without_weights
 from .trial import Trials, Unknown, agree, forward_of, randn, refuse_tensors, tried, twin
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import OpError
-from ..._packed_linear import PackedProduct
+from ...fused.packed_linear import PackedProduct
 from .replacement import Replacement
 from .trial import Unknown, tried
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..._model_error import ModelError
+from ...errors import ModelError
 from .attention import BoundAttention, attention_of, is_attention
 from .encoders import EncoderAttention, Masks, is_encoder_attention
 from .experts import Experts, is_experts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._quantised_linear import QuantisedLinear
+from ...fused.quantized_linear import QuantisedLinear
 from ...ops.linear.gemm_problem import SCALE_BLOCK
 from .replacement import Replacement
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
 
-from ...._experts import fused_experts
-from ...._marlin_experts import ACTIVATIONS, fused_marlin_moe
+from ....fused.experts import fused_experts
+from ....fused.marlin_experts import ACTIVATIONS, fused_marlin_moe
 from ....ops._shared.scalar_type import SCALAR_TYPES
 from ....ops.activation.gated import silu_and_mul_with_clamp
 from ....ops.linear.gemm_problem import SCALE_BLOCK

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
 from vllm.platforms import current_platform
 
-from ...._experts_products import block_size_of, clamp_limit_of, multiply_experts
+from ....fused.expert_products import block_size_of, clamp_limit_of, multiply_experts
 from ....ops.linear.coded_experts import MX_BLOCK
 from ....ops.linear.gemm_problem import SCALE_BLOCK
 from ....ops.linear.grouped_problem import ACTIVATIONS

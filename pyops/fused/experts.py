@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ._core.errors import OpError
-from ._core.tensor import new
-from ._experts_products import clamp_limit_of, codes_of, multiply_experts
-from .ops.linear.grouped_problem import ACTIVATIONS
-from .ops.moe.routing_fused import fused_grouped_topk, fused_topk
-from .ops.moe.rows import moe_sum_experts
+from .._core.errors import OpError
+from .._core.tensor import new
+from ..ops.linear.grouped_problem import ACTIVATIONS
+from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
+from ..ops.moe.rows import moe_sum_experts
+from .expert_products import clamp_limit_of, codes_of, multiply_experts
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .ops.linear.awq_gptq_mm import awq_gemm, gptq_gemm
+from ..ops.linear.awq_gptq_mm import awq_gemm, gptq_gemm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._core.errors import OpError
-from ._core.tensor import new
-from .ops.activation.gated import silu_and_mul_with_clamp
-from .ops.linear.coded_plan import block_size_of_codes
-from .ops.linear.gemm_problem import SCALE_BLOCK
-from .ops.linear.grouped import grouped_gemm
-from .ops.linear.grouped_packed import grouped_gemm_packed
-from .ops.linear.grouped_plan import block_size_for
-from .ops.moe.align import moe_align
-from .ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
+from .._core.errors import OpError
+from .._core.tensor import new
+from ..ops.activation.gated import silu_and_mul_with_clamp
+from ..ops.linear.coded_plan import block_size_of_codes
+from ..ops.linear.gemm_problem import SCALE_BLOCK
+from ..ops.linear.grouped import grouped_gemm
+from ..ops.linear.grouped_packed import grouped_gemm_packed
+from ..ops.linear.grouped_plan import block_size_for
+from ..ops.moe.align import moe_align
+from ..ops.quantize import per_token_group_quant_fp8, per_token_group_quant_int8, scaled_fp8_quant, scaled_int8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor

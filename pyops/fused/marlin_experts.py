@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ._core.errors import OpError
-from ._core.tensor import new
-from .ops.activation.elementwise import gelu, relu2, silu
-from .ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
-from .ops.linear.marlin_moe import moe_wna16_marlin_gemm
-from .ops.linear.packed_experts import block_size_of_packed
-from .ops.moe.align import moe_align
-from .ops.moe.rows import moe_sum_experts
-from .ops.quantize import scaled_fp8_quant, scaled_int8_quant
+from .._core.errors import OpError
+from .._core.tensor import new
+from ..ops.activation.elementwise import gelu, relu2, silu
+from ..ops.activation.gated import gelu_and_mul, silu_and_mul, swigluoai_and_mul, swiglustep_and_mul
+from ..ops.linear.marlin_moe import moe_wna16_marlin_gemm
+from ..ops.linear.packed_experts import block_size_of_packed
+from ..ops.moe.align import moe_align
+from ..ops.moe.rows import moe_sum_experts
+from ..ops.quantize import scaled_fp8_quant, scaled_int8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor

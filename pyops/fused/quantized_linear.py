@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ._core.tensor import new
-from .ops.linear.gemm_problem import SCALE_BLOCK
-from .ops.linear.scaled_mm import cutlass_scaled_mm
-from .ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant, scaled_int8_quant
+from .._core.tensor import new
+from ..ops.linear.gemm_problem import SCALE_BLOCK
+from ..ops.linear.scaled_mm import cutlass_scaled_mm
+from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant, scaled_int8_quant
 
 if TYPE_CHECKING:
     from torch import Tensor

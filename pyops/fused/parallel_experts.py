@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._core.errors import OpError
-from ._experts import FusedMoEQuantConfig, experts_into
-from ._experts_products import scale_is_of_all
-from .ops.collective.expert_parallel import ExpertParallel
-from .ops.linear.gemm_problem import SCALE_BLOCK
+from .._core.errors import OpError
+from ..ops.collective.expert_parallel import ExpertParallel
+from ..ops.linear.gemm_problem import SCALE_BLOCK
+from .expert_products import scale_is_of_all
+from .experts import FusedMoEQuantConfig, experts_into
 
 if TYPE_CHECKING:
     from torch import Tensor
