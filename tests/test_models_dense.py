@@ -13,7 +13,7 @@ import transformers
 
 from pyops import ModelError, testing
 from pyops._core.host.toolchain import toolchains
-from pyops.models import Config, Decoder, Engine, Multipliers, Names, Norms, Rope, SamplingParams, load
+from pyops.models import Config, Decoder, Engine, Multipliers, Names, Norms, Quantization, Rope, SamplingParams, load
 from pyops.models.linear import Place
 from pyops.models.norm import Norm
 from pyops.models.runner import Part, Runner
@@ -627,3 +627,28 @@ def test_logits_are_multiplied_before_they_are_capped() -> None:
     products = hidden.double() @ model.tensors()["lm_head.weight"].double().T
     assert products.abs().max() > 1
     torch.testing.assert_close(logits.double(), 5 * torch.tanh(3 * products / 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_the_multiplier_of_embeddings_in_bfloat16(is_rounded: bool) -> None:
+    """A family rounds the multiplier to the dtype of activations, or the product alone."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    multipliers = Multipliers(embedding=33.37, embedding_is_rounded=is_rounded)
+    model = Decoder(Config(**sizes, **heads, multipliers=multipliers, dtype="bfloat16")).randomise(0)
+    weights = model.tensors()["model.embed_tokens.weight"].double()
+    factor = 33.25 if is_rounded else 33.37  # steps of bfloat16 are 0.25 here
+    with torch.no_grad():
+        assert torch.equal(model._embedded(torch.arange(64)), (weights * factor).bfloat16())
+
+
+def test_projections_of_one_input_share_the_largest_scale() -> None:
+    """Nothing saturates under it, in whatever order a file has the scales."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    quantization = Quantization("float8_e4m3fn", "tensor", "static")
+    model = Decoder(Config(**sizes, **heads, quantization=quantization, dtype="bfloat16"))
+    names = [f"model.layers.0.self_attn.{one}_proj.input_scale" for one in "qkv"]
+    for name, scale in zip(names, (0.25, 0.5, 0.125), strict=True):
+        model.write(name, torch.tensor(scale))
+    assert [float(model.tensors()[name]) for name in names] == [0.5] * 3
