@@ -11,6 +11,8 @@ import torch
 import transformers
 
 from pyops.integrations.transformers import accelerate, experts, report, restore
+from pyops.integrations.transformers.routers import Router
+from pyops.integrations.transformers.trial import Trials
 
 SIZES = {
     "vocab_size": 160,
@@ -99,6 +101,37 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     calls.clear()
     assert generated() == before
     assert not calls
+
+
+class ScaledRouter(torch.nn.Module):
+    """Logits in the dtype of hidden states; weights in float32, the softmax of all experts times a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k, self.routed_scaling_factor = 2, 2.5
+        self.weight = torch.nn.Parameter(torch.randn(6, 32, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        weights, ids = torch.softmax(logits.float(), -1).topk(self.top_k)
+        return logits, weights * self.routed_scaling_factor, ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_router_with_a_factor(dtype: torch.dtype) -> None:
+    """Of a choice without groups: the factor counts once, and weights are float32 beside logits of bfloat16."""
+    module = ScaledRouter().to(dtype)
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with torch.no_grad():
+        router = Router(module, dtype, Trials())
+        logits, weights, ids = router.forward(x)
+    assert router.op == "topk_softmax"
+    assert (logits.dtype, weights.dtype, ids.dtype) == (dtype, torch.float32, torch.int64)
+    exact, places = torch.softmax(logits.double(), -1).topk(2)
+    assert torch.equal(ids, places)
+    torch.testing.assert_close(weights.double(), 2.5 * exact, rtol=1e-6, atol=0.0)
+    product = x.double() @ module.weight.detach().double().T
+    assert (logits.double() - product).abs().max() <= torch.finfo(dtype).eps * product.abs().max()
 
 
 def gpt_oss(**options: Any) -> Any:

@@ -24,7 +24,7 @@ from pyops._core.op import Op
 from pyops.integrations.vllm import Entry, custom_ops, override, register, table
 from pyops.integrations.vllm.schemas import SCHEMAS, SIGNATURES
 from pyops.integrations.vllm.signature import Argument, Signature
-from pyops.integrations.vllm.table import DEFINED_IN_PYTHON
+from pyops.integrations.vllm.table import DEFINED_IN_PYTHON, takes
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, written
 from tests import axes
@@ -174,6 +174,28 @@ def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared(monkeypatch
 
     pyops.op(out="output")(all_reduce)
     assert table()["all_reduce"].state == "missing", "it takes other arguments"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_taken"),
+    [
+        ("Tensor! query, Tensor key, float scale=1.5", True),
+        ("Tensor! query, Tensor key, float scale", True),
+        ("Tensor! query, Tensor key", True),
+        ("Tensor! query, Tensor key, float scale=2.0", False),
+        ("Tensor query, Tensor key, float scale=1.5", False),
+        ("Tensor! query, Tensor! key, float scale=1.5", False),
+        ("Tensor! query", False),
+    ],
+)
+def test_an_op_takes_the_same_writes_and_defaults(arguments: str, is_taken: bool) -> None:
+    from torch import Tensor
+
+    def a_scaled_op(query: Tensor, key: Tensor, scale: float = 1.5) -> None:
+        query.copy_(key * scale)
+
+    op = pyops.op(inout=("query",))(a_scaled_op).op
+    assert takes(op, Signature.read(f"a_scaled_op({arguments}) -> ()")) is is_taken
 
 
 def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ def test_rows_filled_up_with_zeros() -> None:
     [("uint4b8", torch.float16, torch.float16), ("float4_e2m1f", torch.uint8, torch.bfloat16)],
 )
 def test_new_products_of_8_bit_activations(kind: str, dtype: torch.dtype, expected: torch.dtype) -> None:
-    """They have the dtype of the scales of experts in Marlin's layout, or bfloat16 under powers of two."""
-    lists = pyops.moe_align(torch.zeros(2, 1, dtype=torch.int32), 16, 1)
+    """They have a row for each choice of an expert, and the dtype of the scales, or bfloat16 under powers of two."""
+    lists = pyops.moe_align(torch.zeros(2, 3, dtype=torch.int32), 16, 1)
     a, weight = torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.zeros(1, 4, 128, dtype=torch.int32)
     args = (
         a,
@@ -106,12 +106,13 @@ def test_new_products_of_8_bit_activations(kind: str, dtype: torch.dtype, expect
         torch.ones(2, 1),
         *[None] * 5,
         *lists,
-        torch.ones(2, 1),
+        torch.ones(2, 3),
     )
-    options = 16, 1, False, pyops.SCALAR_TYPES[kind], 2, 64, 64, True, False, True, False
-    assert custom_ops.moe_wna16_marlin_gemm(*args, *options).dtype == expected
+    options = 16, 3, False, pyops.SCALAR_TYPES[kind], 2, 64, 64, True, False, True, False
+    product = custom_ops.moe_wna16_marlin_gemm(*args, *options)
     adapted = adapters.moe_wna16_marlin_gemm(*args, *options[:3], options[3].id, *options[4:], -1, -1, -1)
-    assert adapted.dtype == expected
+    for found in (product, adapted):
+        assert (found.shape, found.dtype) == ((6, 64), expected)
 
 
 def test_repacking_of_experts() -> None:

@@ -13,7 +13,9 @@ import transformers
 
 from pyops import ModelError, testing
 from pyops._core.host.toolchain import toolchains
-from pyops.models import Config, Decoder, Engine, Multipliers, Names, Norms, Rope, SamplingParams, load
+from pyops.models import Config, Decoder, Engine, Multipliers, Names, Norms, Quantization, Rope, SamplingParams, load
+from pyops.models.linear import Place
+from pyops.models.norm import Norm
 from pyops.models.runner import Part, Runner
 
 transformers.utils.logging.disable_progress_bar()
@@ -600,3 +602,53 @@ def test_the_older_format_of_olmo3_scales_layers_without_a_window_alone() -> Non
     for rope, kind in ((full, FULL), (window, SLIDING)):
         assert (rope.kind, rope.theta) == (theirs[kind]["rope_type"], theirs[kind]["rope_theta"])
     assert full.factor == theirs[FULL]["factor"]
+
+
+def test_the_sum_of_a_gemma_in_float16_is_float32() -> None:
+    """Sums beyond 65504, the largest number of float16, which Gemmas reach: two of 60000, and what is behind them."""
+    norm = Norm(Norms("gemma"), 1e-6, Place(torch.float16, torch.device("cpu")), 8)
+    norm.weight.zero_()
+    signs = torch.tensor([1.0, -1.0] * 4).expand(2, 8)
+    hidden, residual = (60000 * signs).half(), (60000 * signs).half()
+    total = norm.add(hidden, residual)
+    assert total.dtype == torch.float32
+    assert torch.equal(total, 2 * residual.float())
+    assert torch.equal(hidden, signs.half())
+
+
+def test_logits_are_multiplied_before_they_are_capped() -> None:
+    multipliers = Multipliers(logits=3.0, logits_soft_cap=5.0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    model = Decoder(Config(**sizes, **heads, multipliers=multipliers)).randomise(0)
+    hidden = 4 * torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model.logits(hidden)
+    products = hidden.double() @ model.tensors()["lm_head.weight"].double().T
+    assert products.abs().max() > 1
+    torch.testing.assert_close(logits.double(), 5 * torch.tanh(3 * products / 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_the_multiplier_of_embeddings_in_bfloat16(is_rounded: bool) -> None:
+    """A family rounds the multiplier to the dtype of activations, or the product alone."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    multipliers = Multipliers(embedding=33.37, embedding_is_rounded=is_rounded)
+    model = Decoder(Config(**sizes, **heads, multipliers=multipliers, dtype="bfloat16")).randomise(0)
+    weights = model.tensors()["model.embed_tokens.weight"].double()
+    factor = 33.25 if is_rounded else 33.37  # steps of bfloat16 are 0.25 here
+    with torch.no_grad():
+        assert torch.equal(model._embedded(torch.arange(64)), (weights * factor).bfloat16())
+
+
+def test_projections_of_one_input_share_the_largest_scale() -> None:
+    """Nothing saturates under it, in whatever order a file has the scales."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    quantization = Quantization("float8_e4m3fn", "tensor", "static")
+    model = Decoder(Config(**sizes, **heads, quantization=quantization, dtype="bfloat16"))
+    names = [f"model.layers.0.self_attn.{one}_proj.input_scale" for one in "qkv"]
+    for name, scale in zip(names, (0.25, 0.5, 0.125), strict=True):
+        model.write(name, torch.tensor(scale))
+    assert [float(model.tensors()[name]) for name in names] == [0.5] * 3

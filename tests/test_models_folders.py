@@ -200,6 +200,10 @@ BAD = {
         repeat_tensor,
         r"twice\.safetensors: model\.norm\.weight: is in shard\.safetensors, too",
     ),
+    "a tensor under two names": (
+        edit_tensors(lambda tensors: tensors.update({"language_model.model.norm.weight": torch.zeros(64)})),
+        r"norm\.weight: is there under the name (language_model\.)?model\.norm\.weight, too",
+    ),
     "an index that leads away": (
         edit_index(weight_map={"lm_head.weight": "../model.safetensors"}),
         "weight_map: expected",

@@ -109,6 +109,14 @@ GGUFS: dict[str, tuple[bytes, str]] = {
     "version 1": (header(LLAMA, version=1), "has version 1"),
     "another byte order": (header(LLAMA, version=3 << 24), "has the byte order of another machine"),
     "no alignment": (header(key(b"general.alignment", UINT32, struct.pack("<I", 0))), "general.alignment 0"),
+    "an alignment of 48": (
+        header(key(b"general.alignment", UINT32, struct.pack("<I", 48))),
+        "general.alignment 48, which is no power of two",
+    ),
+    "a tensor that ends one byte behind": (
+        (one := header(LLAMA, count=1, tensors=tensor(b"x", [1]))) + bytes(-len(one) % 32 + 3),
+        "ends before x does",
+    ),
     "a tensor of 2^32 - 1 dimensions": (
         header(LLAMA, count=1, tensors=tensor(b"x", [1] * 4, dims=2**32 - 1)),
         "a tensor of 4294967295 dimensions: x",

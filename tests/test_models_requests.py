@@ -121,6 +121,16 @@ def test_logprobs_are_those_of_the_model_in_float64(budget: int, llama: Decoder)
         assert all(each.prompt_logprobs is None for each in mine[1:])
 
 
+def test_logprobs_are_those_of_logits_before_a_hook_writes(llama: Decoder) -> None:
+    engine = Engine(llama, max_seq_len=160)
+    engine.add(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, logits_hook=bias({7: 1e4})))
+    outputs = list(engine.run())
+    expected = truth([*PROMPTS[0], 7, 7, 7])
+    for i, each in enumerate(outputs, len(PROMPTS[0])):
+        assert each.token == 7
+        check(each.logprobs, expected[i - 1], 7, 2)
+
+
 def test_logprobs_change_no_token_and_survive_preemption(llama: Decoder) -> None:
     engine = Engine(llama, num_blocks=24, block_size=4, max_seq_len=96, max_num_seqs=4)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]

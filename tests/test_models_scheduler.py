@@ -125,6 +125,17 @@ def test_a_step_takes_prompts_beside_next_tokens() -> None:
     assert found == [[(0, 2), (1, 1)], [(0, 1), (1, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 1)]]
 
 
+def test_a_request_waits_for_a_slot() -> None:
+    """Though there are blocks enough for both."""
+    scheduler = Scheduler(CONFIGS["attention"], 8, BLOCK_SIZE, 1, 8)
+    first, second = request(0, 2, 1), request(1, 2, 1)
+    scheduler.waiting.extend([first, second])
+    assert scheduler.next_step() == [(first, 2)]
+    assert list(scheduler.waiting) == [second]
+    scheduler.end(first)
+    assert scheduler.next_step() == [(second, 2)]
+
+
 def test_a_preempted_request_stays_before_newcomers() -> None:
     """Two run in 5 blocks and one waits. The second gives its blocks back, and is admitted again before the third."""
     scheduler = Scheduler(CONFIGS["attention"], 5, BLOCK_SIZE, 3, 8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +102,46 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path: Path) -> None:
     (host / f"another{folders.SUFFIX}").mkdir()
     assert compiles(started(tmp_path)) > 0
     assert {entry.suffix for entry in host.iterdir()} <= {".so", ".gch"}
+
+
+def test_what_a_killed_process_has_begun_is_not_worked_on(tmp_path: Path) -> None:
+    folder = tmp_path / f"folder{folders.SUFFIX}"
+    folder.mkdir()
+    (folder / "half.so").write_bytes(b"half")
+    with folders.worked_in(str(folder)):
+        assert list(folder.iterdir()) == []
+
+
+def test_the_lock_on_a_folder_that_is_gone_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who held it before removes the folder between the moments when this process opens and locks it."""
+    folder, flock, calls = tmp_path / f"folder{folders.SUFFIX}", fcntl.flock, list[int]()
+
+    def late(descriptor: int, operation: int) -> None:
+        if not calls:
+            folder.rmdir()
+        calls.append(operation)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with folders.worked_in(str(folder)):
+        assert folder.is_dir()
+
+
+def test_a_lock_is_given_back_though_a_child_has_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder that cannot be removed; a descriptor that is copied shares the lock, as that of a child does."""
+    folder = str(tmp_path / f"folder{folders.SUFFIX}")
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    lock = folders._taken(folder, 0.0)
+    assert lock is not None
+    of_child = os.dup(lock)
+    assert folders._taken(folder, 0.0) is None
+    folders._remove(folder, lock)
+    again = folders._taken(folder, 0.0)
+    os.close(of_child)
+    assert again is not None
+    os.close(again)
 
 
 def test_a_folder_is_worked_in_by_one_and_waited_for_no_longer_than_patience(

@@ -175,3 +175,11 @@ def test_blocks_that_a_launch_cannot_have_are_refused(
     many = kernel("many", text("many", "float* out"))
     with pytest.raises(OpError, match=r"out: needs .* blocks, but a launch has at most"):
         driver.bind([many().launch(grid, 1)], ("out",), (), {})
+
+
+def test_launches_of_few_streams_are_kept() -> None:
+    """A program that makes a stream for every request does not fill memory."""
+    streams = launch.Streams(lambda stream: lambda: stream)
+    for stream in range(1000):
+        assert streams[stream]() == streams[stream]() == stream
+    assert len(streams) <= 64

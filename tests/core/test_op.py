@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import pyops
+from benchmarks.fake_driver import fake_driver
 from pyops._core import check, compiler, device
 from pyops._core import op as core
 from pyops._core.example import ArgMaker, TorchMaker
@@ -171,6 +172,21 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(args[0], expected)
 
 
+def test_plans_that_are_forgotten_are_made_again() -> None:
+    """Also the one that torch's own guard finds from its third call on."""
+    op = pyops.registry["rms_norm"]
+    x, out = torch.ones(2, 8), torch.empty(2, 8)
+    with fake_driver():
+        op.forget()
+        for _ in range(4):
+            pyops.rms_norm(out, x, None, 1e-6)
+        assert len(op.plans) == 1
+        op.forget()
+        assert not op.plans
+        pyops.rms_norm(out, x, None, 1e-6)
+        assert len(op.plans) == 1
+
+
 def test_a_new_number_of_tokens_is_the_same_specialisation() -> None:
     op = pyops.registry["rms_norm"]
     texts = {
@@ -246,6 +262,31 @@ def test_mixed_libraries_are_refused() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(pyops.OpError, match=r"^rms_norm: input: expected a torch tensor like out, got a numpy one$"):
         pyops.rms_norm(torch.empty_like(x), numpy.ones((2, 8), numpy.float32), None, 1e-6)
+
+
+@pytest.mark.parametrize("where", ["torch", "numpy"])
+def test_one_tensor_for_input_and_output_has_one_layout(where: str) -> None:
+    """Rows of `out` that lie elsewhere would be written over rows of `input` that are still to be read."""
+    memory: Any = torch.arange(32.0) if where == "torch" else numpy.arange(32, dtype=numpy.float32)
+    x, out = memory[:16].reshape(2, 8), memory.reshape(2, 16)[:, :8]
+    pyops.rms_norm(x, x, None, 1e-6)
+    before = memory + 0
+    with pytest.raises(pyops.OpError, match=r"^rms_norm: out: is written, but shares memory with input$"):
+        pyops.rms_norm(out, x, None, 1e-6)
+    assert (memory == before).all()
+
+
+def test_tensors_that_interleave_are_told_by_their_whole_distance() -> None:
+    """Of rows that are 3 pages apart, `out` lies 1 page behind `input`, between its rows; then 3, on its rows."""
+    page = 4096 // 4
+    memory = torch.ones(4, 3 * page)
+    x, between = memory[:3, :8], memory[:3, page : page + 8]
+    on_rows = memory.as_strided((3, 8), (3 * page, 1), 3 * page)
+    with fake_driver():
+        for _ in range(4):
+            pyops.rms_norm(between, x, None, 1e-6)
+        with pytest.raises(pyops.OpError, match=r"^rms_norm: out: is written, but shares memory with input$"):
+            pyops.rms_norm(on_rows, x, None, 1e-6)
 
 
 def test_errors_are_value_errors_with_parts() -> None:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import pyops
@@ -35,6 +35,7 @@ _LAYOUT = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=3)
 _DTYPES = st.sampled_from([dtypes.float32, dtypes.bfloat16, dtypes.int8])
 
 
+@example(layout=[(3, 2), (4, 1)])  # rows of 4 elements that begin 2 apart
 @given(layout=_LAYOUT)
 def test_no_overlap_within_a_tensor_is_missed(layout: list[tuple[int, int]]) -> None:
     arg = _arg(tuple(size for size, _ in layout), tuple(stride for _, stride in layout))
@@ -154,3 +155,16 @@ def test_to_torch_shares_memory_and_bits(name: str) -> None:
     assert str(value.dtype) == f"torch.{name}"
     assert value.data_ptr() == array.ctypes.data
     assert value.float().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_least_number_that_float32_has_as_infinity_is_not_held() -> None:
+    """It is given back, to be refused by the name of its argument; the double below it is the largest float32."""
+    like, least = torch.ones(1), tensor.MAX_FLOAT
+    below = numpy.nextafter(least, 0.0)
+    with numpy.errstate(over="ignore"):
+        assert numpy.isinf(numpy.float32(least))
+    for sign in (1, -1):
+        found = tensor.held_number(sign * least, like)
+        assert isinstance(found, float)
+        assert found == sign * least
+        assert tensor.held_number(sign * below, like).item() == sign * torch.finfo(torch.float32).max
