@@ -1,5 +1,5 @@
-// chunk_scan_tiles.cuh: the tiles of tokens of chunk_scan, whose constants it reads: where they lie in shared memory, which
-// rows are a warp's, and how results leave.
+// chunk_scan_tiles.cuh: the token tiles of chunk_scan: their shared memory layout, the rows of a warp, and the
+// epilogue. It uses the constants of chunk_scan.cu.
 #pragma once
 #include "chunk_scan_decays.cuh"
 #include "state_tiles.cuh"
@@ -38,8 +38,8 @@ DEVICE int head_of(int r) { return tile_row(r) / HEAD_TILE; }
 // The first token of pair i of the block of tokens number n, counted in the tile.
 DEVICE int token_of(int n, int i) { return n * 16 + pair_column(i) + lane_column(threadIdx.x % WARP_SIZE); }
 
-// Stores y to `out`, that of the block's first row at the tile's first token, by way of shared memory, where x of the
-// warp's rows was: then a lane stores a row's vector.
+// Stores y to `out`, which points to the block's first row at the tile's first token. y is transposed through the
+// shared memory of the warp's part of x, so that a lane stores whole vectors of a token's row.
 DEVICE void store_results(const result_t& y, const x_tile_t& x_tile, scalar_t* out, int64_t out_stride, int count) {
     const int lane = threadIdx.x % WARP_SIZE;
     sync_warp();
