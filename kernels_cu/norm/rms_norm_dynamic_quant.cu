@@ -1,4 +1,4 @@
-// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, as codes under scales computed here.
+// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, with dynamic quantisation of the result.
 //
 //     z = input[r, i] (+ residual[r, i]) in float32;  residual[r, i] = T(z)
 //     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of input, residual and weight

@@ -1,4 +1,5 @@
-// dynamic_tensor_quant: fp8 codes of a matrix under one scale, from the partial maxima that absmax.cu has written.
+// dynamic_tensor_quant: fp8 quantisation of a matrix with one scale, from the partial maxima that absmax.cu has
+// written.
 //
 //     s = max(partial) / 448, written to scale[0]
 //     result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code

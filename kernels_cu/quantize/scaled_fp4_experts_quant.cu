@@ -17,7 +17,7 @@
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
 //     SCALE_ACCESS  bytes of output_scale in one memory access, at most 4
-//     UNIT          rows whose scales a thread writes at once, 4; divides rounds
+//     UNIT          rows per write of scales, 4; divides rounds
 
 #include "fp4_experts.cuh"
 #include "fp4_rows.cuh"
