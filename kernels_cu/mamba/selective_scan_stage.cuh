@@ -1,5 +1,5 @@
-// selective_scan_stage.cuh: what the staging threads of selective_scan_fwd, whose constants it reads, bring to shared memory for
-// the scanning threads, and what they make of the results of a tile.
+// selective_scan_stage.cuh: the staging threads of selective_scan_fwd: they load tiles to shared memory for the
+// scanning threads, and write the results of a tile. It uses the constants of selective_scan_fwd.cu.
 #pragma once
 #include "selective_scan.cuh"
 
@@ -29,8 +29,8 @@ DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
         *reinterpret_cast<float4*>(shared + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
 }
 
-// A staging thread's part of a tile on its way from global to shared memory. It is loaded early and stored late, so that
-// the thread need not wait for memory.
+// A staging thread's part of a tile in flight from global to shared memory. It is loaded early and stored late to hide
+// memory latency.
 struct Stage {
     LoadedUnit delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
 
