@@ -4,8 +4,7 @@
 //     out[d, t] = T(y * sigmoid(y)) if SILU, else T(y)
 //
 // Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
-// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). A token of no sequence gets
-// 0.
+// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). Tokens of no sequence get 0.
 //
 // Threads: a thread takes VEC_SIZE adjacent tokens of `channels` channels, BATCH channels at a time. Adjacent threads
 // take adjacent tokens. A thread also loads the vectors of the threads before it, for the inputs before its first

@@ -1,5 +1,4 @@
-// causal_conv1d_decode: causal convolution for decode: the few tokens of each sequence in place, with states in a
-// cache.
+// causal_conv1d_decode: causal convolution for decode: a few tokens per sequence, in place, with states in a cache.
 //
 //     h = WIDTH - 1 inputs of conv_state[slot, :, d], those from `start` on: the inputs before the sequence
 //     y[t, d] = bias[d] + sum over k < WIDTH of weight[d, k] * (h, x)[t + k, d]

@@ -4,8 +4,7 @@
 //     out[t, d] = T(y * sigmoid(y)) if SILU, else T(y)
 //
 // Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
-// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). A token of no sequence gets
-// 0.
+// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). Tokens of no sequence get 0.
 //
 // Threads: a block takes `tile_size` tokens of NUM_THREADS * VEC_SIZE channels; a thread walks along the tokens with
 // VEC_SIZE channels (causal_conv1d.cuh). Adjacent blocks take adjacent channels of the same tokens.

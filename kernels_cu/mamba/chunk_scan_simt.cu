@@ -26,7 +26,7 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
                 const dt_t* dt,                     // [num_tokens, num_heads]
                 const float* A,                     // [num_heads]
                 const scalar_t* B,                  // [num_tokens, num_groups, STATE_SIZE]
-                const scalar_t* C,                  // likewise
+                const scalar_t* C,                  // [num_tokens, num_groups, STATE_SIZE]
                 const skip_t* D,                    // [num_heads] or [num_heads, HEAD_SIZE]
                 const scalar_t* z,                  // [num_tokens, num_heads, HEAD_SIZE]
                 const bias_t* dt_bias,              // [num_heads]

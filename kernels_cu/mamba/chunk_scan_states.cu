@@ -67,8 +67,9 @@ chunk_scan_states(float* segment_states,              // [num_segments - 1, num_
     const int group = first_head / int(heads_per_group), segment = blockIdx.y;
     const int64_t first_row = int64_t(first_head) * HEAD_SIZE + first_dim;  // among the rows of all heads
     const int64_t state_size = num_heads * HEAD_SIZE * STATE_SIZE;          // elements of the states of all heads
-    const int own_head = warpgroup * WARPGROUP_ROWS / HEAD_TILE;            // of the warpgroup, counted in the block
-    const int own_row = warpgroup * WARPGROUP_ROWS + quarter * 16 + g;      // of the block; the lane has row + 8, too
+    const int own_head = warpgroup * WARPGROUP_ROWS / HEAD_TILE;            // the warpgroup's head within the block
+    const int own_row =
+        warpgroup * WARPGROUP_ROWS + quarter * 16 + g;  // the lane's row within the block; it also holds row + 8
     const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,     num_tokens,
                                      num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
     const int end_part = chunks.first_of(segment + 1, num_segments);
@@ -119,7 +120,7 @@ chunk_scan_states(float* segment_states,              // [num_segments - 1, num_
         });
     };
 
-    float log_decay = 0.0f;  // of the segment, in units of log2
+    float log_decay = 0.0f;  // log2 of the segment's total decay
     bool restarted = false;  // the segment has begun a sequence
     ScanTile tile{chunks.first_of(segment, num_segments), 0, {}};
     if (tile.number < end_part) {

@@ -13,7 +13,7 @@ using c_tile_t = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // a row for each toke
 using x_tile_t = SwizzledTile<scalar_t, ROWS / 8>;        // a row for each token
 using weights_tile_t = square_tile_t<scalar_t, TOKENS>;   // row l, column m
 using decays_t = Decays<HEADS, TOKENS>;
-using result_t = Block[ROW_TILES][2];  // of a warp: y transposed, rows by tokens
+using result_t = Block[ROW_TILES][2];  // a warp's y, transposed: rows by tokens
 
 // Tiles in shared memory: B, x and C of STAGES tiles; then the weights of each head for one.
 struct Stages {

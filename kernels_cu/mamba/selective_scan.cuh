@@ -102,7 +102,7 @@ struct Rows {
     scalar_t *delta, *z;
     const float *bias, *D;
     int64_t u_stride, delta_stride, z_stride, B_stride, C_stride;
-    int channels;  // of the block, that exist
+    int channels;  // valid channels of the block
     bool softplus;
 };
 

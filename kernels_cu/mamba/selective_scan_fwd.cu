@@ -28,8 +28,7 @@
 
 #include "selective_scan_stage.cuh"
 
-// Reduces each of four values over LANES lanes. Afterwards x[0] ... x[SUMS - 1] are the totals of values first_sum()
-// ...
+// Reduces each of four values over LANES lanes. Afterwards x[i], i < SUMS, is the total of value first_sum() + i.
 constexpr int SUMS = LANES >= 4 ? 1 : 4 / LANES;
 DEVICE int first_sum(int lane) { return LANES == 1 ? 0 : LANES == 2 ? lane * 2 : (lane & 1) * 2 + (lane >> 1 & 1); }
 DEVICE void add_up(float (&x)[4], int lane) {
@@ -96,8 +95,7 @@ struct States {
         });
     }
 
-    // Four steps, for the tokens from `column` on; y gets the lane's partial sums. ALL: all four tokens lie in the
-    // tile.
+    // Four steps, for the tokens from `column` on; y gets the lane's partial sums. ALL: all four lie in the tile.
     template <bool ALL>
     DEVICE void scan_four(const Tile& tile, int column, const Buffer& at, float (&y)[CHANNELS][4]) {
         float rate[CHANNELS][4], scaled_u[CHANNELS][4];
@@ -198,7 +196,8 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     const uint32_t blocks = uint32_t(group_blocks) * num_groups;
     const int64_t sequence = blockIdx.x / blocks;
     const int group = blockIdx.x % blocks / group_blocks;
-    const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
+    const int first_channel =
+        blockIdx.x % group_blocks * BLOCK_CHANNELS;  // within the group of channels that share B and C
     const int64_t channel = int64_t(group) * group_dim + first_channel;
 
     const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,

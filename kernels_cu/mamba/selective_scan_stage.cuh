@@ -10,14 +10,14 @@ constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
 constexpr int PADDED_STATES = LANES * STATES;
 constexpr int ROW_UNITS = TILE_TOKENS / UNIT;
 constexpr int ROW = TILE_TOKENS + 4;  // floats of a row in shared memory: vectors of eight rows lie in different banks
-constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // of a thread
-constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS);     // likewise
+constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // units of channel rows per thread
+constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS);     // units per thread for B, and for C
 
 // A tile in shared memory. Channel c of the block is channel c / GROUPS of the group c % GROUPS.
 struct Buffer {
     float rate[BLOCK_CHANNELS * ROW];      // delta * log2(e)
     float scaled_u[BLOCK_CHANNELS * ROW];  // delta * u
-    float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
+    float y[BLOCK_CHANNELS * ROW];         // the result of column c is at index c + 4 of its row
     float B[TILE_TOKENS * PADDED_STATES];
     float C[TILE_TOKENS * PADDED_STATES];
     unit_t u[BLOCK_CHANNELS * ROW_UNITS];  // for D

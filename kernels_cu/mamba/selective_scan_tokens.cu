@@ -178,7 +178,8 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
     const uint32_t blocks = uint32_t(group_blocks) * num_groups;
     const int64_t sequence = blockIdx.x / blocks;
     const int group = blockIdx.x % blocks / group_blocks;
-    const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
+    const int first_channel =
+        blockIdx.x % group_blocks * BLOCK_CHANNELS;  // within the group of channels that share B and C
     const int64_t channel = int64_t(group) * group_dim + first_channel;
 
     const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,

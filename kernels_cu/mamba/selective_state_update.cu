@@ -28,14 +28,14 @@
 #include "selective.cuh"
 #include "vec.cuh"
 
-constexpr int GROUPS = WARP_SIZE / LANES;                    // of a warp
-constexpr int VECS = ceil_div(STATE_SIZE, VEC_SIZE* LANES);  // of a lane, for one item
+constexpr int GROUPS = WARP_SIZE / LANES;                    // groups of a warp
+constexpr int VECS = ceil_div(STATE_SIZE, VEC_SIZE* LANES);  // vectors of a lane for one item
 constexpr int ITEMS = ROWS * SEQUENCES;                      // item s * ROWS + i is row i of sequence s
 constexpr int OWNERS = ITEMS < LANES ? ITEMS : LANES;        // lanes that own items: lane l owns l, l + OWNERS, ...
 constexpr int OWNED = ITEMS / OWNERS;                        // items of an owner
 static_assert(SEQUENCES == 1 || !HAS_STARTS);
 
-// VEC_SIZE neighbouring elements as floats, by accesses of 16 bytes where they are wider.
+// VEC_SIZE adjacent elements as floats, in accesses of at most 16 bytes.
 template <typename T>
 DEVICE void load_vec(const T* address, float (&x)[VEC_SIZE]) {
     constexpr int WIDEST = 16 / int(sizeof(T));
@@ -71,7 +71,7 @@ DEVICE void sum_to_owners(float (&y)[ITEMS], int lane) {
     }
 }
 
-// VEC_SIZE neighbouring elements of B or C, by accesses of 16 bytes where they are wider.
+// VEC_SIZE adjacent elements of B or C, in accesses of at most 16 bytes.
 struct StateVector {
     static constexpr int ACCESS = VEC_SIZE * int(sizeof(scalar_t)) < 16 ? VEC_SIZE : 16 / int(sizeof(scalar_t));
     Vec<scalar_t, ACCESS> parts[VEC_SIZE / ACCESS];

@@ -71,7 +71,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
         if (LORA && token_lora_mapping[row / int(topk)] != lora) return NO_BIN;
         return local_expert<HAS_MAP>(id, expert_map, num_ids, sort.bins, NO_BIN);
     };
-    // Every place and block is filled while the ids are loaded; places with rows are written again below.
+    // All slots and blocks are filled with padding while the ids are in flight; slots with rows are overwritten below.
     sort.count(expert_of, [&] {
         fill(sorted_token_ids, num_places, int32_t(num_rows));
         fill(experts_ids, num_blocks, -1);

@@ -1,7 +1,7 @@
 // dynamic_token_quant: dynamic per-token quantisation, one scale per row; maxima and minima ignore NaN.
 //
 //     a = max |x| over the row
-//     fp8        s = max(min(a, scale_ub) / 448, smallest scale)    result = fp8(x / s), NaN the largest code
+//     fp8        s = max(min(a, scale_ub) / 448, smallest scale)    result = fp8(x / s), NaN becomes the largest fp8
 //     int8       s = a / 127                                        result = int8(x * (127 / a)), 0 if 127 / a is inf
 //     with azp   s = (max x - min x) / 255, azp = round(-128 - min x / s)    result = int8(round(x * (1 / s)) + azp)
 //

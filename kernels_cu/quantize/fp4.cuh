@@ -44,8 +44,7 @@ struct Fp4Tensor {
           limit(ieee_abs(g) >= 0x1p-100f && ieee_abs(g) <= 0x1p100f ? 7.0f : 0.0f) {}
 };
 
-// The scale s of sixteen values whose largest magnitude is `a`, and the factor r. ORDINARY: the tensor's limit is not
-// 0.
+// The scale s of sixteen values with largest magnitude `a`, and the factor r. ORDINARY: the tensor's limit is not 0.
 struct Fp4Scale {
     fp8_e4m3_t code;
     float factor;

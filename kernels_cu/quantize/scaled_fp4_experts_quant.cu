@@ -6,11 +6,11 @@
 //     GATED: quantises T(silu(gate) * up), rounded once; gate, up = input[r, i], input[r, hidden_size + i]; T its dtype
 //
 // From the first invalid offset on (below 0, below the one before, or beyond the rows), experts are skipped; so is an
-// expert whose tiles do not all fit in output_scale.
+// expert with tiles that do not all fit in output_scale.
 //
 // The grid covers the tiles of all experts, one after another, padding rows included. Each block finds the expert of
 // its tile by summing up tile counts. A thread has a column of 16-element blocks, in `rounds` rows one after another;
-// ROW_THREADS neighbouring threads have neighbouring columns.
+// ROW_THREADS adjacent threads take adjacent columns.
 //
 // Constants:
 //     GATED         input has two halves, gate and up

@@ -1,6 +1,6 @@
 // static_quant: quantises elements with given scales.
 //
-//     fp8        result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code
+//     fp8        result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest fp8
 //     int8       result = int8(x / s)
 //     with azp   result = int8(round(x * (1 / s)) + azp)
 //     s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]

@@ -36,7 +36,7 @@
 
 constexpr int HALF = ROTARY_DIM / 2;
 constexpr int LANES = HALF / PAIRS;
-constexpr int VERSIONS = 5;  // of a query; version number 5 is the key
+constexpr int VERSIONS = 5;  // versions of a query; version number 5 is the key
 using vec_t = Vec<scalar_t, PAIRS>;
 using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
 

@@ -10,7 +10,7 @@
 //     top-p   keeps, of these, the largest whose weights add up to top_p[row] of the sum, and logits that equal the
 //             smallest of them
 //
-// 1. Load: each block copies its piece to shared memory. Every thread finds its largest logit; the cluster shares the
+// 1. Load: each block copies its piece to shared memory. Every thread computes its maximum; the cluster shares the
 //    smallest and the largest of these maxima.
 // 2. top-k: the k-th largest of the threads' maxima is a lower bound of the k-th largest logit. Logits from the bound
 //    on are counted by key.
@@ -22,8 +22,7 @@
 // Keys are floats mapped to integers of the same order. Steps 2 and 3 search for a threshold key in a range of keys.
 // One refinement splits the range into BINS bins of equal width, finds the bin that holds the threshold, and makes that
 // bin the new range; the search ends when the range has one key, or when all of the bin is kept. Each thread has one
-// bit per logit that marks it as a candidate. All reductions are over integers, so the result does not depend on their
-// order.
+// bit per logit that marks it as a candidate. All reductions are over integers, so that their order does not matter.
 //
 // Thread mapping: block (row, rank) has piece `rank` of a row, thread t the vectors i * NUM_THREADS + t of the piece.
 // Logits beyond the piece are -inf.
@@ -46,8 +45,7 @@ constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the sm
 constexpr int LOW_BITS = 20;                        // bits in the low part of a weight (struct PartsOf)
 using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
 using parts_t = PartsOf<LOW_BITS>;
-// Two totals fit in 32 bits: a block's high parts, up to 2^15 each, and the low parts in one coarse counter, below
-// 2^20.
+// Two totals fit in 32 bits: a block's high parts, each up to 2^15, and the low parts of a coarse counter, below 2^20.
 static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
 
 // Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key

@@ -66,7 +66,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     __syncthreads();
 
     // Elements outside the segment get the smallest key, 0. The histograms count them, but topK is reached before them.
-    const int own_position = row.element(thread) - int(segment.begin);  // of the thread's first element
+    const int own_position = row.element(thread) - int(segment.begin);  // position of the thread's first element
     const auto exists = [&](int round, int j) {
         return unsigned(own_position + round * ROUND_SIZE + j) < unsigned(length);
     };
