@@ -1,4 +1,4 @@
-// silu_and_mul_per_block_quant: silu_and_mul, written as codes under scales computed here, one for a group of elements.
+// silu_and_mul_per_block_quant: silu_and_mul with dynamic group quantisation of the result.
 //
 //     y = T(T(silu(g)) * u)    where g, u = input[r, i], input[r, HIDDEN_SIZE + i];  T: element type of input
 //     a = max |y| over each group of GROUP_SIZE elements of a row

@@ -3,7 +3,7 @@
 //     y = T(T(silu(g)) * u)    where g, u = input[r, i], input[r, hidden_size + i]
 //     result[r, i] = fp8(clamp(y * (1 / scale)))
 //
-// The product is with the float32 reciprocal. NaN becomes the largest code. T is the element type of input.
+// The value is multiplied by the float32 reciprocal. NaN becomes the largest fp8 value. T is the element type of input.
 //
 // Threads: one vector of each half per thread (elementwise.cuh).
 //

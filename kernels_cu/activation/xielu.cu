@@ -27,8 +27,8 @@ xielu(scalar_t* out,            // [num_rows, hidden_size]
     beta = round_to<scalar_t>(beta);
     eps = round_to<scalar_t>(eps);
 
-    // Computed before the barrier: behind it, the compiler would interleave the exponentials with the code below and
-    // need more registers than there are.
+    // Computed before the barrier: after it, the compiler would interleave the exponentials with the code below and
+    // spill registers.
     const vec_t exponential = map(x, [=](float value) { return expm1f(fminf(value, eps)); });
 
     // Logarithms are slow: two threads compute them for the block.

@@ -2,7 +2,7 @@
 //
 //     y[t, d] = bias[d] + sum over k < WIDTH of weight[d, k] * x[t - (WIDTH - 1) + k, d]
 //
-// A thread has N neighbouring channels and walks along the tokens. It holds the taps of its channels and their window,
+// A thread has N adjacent channels and walks along the tokens. It holds the taps of its channels and their window,
 // the last WIDTH - 1 inputs, the newest last. Between calls, a slot of a cache keeps the window of a sequence.
 
 #pragma once
@@ -38,7 +38,7 @@ struct Window {
         }
     }
 
-    // Loads the inputs k for which exists(k), from row k of `rows`; rows lie `stride` elements apart.
+    // Loads the inputs k for which exists(k), from row k of `rows`, with row stride `stride` in elements.
     template <typename T, typename Exists>
     DEVICE void load(const T* rows, int64_t stride, Exists exists) {
 #pragma unroll
@@ -83,8 +83,8 @@ DEVICE float activated(float y) {
 }
 
 // Walks along `count` inputs of type T: load(i) loads input i, and done(i, input, y) takes its result, when the window
-// ends with the input. Each is called for i = 0, 1, ... in turn. BATCH inputs are loaded together, before the results of
-// the batch before are computed.
+// ends with the input. Each is called for i = 0, 1, ... in order. BATCH inputs are loaded together, before the results
+// of the batch before are computed.
 template <int BATCH, bool SILU, typename T, int WIDTH, int N, typename Load, typename Done>
 DEVICE void convolve(Window<WIDTH, N>& window, const Taps<WIDTH, N>& taps, int count, Load load, Done done) {
     using vec_t = Vec<T, N>;

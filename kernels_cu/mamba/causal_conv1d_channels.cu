@@ -1,14 +1,14 @@
-// causal_conv1d_channels: convolves each channel of sequences whose channels are rows of a matrix.
+// causal_conv1d_channels: causal convolution of sequences stored channel-major: rows of the matrix are channels.
 //
 //     y[d, t] = bias[d] + sum over k < WIDTH of weight[d, k] * x[d, t - HISTORY + k]
 //     out[d, t] = T(y * sigmoid(y)) if SILU, else T(y)
 //
 // Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
-// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). A token of no sequence gets 0.
+// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). Tokens of no sequence get 0.
 //
-// Threads: a thread takes VEC_SIZE neighbouring tokens of `channels` channels, BATCH of them at a time. Neighbouring
-// threads take neighbouring tokens. The inputs before the first token of a thread come from the vectors that
-// neighbouring threads load, too.
+// Threads: a thread takes VEC_SIZE adjacent tokens of `channels` channels, BATCH channels at a time. Adjacent threads
+// take adjacent tokens. A thread also loads the vectors of the threads before it, for the inputs before its first
+// token.
 //
 // Constants
 //     weight_t      element type of weight and bias
@@ -29,11 +29,11 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 using states_t =
     SequenceStates<STATE_VEC, STATE_WEIGHT_VEC, HAS_STATES, HAS_INDICES, HAS_INITIAL, HAS_COMPUTED, HAS_BLOCKS>;
-constexpr int EARLIER_VECS = ceil_div(HISTORY, VEC_SIZE);  // vectors before that of a thread which it also needs
+constexpr int EARLIER_VECS = ceil_div(HISTORY, VEC_SIZE);  // vectors of earlier tokens that a thread also loads
 constexpr int EARLIER = EARLIER_VECS * VEC_SIZE;
 
-// For each token of a thread: how many inputs before the token belong to the token's sequence, HISTORY at most. -1 stands
-// for a token of no sequence, -2 for one that needs a state.
+// For each token of a thread: how many inputs before the token belong to the token's sequence, HISTORY at most. -1
+// stands for a token of no sequence, -2 for one that needs a state.
 struct Reach {
     int before[VEC_SIZE];
     bool whole = true;  // every token has all HISTORY inputs before it
@@ -81,7 +81,7 @@ DEVICE vec_t convolved(const float (&x)[EARLIER + VEC_SIZE], const Taps<WIDTH, 1
     return vec_t::from_floats(y);
 }
 
-// Convolves the channels `channel` ... `end` - 1 for the thread's tokens, the first of which is column 0 of x and out.
+// Convolves the channels `channel` ... `end` - 1 for the thread's tokens; column 0 of x and out is its first token.
 template <bool WHOLE>
 DEVICE void
 convolve_channels(scalar_t* out, const scalar_t* x, const weight_t* weight, const weight_t* bias, const Reach& reach,
@@ -90,7 +90,7 @@ convolve_channels(scalar_t* out, const scalar_t* x, const weight_t* weight, cons
         vec_t vecs[BATCH][EARLIER_VECS + 1];
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
-            // A channel behind the last stands for the last: a load without a condition is not waited for here.
+            // Past the last channel, the last one is loaded again: an unconditional load is not waited for here.
             const scalar_t* row = x + min(channel + b, end - 1) * x_stride;
 #pragma unroll
             for (int i = 0; i <= EARLIER_VECS; ++i) {

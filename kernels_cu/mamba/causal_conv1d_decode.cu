@@ -1,4 +1,4 @@
-// causal_conv1d_decode: convolves the few tokens of each sequence in place, from and to states in a cache.
+// causal_conv1d_decode: causal convolution for decode: a few tokens per sequence, in place, with states in a cache.
 //
 //     h = WIDTH - 1 inputs of conv_state[slot, :, d], those from `start` on: the inputs before the sequence
 //     y[t, d] = bias[d] + sum over k < WIDTH of weight[d, k] * (h, x)[t + k, d]
@@ -6,7 +6,7 @@
 //     conv_state[slot] = the last WIDTH - 1 of (h, x)
 //
 // start is 0. With IS_SPECULATIVE, start is num_accepted_tokens[b] - 1, and the state becomes the last WIDTH - 2 of h
-// and then all of x, so that the next call can begin behind any of these tokens.
+// and then all of x, so that the next call can begin after any of these tokens.
 //
 // HAS_BLOCKS (prefix caching): the sequence has a row of slots in conv_state_indices. h comes from column
 // initial_state_idx[b], the state goes to column block_idx_last_scheduled_token[b].
@@ -33,7 +33,7 @@
 using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int HISTORY = WIDTH - 1;
 
-// Each block prefetches its weights and, where their place is known without query_start_loc, its inputs.
+// Each block prefetches its weights and, if their address does not depend on query_start_loc, its inputs.
 DEVICE void prefetch_inputs(const scalar_t* x, const weight_t* weight, int64_t dim, int64_t num_groups,
                             int64_t x_sequence_stride, int64_t x_channel_stride) {
     const int64_t channel = (blockIdx.x % uint32_t(num_groups) * NUM_THREADS + threadIdx.x) * VEC_SIZE;

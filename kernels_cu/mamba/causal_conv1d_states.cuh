@@ -1,4 +1,4 @@
-// causal_conv1d_states.cuh: what a convolution of sequences has to do with states. Blocks of the convolution's launch do it.
+// causal_conv1d_states.cuh: the state updates of a convolution over sequences, done by extra blocks of its launch.
 //
 //     h = conv_states[slot, 0 ... WIDTH - 2, d] if has_initial_state[b], else zeros: the inputs before sequence b
 //     out[t, d] for the first WIDTH - 1 tokens of b, if has_initial_state[b]: the other blocks leave them out
@@ -36,7 +36,8 @@ struct Boundaries {
     }
 };
 
-// The arguments of the op that have to do with states, and where tokens lie. Constants as causal_conv1d_tokens.cu has them.
+// The arguments of the op that have to do with states, and where tokens lie. Constants as causal_conv1d_tokens.cu has
+// them.
 template <int STATE_VEC, int STATE_WEIGHT_VEC, bool HAS_STATES, bool HAS_INDICES, bool HAS_INITIAL, bool HAS_COMPUTED,
           bool HAS_BLOCKS>
 struct SequenceStates {
@@ -90,7 +91,7 @@ struct SequenceStates {
         const auto save_window = [&](int64_t slot) {
             if (slot >= 0) window.store(states + slot * slot_stride, state_stride);
         };
-        // The first tokens, whose windows reach back to h.
+        // The first tokens, because their windows reach back to h.
         const auto taps = Taps<WIDTH, STATE_VEC>::template load<STATE_WEIGHT_VEC, HAS_BIAS>(weight, bias, channel);
         convolve<HISTORY, SILU, scalar_t>(
             window, taps, int(min(count, int64_t(HISTORY))),
@@ -112,7 +113,7 @@ struct SequenceStates {
             for (int k = 0; k < HISTORY; ++k) inputs[k].store(states + slot * slot_stride + k * state_stride);
         };
         if constexpr (HAS_BLOCKS) {
-            // The smallest and the largest i whose column exists and whose window holds inputs of the sequence alone.
+            // The range of i where the column exists and the window holds only inputs of the sequence.
             const int64_t first = max(boundaries.last_column - max_blocks, int64_t(0));
             const int64_t last = min(boundaries.last_column - boundaries.first_column - 1,
                                      (boundaries.last_boundary - HISTORY - 1) / block_size_to_align);

@@ -1,13 +1,13 @@
-// causal_conv1d_tokens: convolves each channel of sequences whose tokens are rows of a matrix.
+// causal_conv1d_tokens: causal convolution of sequences stored token-major: rows of the matrix are tokens.
 //
 //     y[t, d] = bias[d] + sum over k < WIDTH of weight[d, k] * x[t - (WIDTH - 1) + k, d]
 //     out[t, d] = T(y * sigmoid(y)) if SILU, else T(y)
 //
 // Sequence b has the tokens query_start_loc[b] <= t < query_start_loc[b + 1]. What lies before its first token counts
-// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). A token of no sequence gets 0.
+// as 0 here: the first blocks do the tokens that need a state (causal_conv1d_states.cuh). Tokens of no sequence get 0.
 //
 // Threads: a block takes `tile_size` tokens of NUM_THREADS * VEC_SIZE channels; a thread walks along the tokens with
-// VEC_SIZE channels (causal_conv1d.cuh). Neighbouring blocks take neighbouring channels of the same tokens.
+// VEC_SIZE channels (causal_conv1d.cuh). Adjacent blocks take adjacent channels of the same tokens.
 //
 // Constants
 //     weight_t      element type of weight and bias
@@ -87,7 +87,7 @@ causal_conv1d_tokens(scalar_t* out,                                   // [num_to
     out += origin * out_stride + channel;
     int64_t sequence = count_up_to(query_start_loc + 1, num_seqs, 1, origin);
     for (int t = 0; t < last;) {
-        int begin = last, end = last;  // behind the last sequence
+        int begin = last, end = last;  // one past the last sequence
         if (sequence < num_seqs) {
             begin = place(max(int64_t(query_start_loc[sequence]), int64_t(0)));
             end = place(query_start_loc[sequence + 1]);

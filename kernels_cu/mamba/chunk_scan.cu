@@ -1,6 +1,6 @@
-// chunk_scan: the scan of Mamba-2 over prompts (structured state-space duality, SSD), by matrix products.
+// chunk_scan: the Mamba-2 scan for prefill (structured state-space duality, SSD), by MMAs.
 //
-// Of one head, with the time steps d_l after bias, softplus and limits:
+// For one head, with the time steps d_l after bias, softplus and limits:
 //
 //     h_l = exp(A d_l) h_{l-1} + d_l x_l (outer) B_l,    y_l = h_l . C_l + D x_l,    out_l = T(y_l silu(z_l))
 //
@@ -9,36 +9,36 @@
 //     y_l = exp(a_l) h C_l + sum_{m <= l} exp(a_l - a_m) d_m (C_l . B_m) x_m + D x_l
 //     h  <- exp(a_end) h + sum_m (exp(a_end - a_m) d_m x_m) (outer) B_m
 //
-// After Dao and Gu 2024, arXiv:2405.21060. States stay in registers from tile to tile, in float32. Rounded to T are the
-// operands of products: h, the weights exp(a_l - a_m) d_m (C_l . B_m), and the weighted x_m.
+// After Dao and Gu 2024, arXiv:2405.21060. States stay in registers from tile to tile, in float32. MMA operands are
+// rounded to T: h, the weights exp(a_l - a_m) d_m (C_l . B_m), and the weighted x_m.
 //
-// Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y is
-// the segment (chunk_scan.cuh). A block walks its parts in tiles of TOKENS tokens and copies the next tile to shared memory
-// (where copies are held, async.cuh: to registers) while it computes this one.
+// Blocks: blockIdx.x counts runs of HEADS heads of one group, and tiles of HEAD_TILE dimensions of a head; blockIdx.y
+// is the segment (chunk_scan.cuh). A block walks its parts in tiles of TOKENS tokens and copies the next tile to shared
+// memory (or to registers, where async.cuh holds copies) while it computes this one.
 //
-// Warps: the rows of a block are (head, dimension). A warp has ROW_TILES matrix tiles of 16 rows, the whole state of
-// each row, and y transposed: rows by tokens. The weights, tokens by tokens, are made by the warps together. Products are
-// those of product.cuh.
+// Warps: the rows of a block are (head, dimension). A warp owns ROW_TILES tiles of 16 rows, with the whole state of
+// each row and y transposed (rows by tokens). All warps compute the weights (tokens by tokens) together. MMAs are those
+// of product.cuh.
 //
 // Constants
 //     scalar_t       T: element type of x, B, C, z and out: half_t or bf16_t
-//     dt_t, bias_t, skip_t, initial_t, state_t    of dt, dt_bias, D, initial_states and states
-//     index_t        of cu_seqlens, cu_chunk_seqlens, last_chunk_indices and seq_idx
+//     dt_t, bias_t, skip_t, initial_t, state_t    element types of dt, dt_bias, D, initial_states and states
+//     index_t        element type of cu_seqlens, cu_chunk_seqlens, last_chunk_indices and seq_idx
 //     HEAD_SIZE      elements of a head; a multiple of HEAD_TILE
 //     STATE_SIZE     elements of B and C; a multiple of 16
 //     HEADS          heads of a block; 1 if HEAD_TILE < HEAD_SIZE
 //     HEAD_TILE      a multiple of 16
 //     TOKENS         tokens of a tile: 32, or a multiple with SEGMENT_STATES
-//     ROW_TILES      matrix tiles of a warp
-//     STAGES         tiles in shared memory: 2; or 1, only where copies are held
+//     ROW_TILES      16-row tiles of a warp
+//     STAGES         tiles in shared memory: 2; or 1, only where registers hold copies (async.cuh)
 //     OUT_VEC        elements of out in one memory access: 4 or 8
 //     SOFTPLUS, HAS_Z      options of the op
-//     CHUNK_STATES   states are those at the end of every chunk, not of every sequence
-//     SEGMENT_STATES the launch before the last: no out, no states, but segment_states and segment_decays
+//     CHUNK_STATES   write the state at the end of every chunk, not of every sequence
+//     SEGMENT_STATES first launch: write only segment_states and segment_decays, neither out nor states
 
 #include "chunk_scan_tiles.cuh"
 
-// Whether all gates of a block are loaded before one is used. CUDA's warps, of more rows, have no registers left.
+// Whether all gates of a block are loaded before one is used. On CUDA a warp owns more rows and has no registers left.
 constexpr bool GATES_AHEAD = ON_MATRIX_CORES;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -50,7 +50,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
            const dt_t* dt,                     // [num_tokens, num_heads]
            const float* A,                     // [num_heads]
            const scalar_t* B,                  // [num_tokens, num_groups, STATE_SIZE]
-           const scalar_t* C,                  // likewise
+           const scalar_t* C,                  // [num_tokens, num_groups, STATE_SIZE]
            const skip_t* D,                    // [num_heads] or [num_heads, HEAD_SIZE]
            const scalar_t* z,                  // [num_tokens, num_heads, HEAD_SIZE]
            const bias_t* dt_bias,              // [num_heads]
@@ -78,12 +78,12 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     const int end_part = chunks.first_of(segment + 1, num_segments);
 
     const Stages stages{reinterpret_cast<unsigned char*>(memory)};
-    // The last warps, which have the least to do for the weights, find the decays.
+    // The last warps compute the decays, because they have the least work on the weights.
     DecayFinder<dt_t, HEADS, TOKENS, NUM_THREADS / 32> finder;
     typename b_tile_t::copy_t<NUM_THREADS> copy_b;
     TokenCopy<STATE_SIZE / 8, TOKENS, NUM_THREADS> copy_c;
     TokenCopy<ROWS / 8, TOKENS, NUM_THREADS> copy_x;
-    // Copies `count` tokens from `token` on to shared memory, zeros behind them, and reads their time steps.
+    // Copies `count` tokens from `token` on to shared memory, padded with zeros, and loads their time steps.
     const auto load = [&](int stage, int token, int count) {
         const int64_t row = token, column = group * STATE_SIZE;
         copy_b.load(stages.b(stage).tile, B + row * B_stride + column, B_stride, count);
@@ -135,9 +135,9 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
     };
 
     clear_state();
-    float log_decay[ROW_TILES] = {};  // of the segment, in units of log2
+    float log_decay[ROW_TILES] = {};  // log2 of the segment's total decay
     bool restarted = false;           // the segment has begun a sequence
-    // D of the lane's rows, the factors of x in the output.
+    // D of the lane's rows.
     float skip[ROW_TILES][LANE_ROWS] = {};
     if (!SEGMENT_STATES && D) {
 #pragma unroll
@@ -181,7 +181,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
 
         uint32_t xs[ROW_TILES][2][BLOCK_PAIRS];  // x transposed: rows by tokens
         if constexpr (!SEGMENT_STATES) {
-            // Weights: the tiles of 16 by 16 tokens on the diagonal and below it, a warp each in turn.
+            // Weights: the 16 x 16 token tiles on the diagonal and below it, distributed over the warps.
             const c_tile_t c_tile = stages.c(stage);
             for (int tile = warp; tile < 3; tile += NUM_WARPS) {
                 const int row_tile = (tile + 1) / 2, column_tile = tile / 2;
@@ -236,7 +236,7 @@ chunk_scan(scalar_t* out,                      // [num_tokens, num_heads, HEAD_S
             }
 
             __syncthreads();
-            // Y += weights of the tokens up to each, times x; and D x.
+            // Y += (causal weights) x + D x.
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll

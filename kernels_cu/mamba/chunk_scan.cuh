@@ -1,27 +1,27 @@
 // chunk_scan.cuh: what the kernels of the chunked state-space scan share: the chunks of sequences, time steps, and the
 // segments that blocks take.
 //
-// A chunk is cut into parts, the same number of each chunk, so that a few long chunks can be divided evenly: each part
-// has part_tokens tokens, or what is left of the chunk, which may be none. A segment is a run of neighbouring parts that
-// one block walks, its state at hand. Where there are several, a launch
-// finds what each makes of a state of zeros: its own state and the decay of what it began with. chunk_scan_pass.cu adds
-// these up. In the last launch a block begins with the state that the segment before its own leaves behind.
+// Every chunk is split into the same number of parts, so that a few long chunks can be divided evenly: each part has
+// part_tokens tokens, or the rest of the chunk, which may be empty. A segment is a run of consecutive parts that one
+// block walks with its state in registers. With several segments the scan takes three launches: the first computes for
+// each segment its final state from a state of zeros, and its total decay; chunk_scan_pass.cu chains these; in the last
+// launch a block begins with the final state of the previous segment.
 
 #pragma once
 #include "selective.cuh"
 
 // A part of a chunk of one sequence.
 struct ScanPart {
-    int begin, end;  // tokens; none if the arguments say what cannot be
+    int begin, end;  // tokens; empty if the arguments are invalid
     int seq;         // its sequence, or -1
     int chunk;       // its chunk, if it is the last part of one; else -1
-    int chunk_end;   // behind the last token of its chunk
+    int chunk_end;   // one past the last token of its chunk
     bool restarts;   // the part begins with the initial state of its sequence
 };
 
 // A tile of tokens in a part.
 struct ScanTile {
-    int number, token;  // of the part, and the first token of the tile
+    int number, token;  // the part's number, and the first token of the tile
     ScanPart part;
 
     DEVICE int count() const { return part.end - token; }  // tokens from the first on
@@ -49,7 +49,7 @@ struct ScanChunks {
         }
         return found;
     }
-    // Part number `number`; `before` is the part before. Of a chunk that is already known nothing is loaded.
+    // Part number `number`; `before` is the previous part. If both lie in one chunk, nothing is loaded.
     DEVICE ScanPart behind(const ScanPart& before, int number) const {
         const int part = number % chunk_parts;
         if (part == 0) return at(number);
@@ -60,7 +60,7 @@ struct ScanChunks {
         found.end = end_of(found);
         return found;
     }
-    // The tile after this one; its part is number `end_part` if there is none.
+    // The next tile; after the last tile, one with part number `end_part`.
     template <int TOKENS>
     DEVICE ScanTile tile_behind(const ScanTile& tile, int end_part) const {
         if (tile.count() > TOKENS) return {tile.number, tile.token + TOKENS, tile.part};
@@ -68,12 +68,12 @@ struct ScanChunks {
         const ScanPart part = behind(tile.part, tile.number + 1);
         return {tile.number + 1, part.begin, part};
     }
-    // Where a part ends that begins at `part.begin`.
+    // The end of a part that begins at `part.begin`.
     DEVICE int end_of(const ScanPart& part) const {
         const bool is_last = part.chunk >= 0 || part.chunk_end - part.begin <= part_tokens;
         return is_last ? part.chunk_end : part.begin + part_tokens;
     }
-    // Whether the state behind the part is the last of its sequence.
+    // Whether the state after the part is the final state of its sequence.
     DEVICE bool ends_sequence(const ScanPart& part) const {
         return part.seq >= 0 && part.chunk >= 0 && last_chunk_indices[part.seq] == part.chunk;
     }
@@ -82,7 +82,7 @@ struct ScanChunks {
         const int64_t last = last_chunk_indices[seq];
         return last >= 0 && last < num_chunks && seq_idx[last] == seq;
     }
-    // The first part of a segment; of segment number `num_segments`, the number of parts.
+    // The first part of a segment; for segment `num_segments`, the number of parts.
     DEVICE int first_of(int64_t segment, int64_t num_segments) const {
         return int(segment * num_chunks * chunk_parts / num_segments);
     }

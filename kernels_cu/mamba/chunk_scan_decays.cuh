@@ -1,8 +1,8 @@
-// chunk_scan_decays.cuh: what the tokens of a tile decay by, for the kernels of the chunked scan that multiply matrices.
+// chunk_scan_decays.cuh: the decays of the tokens of a tile, for the MMA kernels of the chunked scan.
 #pragma once
 #include "chunk_scan.cuh"
 
-// Of each head, with a_l the sum of A d up to token l of the tile.
+// The decays of each head, with a_l the sum of A d up to token l of the tile.
 template <int HEADS, int TOKENS>
 struct Decays {
     float sums[HEADS][TOKENS];     // a_l * log2(e)
@@ -11,12 +11,12 @@ struct Decays {
     float weights[HEADS][TOKENS];  // exp(a_end - a_m) d_m
 };
 
-// Finds the decays of tiles. A group of 32 lanes takes the heads first_own, first_own + NUM_GROUPS, ..., counted in the
-// block, which may be none: the last groups come first. A lane takes tokens that are 32 apart.
+// Computes the decays of tiles. A group of 32 lanes takes the heads first_own, first_own + NUM_GROUPS, ... of the
+// block, or no head: the last groups get heads first. A lane takes every 32nd token.
 template <typename dt_t, int HEADS, int TOKENS, int NUM_GROUPS>
 struct DecayFinder {
     static constexpr int OWN = (HEADS + NUM_GROUPS - 1) / NUM_GROUPS, LANE_TOKENS = TOKENS / 32;
-    dt_t raw[OWN][LANE_TOKENS] = {};  // time steps, as they were loaded: a conversion would wait for them
+    dt_t raw[OWN][LANE_TOKENS] = {};  // time steps as loaded; converting them here would wait for the loads
 
     // Loads the time steps of `count` tokens; `dt` is that of the first token and of the block's first head.
     DEVICE void load(const dt_t* dt, int64_t dt_stride, int64_t dt_step, int count) {

@@ -1,21 +1,21 @@
-// chunk_scan_simt: chunk_scan without matrix products. It serves float32, any size, stride and alignment, and warps of
-// 64 lanes.
+// chunk_scan_simt: chunk_scan without MMAs. It serves float32, any size, stride and alignment, and warps of 64 lanes.
 //
 // Formula: the recurrence of chunk_scan.cu, token by token, in float32 throughout.
 //
 // Blocks: blockIdx.x counts heads and tiles of ROWS dimensions of a head; blockIdx.y is the segment (chunk_scan.cuh).
-// A row of the block is a dimension of the head. LANES neighbouring lanes share its state; lane i of them has the
-// elements i, i + LANES, ... Tiles of TOKENS tokens pass through shared memory.
+// A row of the block is a dimension of the head. LANES adjacent lanes share its state; lane i of them holds elements i,
+// i + LANES, ... Tiles of TOKENS tokens are staged in shared memory.
 //
-// Constants, besides those of chunk_scan.cu
-//     LANES, ROWS    of a block; LANES is a power of two up to 32, LANES * ROWS the threads of the block
+// Constants, in addition to those of chunk_scan.cu
+//     LANES, ROWS    lanes of a row and rows of a block; LANES is a power of two up to 32, the block has LANES * ROWS
+//                    threads
 
 #include "chunk_scan.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
 
 constexpr int TOKENS = 16, NUM_THREADS = LANES * ROWS, TILES = ceil_div(HEAD_SIZE, ROWS);
-constexpr int ITEMS = ceil_div(STATE_SIZE, LANES);  // elements of a state that a lane has
+constexpr int ITEMS = ceil_div(STATE_SIZE, LANES);  // state elements per lane
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, HEAD_SIZE]
@@ -26,7 +26,7 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
                 const dt_t* dt,                     // [num_tokens, num_heads]
                 const float* A,                     // [num_heads]
                 const scalar_t* B,                  // [num_tokens, num_groups, STATE_SIZE]
-                const scalar_t* C,                  // likewise
+                const scalar_t* C,                  // [num_tokens, num_groups, STATE_SIZE]
                 const skip_t* D,                    // [num_heads] or [num_heads, HEAD_SIZE]
                 const scalar_t* z,                  // [num_tokens, num_heads, HEAD_SIZE]
                 const bias_t* dt_bias,              // [num_heads]
@@ -57,7 +57,7 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
     const int end_part = chunks.first_of(segment + 1, num_segments);
 
     float h[ITEMS] = {};
-    // Calls `visit` with each element of the thread's state and its place in the states of all heads.
+    // Calls `visit` with each element of the thread's state and its offset in the states of all heads.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -70,7 +70,7 @@ chunk_scan_simt(scalar_t* out,                      // [num_tokens, num_heads, H
     };
 
     const float bias = dt_bias ? to_float(dt_bias[head]) : 0.0f, rate = A[head];
-    float decay = 1.0f;  // of the segment, down to the last beginning of a sequence
+    float decay = 1.0f;  // total decay of the segment since its start; 0 once a sequence has begun in it
     for (int number = first_part; number < end_part; ++number) {
         const ScanPart part = chunks.at(number);
         if (part.restarts) {

@@ -1,18 +1,18 @@
-// chunk_scan_states: the states of segments of the chunked scan (chunk_scan.cuh), by asynchronous matrix products (sm_90a).
+// chunk_scan_states: the states of segments of the chunked scan (chunk_scan.cuh), by WGMMA (sm_90a).
 //
 //     h <- exp(a_end) h + sum_m (exp(a_end - a_m) d_m x_m) (outer) B_m        for each tile of 64 tokens
 //
-// as chunk_scan.cu does with SEGMENT_STATES, whose header defines a, d and the blocks. A segment has a state of zeros, or
-// the initial state of the last sequence that begins in it.
+// as chunk_scan.cu with SEGMENT_STATES; the header of chunk_scan.cu defines a, d and the blocks. A segment begins with
+// a state of zeros, and each sequence that begins in it restarts from its initial state.
 //
-// Warpgroups: each has 64 rows of (head, dimension) and their whole state, in the accumulators of a product. x,
-// transposed and weighted, is the operand in registers, and B the one in shared memory, whose rows the product sums over.
-// Tiles are copied to shared memory two tiles ahead.
+// Warpgroups: each holds 64 rows of (head, dimension) with their whole state in WGMMA accumulators. Operand A is x,
+// transposed and weighted, in registers; operand B is B in shared memory, with tokens as K. Tiles are copied to shared
+// memory two tiles ahead.
 //
 // Constants
 //     scalar_t             element type of x and B: half_t or bf16_t
-//     dt_t, bias_t, initial_t   of dt, dt_bias and initial_states
-//     index_t              of cu_seqlens, cu_chunk_seqlens, last_chunk_indices and seq_idx
+//     dt_t, bias_t, initial_t   element types of dt, dt_bias and initial_states
+//     index_t              element type of cu_seqlens, cu_chunk_seqlens, last_chunk_indices and seq_idx
 //     HEAD_SIZE            elements of a head; a multiple of HEAD_TILE
 //     STATE_SIZE           elements of B: 64 or 128
 //     HEADS, HEAD_TILE     heads of a block, and dimensions of each; HEADS * HEAD_TILE is 64 or 128
@@ -67,13 +67,15 @@ chunk_scan_states(float* segment_states,              // [num_segments - 1, num_
     const int group = first_head / int(heads_per_group), segment = blockIdx.y;
     const int64_t first_row = int64_t(first_head) * HEAD_SIZE + first_dim;  // among the rows of all heads
     const int64_t state_size = num_heads * HEAD_SIZE * STATE_SIZE;          // elements of the states of all heads
-    const int own_head = warpgroup * WARPGROUP_ROWS / HEAD_TILE;            // of the warpgroup, counted in the block
-    const int own_row = warpgroup * WARPGROUP_ROWS + quarter * 16 + g;      // of the block; the lane has row + 8, too
+    const int own_head = warpgroup * WARPGROUP_ROWS / HEAD_TILE;            // the warpgroup's head within the block
+    const int own_row =
+        warpgroup * WARPGROUP_ROWS + quarter * 16 + g;  // the lane's row within the block; it also holds row + 8
     const ScanChunks<index_t> chunks{cu_seqlens, cu_chunk_seqlens, last_chunk_indices, seq_idx,     num_tokens,
                                      num_chunks, num_seqs,         chunk_size,         chunk_parts, part_tokens};
     const int end_part = chunks.first_of(segment + 1, num_segments);
 
-    // Copies a tile to shared memory, zeros behind its tokens, and loads its time steps. There may be no such tile.
+    // Copies a tile to shared memory, pads its tokens with zeros, and loads its time steps. After the last tile it only
+    // commits an empty copy group.
     const auto load = [&](int stage, const ScanTile& tile, finder_t& finder) {
         if (tile.number < end_part) {
             auto& to = shared.stages[stage];
@@ -118,7 +120,7 @@ chunk_scan_states(float* segment_states,              // [num_segments - 1, num_
         });
     };
 
-    float log_decay = 0.0f;  // of the segment, in units of log2
+    float log_decay = 0.0f;  // log2 of the segment's total decay
     bool restarted = false;  // the segment has begun a sequence
     ScanTile tile{chunks.first_of(segment, num_segments), 0, {}};
     if (tile.number < end_part) {

@@ -1,5 +1,5 @@
-// chunk_scan_tiles.cuh: the tiles of tokens of chunk_scan, whose constants it reads: where they lie in shared memory, which
-// rows are a warp's, and how results leave.
+// chunk_scan_tiles.cuh: the token tiles of chunk_scan: their shared memory layout, the rows of a warp, and the
+// epilogue. It uses the constants of chunk_scan.cu.
 #pragma once
 #include "chunk_scan_decays.cuh"
 #include "state_tiles.cuh"
@@ -13,7 +13,7 @@ using c_tile_t = SwizzledTile<scalar_t, STATE_SIZE / 8>;  // a row for each toke
 using x_tile_t = SwizzledTile<scalar_t, ROWS / 8>;        // a row for each token
 using weights_tile_t = square_tile_t<scalar_t, TOKENS>;   // row l, column m
 using decays_t = Decays<HEADS, TOKENS>;
-using result_t = Block[ROW_TILES][2];  // of a warp: y transposed, rows by tokens
+using result_t = Block[ROW_TILES][2];  // a warp's y, transposed: rows by tokens
 
 // Tiles in shared memory: B, x and C of STAGES tiles; then the weights of each head for one.
 struct Stages {
@@ -38,8 +38,8 @@ DEVICE int head_of(int r) { return tile_row(r) / HEAD_TILE; }
 // The first token of pair i of the block of tokens number n, counted in the tile.
 DEVICE int token_of(int n, int i) { return n * 16 + pair_column(i) + lane_column(threadIdx.x % WARP_SIZE); }
 
-// Stores y to `out`, that of the block's first row at the tile's first token, by way of shared memory, where x of the
-// warp's rows was: then a lane stores a row's vector.
+// Stores y to `out`, which points to the block's first row at the tile's first token. y is transposed through the
+// shared memory of the warp's part of x, so that a lane stores whole vectors of a token's row.
 DEVICE void store_results(const result_t& y, const x_tile_t& x_tile, scalar_t* out, int64_t out_stride, int count) {
     const int lane = threadIdx.x % WARP_SIZE;
     sync_warp();

@@ -1,4 +1,4 @@
-// gated_delta_chunk: the gated delta rule over prompts, by matrix products on tiles of tokens.
+// gated_delta_chunk: the gated delta rule for prefill, by MMAs on tiles of tokens.
 //
 // Formula: the recurrence of gated_delta_recurrent.cu. For a tile of tokens, with a_l the sum of g up to token l of the
 // tile, b_l the elements of beta, k and q after their norms, and S the state before the tile:
@@ -7,27 +7,27 @@
 //     o_l = scale (exp(a_l) S q_l + sum_{m <= l} exp(a_l - a_m) (q_l . k_m) u_m)
 //     S  <- exp(a_end) S + sum_m exp(a_end - a_m) u_m (outer) k_m
 //
-// (Yang et al. 2024, arXiv:2412.06464.) States stay in registers from tile to tile, in float32. Rounded to T are the
-// operands of products: S, r, u, (I + L)^-1 b and the weights of u. Keys and queries stay as they are: their norms are
-// factors of what they are multiplied with. Products are those of product.cuh.
+// (Yang et al. 2024, arXiv:2412.06464.) States stay in registers from tile to tile, in float32. MMA operands are
+// rounded to T: S, r, u, (I + L)^-1 b and the weights of u. Keys and queries are used unnormalised; their inverse norms
+// are applied to the accumulators and the other operands. MMAs are those of product.cuh.
 //
-// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A block
-// walks its sequence in tiles of TOKENS tokens.
+// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows of the state; a row is an element of v. A
+// block walks its sequence in tiles of TOKENS tokens.
 //
-// Warps: the first WARPS warps have 16 rows of the state each, and work on one tile. Four more warps prepare tiles. Two of
-// them, KEYS and NORMS, are two tiles ahead: decays, the norms of k and q, and L. Two are a tile ahead: SOLVE inverts
-// I + L, WEIGH weighs u for o. Copies to shared memory (where copies are held, async.cuh: to registers) are three tiles
-// ahead.
+// Warps are specialised. The first WARPS warps hold 16 rows of the state each and consume one tile at a time. Four
+// producer warps prepare later tiles: KEYS and NORMS are two tiles ahead (decays, norms of k and q, and L); SOLVE and
+// WEIGH are one tile ahead (SOLVE inverts I + L, WEIGH computes the weights of u in o). Copies to shared memory (or to
+// registers, where async.cuh holds copies) are three tiles ahead.
 //
 // Constants
 //     scalar_t       T: element type of q, k, v and o: half_t or bf16_t
-//     g_t, beta_t, initial_t, state_t, starts_t    of g, beta, initial_state, final_state and cu_seqlens
+//     g_t, beta_t, initial_t, state_t, starts_t    element types of g, beta, initial_state, final_state and cu_seqlens
 //     KEY_SIZE       elements of a head of k; a multiple of 16
 //     VALUE_SIZE     elements of a head of v
 //     QK_NORM        q and k are divided by their norms
 //     TOKENS         tokens of a tile: 32, or 16 where shared memory is small
-//     STAGES         tiles in shared memory: 4; or 3, only where copies are held
-//     WARPS          warps with rows; ROWS = 16 * WARPS divides VALUE_SIZE
+//     STAGES         tiles in shared memory: 4; or 3, only where registers hold copies (async.cuh)
+//     WARPS          warps with state rows; ROWS = 16 * WARPS divides VALUE_SIZE
 
 #include "gated_delta_tokens.cuh"
 
@@ -35,10 +35,10 @@ constexpr int ROWS = 16 * WARPS, NUM_THREADS = (WARPS + 4) * WARP_SIZE, TILES = 
 constexpr int KEYS = WARPS, NORMS = WARPS + 1, SOLVE = WARPS + 2, WEIGH = WARPS + 3;
 static_assert(STAGES == 4 || HOLDS_COPIES);
 
-using value_tile = SwizzledTile<scalar_t, ROWS / 8>;         // values: a row for each token
-using summed_tile = SummedTile<scalar_t, KEY_SIZE, TOKENS>;  // keys, of which tokens are summed over
+using value_tile = SwizzledTile<scalar_t, ROWS / 8>;         // values: one row per token
+using summed_tile = SummedTile<scalar_t, KEY_SIZE, TOKENS>;  // keys as operand b with tokens as the K dimension
 constexpr int KEY_BYTES = key_tile::bytes(TOKENS), VALUE_BYTES = value_tile::bytes(TOKENS);
-constexpr int SUMMED_BYTES = ON_MATRIX_CORES ? summed_tile::BYTES : 0;  // else these are the keys themselves
+constexpr int SUMMED_BYTES = ON_MATRIX_CORES ? summed_tile::BYTES : 0;  // 0: the tile of keys serves both uses
 constexpr int STAGE_BYTES = 2 * KEY_BYTES + VALUE_BYTES + SUMMED_BYTES, SQUARE_BYTES = square_tile::bytes(TOKENS);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -80,7 +80,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         unsigned char* const at = stage_at(tile) + (ON_MATRIX_CORES ? 2 * KEY_BYTES + VALUE_BYTES : 0);
         return summed_tile{{reinterpret_cast<scalar_t*>(at)}};
     };
-    // (I + L)^-1 b, and the weights of u in o: row l, column m.
+    // The square matrices (I + L)^-1 b and the weights of u in o: row l, column m.
     const auto inverse_of = [&](int tile) {
         return square_tile{reinterpret_cast<scalar_t*>(shared + STAGES * STAGE_BYTES + tile % 2 * 2 * SQUARE_BYTES)};
     };
@@ -92,7 +92,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     TokenCopy<KEY_SIZE / 8, TOKENS, NUM_THREADS> copy_k, copy_q;
     TokenCopy<ROWS / 8, TOKENS, NUM_THREADS> copy_v;
     typename summed_tile::copy_t<NUM_THREADS> copy_summed;
-    // Each call adds one group of copies, which is empty behind the last tile.
+    // Each call commits one cp.async group, which is empty after the last tile.
     const auto load = [&](int tile) {
         if (tile < num_tiles) {
             const int64_t token = begin + int64_t(tile) * TOKENS, key = key_head * KEY_SIZE;
@@ -113,7 +113,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         if (ON_MATRIX_CORES) copy_summed.store(summed_of(tile).tile);
     };
 
-    // The warp KEYS: g and beta of the lane's token of a tile, read a tile ahead.
+    // Warp KEYS only: g and beta of the lane's token, loaded one tile ahead.
     float log_decay = 0.0f, strength = 0.0f;
     const auto load_decay = [&](int tile) {
         log_decay = strength = 0.0f;
@@ -130,7 +130,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
     };
 
     Block s[STEPS] = {};
-    // Calls `visit` with each element of the thread's state and its place in a state of all heads.
+    // Calls `visit` with each element of the thread's state and its offset in a state of all heads.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
         for (int i = 0; i < STEPS * BLOCK_PAIRS * 2; ++i) {
@@ -146,7 +146,7 @@ gated_delta_chunk(scalar_t* o,                     // [num_tokens, value_heads, 
         const key_tile keys = keys_of(tile), queries = queries_of(tile);
         const summed_tile summed = summed_of(tile);
         Block r[BLOCKS] = {}, y[BLOCKS] = {}, u[BLOCKS] = {};  // rows by tokens: S k, then r; S q, then o; u
-        // Multiplies the columns of blocks with factors of their tokens.
+        // Multiplies each column of blocks by the factor of its token.
         const auto scale_tokens = [&](Block(&blocks)[BLOCKS], const float (&by)[TOKENS]) {
 #pragma unroll
             for (int i = 0; i < BLOCKS * BLOCK_PAIRS * 2; ++i) {

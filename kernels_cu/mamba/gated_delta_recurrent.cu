@@ -5,21 +5,22 @@
 // S has a row for each element of v and a column for each element of k. With QK_NORM, q and k are first divided by
 // sqrt(their sum of squares + 1e-6). (Yang et al. 2024, arXiv:2412.06464)
 //
-// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES neighbouring lanes share a row; a lane
-// has every LANES-th run of four columns. Tiles of TOKENS tokens pass through shared memory.
+// Blocks: blockIdx.x counts sequences, value heads and tiles of ROWS rows. LANES adjacent lanes share a row; a lane
+// holds every LANES-th run of four columns. Tiles of TOKENS tokens are staged in shared memory.
 //
-// SLOTS: sequence i begins with the state in slot indices[i, max(accepted[i], 1) - 1]; PER_TOKEN: the state after token
-// t goes to slot indices[i, t], else the last state goes back to its slot. A sequence whose first slot is out of range is
-// skipped; a state whose slot is out of range is not stored. Without SLOTS, sequence i has state i, and a sequence
-// without tokens keeps it.
+// SLOTS: sequence i begins with the state in slot indices[i, max(accepted[i], 1) - 1]. PER_TOKEN: the state after token
+// t goes to slot indices[i, t]; otherwise the last state goes back to its slot. A sequence is skipped if its first slot
+// is out of range; a state is not stored if its slot is out of range. Without SLOTS, sequence i has state i, and a
+// sequence without tokens keeps it.
 //
 // Constants
 //     scalar_t       T: element type of q, k, v and o
-//     g_t, beta_t, initial_t, state_t    of g, beta, initial_state, and state or final_state
-//     starts_t, index_t, accepted_t      of cu_seqlens, ssm_state_indices and num_accepted_tokens
+//     g_t, beta_t, initial_t, state_t    element types of g, beta, initial_state, and state or final_state
+//     starts_t, index_t, accepted_t      element types of cu_seqlens, ssm_state_indices and num_accepted_tokens
 //     KEY_SIZE, VALUE_SIZE    elements of a head of k and of v
-//     LANES, ROWS    of a block; LANES is a power of two up to 32, LANES * ROWS the threads of the block
-//     STATE_VEC      columns of a state in one memory access: 4 where the columns of a row are neighbours, else 1
+//     LANES, ROWS    lanes of a row and rows of a block; LANES is a power of two up to 32, the block has LANES * ROWS
+//                    threads
+//     STATE_VEC      columns of a state in one memory access: 4 if the columns of a row are contiguous, else 1
 //     QK_NORM, SLOTS, PER_TOKEN    as above
 
 #include "gated_delta_norm.cuh"
@@ -27,10 +28,10 @@
 #include "vec.cuh"
 
 constexpr int TOKENS = 8, NUM_THREADS = LANES * ROWS, TILES = ceil_div(VALUE_SIZE, ROWS);
-constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns that a lane has
-constexpr int KEYS = RUNS * 4 * LANES;               // columns, with those behind the last
+constexpr int RUNS = ceil_div(KEY_SIZE, 4 * LANES);  // runs of columns per lane
+constexpr int KEYS = RUNS * 4 * LANES;               // columns, padded to whole runs of all lanes
 
-// The sum of squares of a token's row times `by`, by a warp.
+// The sum of squares of a token's row scaled by `by`. A whole warp calls it.
 DEVICE float squares(const scalar_t* from, float by) {
     float sum = 0.0f;
     for (int i = threadIdx.x % WARP_SIZE; i < KEY_SIZE; i += WARP_SIZE) {
@@ -40,7 +41,8 @@ DEVICE float squares(const scalar_t* from, float by) {
     return lane_reduce<Sum, WARP_SIZE>(sum);
 }
 
-// Loads a token's row of KEY_SIZE elements to shared memory, divided by its norm and times `factor`, by a warp.
+// Loads a token's row of KEY_SIZE elements to shared memory, divided by its norm and times `factor`. A whole warp calls
+// it.
 DEVICE void load_key(float* to, const scalar_t* from, float factor) {
     float by = 1.0f;
     if (QK_NORM) {
@@ -103,7 +105,7 @@ gated_delta_recurrent(scalar_t* o,                            // [num_tokens, va
     if (SLOTS && (!is_slot(first_slot) || begin == end)) return;
 
     float s[RUNS][4] = {};
-    // Calls `visit` with each run of STATE_VEC columns of the thread, and its place in a state of all heads.
+    // Calls `visit` with each run of STATE_VEC columns of the thread, and its offset in a state of all heads.
     const auto each_of_state = [&](auto visit) {
 #pragma unroll
         for (int i = 0; i < RUNS * 4; i += STATE_VEC) {

@@ -1,36 +1,36 @@
-// gated_delta_tokens.cuh: how the tokens of a tile relate to each other in gated_delta_chunk, whose header has the formulas and
-// whose constants it reads: what its warps without rows prepare for those with rows.
+// gated_delta_tokens.cuh: the token-by-token matrices of a tile of gated_delta_chunk, which the producer warps prepare
+// for the warps that hold rows of the state. The header of gated_delta_chunk.cu gives the formulas and constants.
 #pragma once
 #include "gated_delta_norm.cuh"
 #include "state_tiles.cuh"
 
 constexpr int STEPS = KEY_SIZE / 16, BLOCKS = TOKENS / 16;
-constexpr int PITCH = TOKENS + 4;  // of a column of L, in floats: columns begin on different banks
+constexpr int PITCH = TOKENS + 4;  // stride between columns of L, in floats: columns begin on different banks
 static_assert(TOKENS <= 32);
 
-using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;  // keys or queries: a row for each token
+using key_tile = SwizzledTile<scalar_t, KEY_SIZE / 8>;  // keys or queries: one row per token
 using square_tile = square_tile_t<scalar_t, TOKENS>;
 
-// What the warps with rows multiply with, beside the two square matrices.
+// Per-token factors that the warps with state rows use, in addition to the two square matrices.
 struct Factors {
-    float of_keys[TOKENS];     // exp(a_l), and the norm of k
-    float of_queries[TOKENS];  // exp(a_l), and the norm of q, and scale
-    float of_changes[TOKENS];  // exp(a_end - a_m), and the norm of k
+    float of_keys[TOKENS];     // exp(a_l) / |k_l|
+    float of_queries[TOKENS];  // exp(a_l) * scale / |q_l|
+    float of_changes[TOKENS];  // exp(a_end - a_m) / |k_m|
     float kept;                // exp(a_end)
 };
 
-// What the warps that prepare a tile hand to each other.
+// Data that the producer warps of a tile exchange.
 struct Prepared {
     float logs[TOKENS];             // a_l in units of log2
     float strengths[TOKENS];        // b_l
-    float keys[TOKENS];             // the norm of k
-    float queries[TOKENS];          // the norm of q, and scale
-    float columns[TOKENS * PITCH];  // L by columns
+    float keys[TOKENS];             // 1 / |k|
+    float queries[TOKENS];          // scale / |q|
+    float columns[TOKENS * PITCH];  // L, column-major
     DEVICE float decay(int l, int m) const { return estimate_exp2(logs[l] - logs[m]); }
 };
 
-// The sum of squares of a token's row, in which lanes that are 32 apart have a part each; with `SCALES`, the row is
-// multiplied by DOWN in the tile first. Lanes that do not take part return 0.
+// The sum of squares of a token's row. In a warp of 64 lanes, lanes i and i + 32 share the row. With SCALES, the row is
+// first multiplied by DOWN in the tile, and lanes without takes_part skip it.
 template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, bool takes_part) {
     float sum = 0.0f;
 #pragma unroll 4
@@ -48,23 +48,23 @@ template <bool SCALES> DEVICE float squares(const key_tile& tile, int token, boo
     return sum;
 }
 
-// 1 / sqrt(the sum of squares of a token's row + 1e-6), for the token lane % 32; 1 without QK_NORM. Rows that are large
-// are scaled in the tile, because their products with other rows would be above the largest float.
+// 1 / sqrt(sum of squares + 1e-6) of the row of token lane % 32; 1 without QK_NORM. Large rows are scaled down in the
+// tile, because their dot products with other rows would overflow float32.
 DEVICE float inverse_norm(const key_tile& tile) {
     if (!QK_NORM) return 1.0f;
     const int lane = threadIdx.x % 32, token = lane % TOKENS;
     float sum = squares<false>(tile, token, true);
     const bool is_large = CAN_BE_LARGE && sum > LARGE;
     if (CAN_BE_LARGE && any_lane(is_large)) {
-        sync_warp();  // all lanes have read what some of them write
+        sync_warp();  // all lanes have read the tile before some lanes overwrite it
         const float scaled = squares<true>(tile, token, is_large && lane < TOKENS);
         if (is_large) sum = scaled;
     }
     return inverse_root(sum, is_large);
 }
 
-// Products of the rows of two tiles with each other: the blocks of 16 by 16 tokens on the diagonal and below it.
-// Calls `visit` with row, column and product.
+// rows * columns^T of two tiles by MMA: the blocks of 16 by 16 tokens on the diagonal and below it. Calls
+// visit(row, column, dot product).
 template <typename Visit>
 DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit visit) {
     constexpr int COUNT = BLOCKS * (BLOCKS + 1) / 2;
@@ -90,11 +90,12 @@ DEVICE void multiply_tokens(const key_tile& rows, const key_tile& columns, Visit
     }
 }
 
-// Of a tile of `count` tokens: the decays and strengths, of which the lane has those of its token, and the norms of keys.
+// Computes the prefix sums of log decays, the norms of keys and their factors for a tile of `count` tokens. Lane l
+// holds log_decay and strength of token l.
 DEVICE void
 prepare_decays(Prepared& to, Factors& factor, float log_decay, float strength, const key_tile& keys, int count) {
     const int lane = threadIdx.x % WARP_SIZE;
-    // A decay of 0 has the logarithm -inf, of which no difference is a number. 2^-160 is 0 as well.
+    // A decay of 0 has the logarithm -inf, and -inf - -inf is NaN. -160 is as good: 2^-160 is 0 in float32.
     float sum = log_decay < -160.0f ? -160.0f : log_decay;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -112,7 +113,7 @@ prepare_decays(Prepared& to, Factors& factor, float log_decay, float strength, c
     if (lane == 0) factor.kept = estimate_exp2(total);
 }
 
-// L, of what prepare_decays has found.
+// Computes L from the results of prepare_decays.
 DEVICE void relate_keys(Prepared& to, const key_tile& keys) {
     multiply_tokens(keys, keys, [&](int l, int m, float product) {
         const float element = to.decay(l, m) * to.strengths[l] * to.keys[l] * to.keys[m] * product;
@@ -120,7 +121,7 @@ DEVICE void relate_keys(Prepared& to, const key_tile& keys) {
     });
 }
 
-// (I + L)^-1 b. A lane finds its column of the inverse by forward substitution.
+// (I + L)^-1 b. Each lane computes one column of the inverse by forward substitution.
 DEVICE void solve(const Prepared& from, const square_tile& inverse) {
     const int lane = threadIdx.x % WARP_SIZE;
     if (lane >= TOKENS) return;
@@ -145,7 +146,7 @@ DEVICE void solve(const Prepared& from, const square_tile& inverse) {
     }
 }
 
-// The weights of u in o, and the factors of queries.
+// The weights of u in o, and the factors of queries (Factors::of_queries).
 DEVICE void weigh(const Prepared& from, const key_tile& queries, const key_tile& keys, const square_tile& weights,
                   Factors& factor) {
     const int lane = threadIdx.x % WARP_SIZE;

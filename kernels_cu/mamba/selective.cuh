@@ -3,12 +3,12 @@
 #pragma once
 #include "number.cuh"
 
-// log(1 + exp(x)), within a few units in the last place: max(x, 0) + log1p(t) with t = exp(-|x|). log1p is t times a
-// polynomial of degree 9 (minimax on 0 <= t <= 1, relative error 5e-9). NaN stays NaN.
+// log(1 + exp(x)), within a few ulp: max(x, 0) + log1p(t) with t = exp(-|x|). log1p is t times a polynomial of degree 9
+// (minimax on 0 <= t <= 1, relative error 5e-9). NaN stays NaN.
 DEVICE float softplus(float x) {
     const float magnitude = ieee_min(ieee_abs(x), 100.0f);  // exp(-100) is 0 in float32
     const float exponent = magnitude * -LOG2_E;
-    const float lost = fmaf(magnitude, -LOG2_E, -exponent);  // what the product lost in rounding
+    const float lost = fmaf(magnitude, -LOG2_E, -exponent);  // rounding error of `exponent`
     const float estimate = estimate_exp2(exponent);
     const float t = fmaf(estimate, lost * LN_2, estimate);
     float ratio = -0.0032440228387713432f;

@@ -7,11 +7,11 @@
 #include "selective.cuh"
 #include "vec.cuh"
 
-constexpr int UNIT = VEC_SIZE > 4 ? VEC_SIZE : 4;  // neighbouring tokens of a channel that a thread has at a time
+constexpr int UNIT = VEC_SIZE > 4 ? VEC_SIZE : 4;  // adjacent tokens of a channel that a thread handles at a time
 using unit_t = Vec<scalar_t, UNIT>;
 
-// A unit on its way from memory, as words: elements would be taken apart, and so waited for, where the two ways to load
-// a unit meet.
+// A unit in flight from memory, kept as words: the compiler would unpack elements, and so wait for the load, where the
+// two ways to load a unit merge.
 struct LoadedUnit {
     static constexpr int PACKED = 4 / int(sizeof(scalar_t)), ACCESS = VEC_SIZE / PACKED;  // elements, words
     uint32_t words[UNIT / PACKED] = {};
@@ -102,18 +102,18 @@ struct Rows {
     scalar_t *delta, *z;
     const float *bias, *D;
     int64_t u_stride, delta_stride, z_stride, B_stride, C_stride;
-    int channels;  // of the block, that exist
+    int channels;  // valid channels of the block
     bool softplus;
 };
 
 // The tokens of a sequence, and where its states lie.
 struct Sequence {
-    int64_t number, begin, end;  // tokens; none, or those that do not exist, if begin >= end
-    int64_t slot;                // of the state that it begins with; -1 if the slot does not exist
-    int64_t block_size;          // tokens behind which a state is stored
-    int64_t first_size;          // those of the first block
+    int64_t number, begin, end;  // sequence number and token range; empty or invalid if begin >= end
+    int64_t slot;                // slot of the initial state; -1 if the slot does not exist
+    int64_t block_size;          // tokens of a block; a state is stored after each block
+    int64_t first_size;          // tokens of the first block
     Slots slots;
-    const int32_t *of_first, *of_last;  // columns of the slots of the first block and behind the last, or null
+    const int32_t *of_first, *of_last;  // columns of the slots after the first block and after the last, or null
 
     DEVICE Sequence(int64_t number, const int32_t* query_start_loc, const int32_t* cache_indices,
                     const int32_t* of_first, const int32_t* of_last, const int32_t* of_initial, int64_t num_tokens,
@@ -141,7 +141,7 @@ struct Sequence {
 
     DEVICE bool empty() const { return begin >= end || slot < 0; }
     DEVICE Tile first_tile() const { return Tile::from(begin, end - begin <= first_size ? end : begin + first_size); }
-    // The slot of the state behind block `block`, whose last token is that of the tile; -1 if there is none.
+    // The slot of the state after block `block`, which ends with the tile's last token; -1 if it has no slot.
     DEVICE int64_t slot_behind(const Tile& tile, int64_t block) const {
         if (!of_last) return slot;
         return slots.at(tile.block_end == end ? of_last[number] : of_first[number] + block);

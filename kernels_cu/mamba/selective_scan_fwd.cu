@@ -1,4 +1,4 @@
-// selective_scan_fwd: the recurrence of Mamba over the tokens of sequences; the states are kept in a cache.
+// selective_scan_fwd: the Mamba scan over the tokens of sequences, with states in a cache.
 //
 //     d    = delta[c, t] + delta_bias_[c], then softplus(d) if delta_softplus
 //     h[n] = exp(d * A[c, n]) * h[n] + d * u[c, t] * B[n, t]        for each state n
@@ -8,12 +8,12 @@
 // h begins as the state of the sequence's slot, or as 0. The state is stored in a slot after each block of block_size
 // tokens, and after the last token.
 //
-// A block of threads takes some channels of one sequence, and goes over the sequence in tiles of tokens. Its first
-// threads, the scanning threads, carry the states: LANES neighbouring lanes share CHANNELS channels, and each has STATES
-// states of every one of them in registers. So a value of B or C that was read once serves CHANNELS channels, and a
-// value of delta serves STATES states. The others, the staging threads, make the next tile ready in shared memory and
-// write the results of the tile before; all that they load is under way before they wait for any of it. Each token is
-// one step for a state, in the order of the tokens: the result does not depend on where a sequence is cut into calls.
+// A block takes some channels of one sequence, and walks the sequence in tiles of tokens. Its threads are specialised.
+// The scanning threads (consumers) come first and hold the states: LANES adjacent lanes share CHANNELS channels, and
+// each lane has STATES states of every channel in registers. So one load of B or C serves CHANNELS channels, and one
+// load of delta serves STATES states. The staging threads (producers) prepare the next tile in shared memory and write
+// the results of the previous tile; they issue all their loads before they wait for any of them. A state is updated
+// token by token, so that the result does not depend on how a sequence is split into calls.
 //
 // Constants
 //     state_t          element type of ssm_states
@@ -28,7 +28,7 @@
 
 #include "selective_scan_stage.cuh"
 
-// Adds up each of four values over LANES lanes. The sums of values first_sum() ... lie in x[0] ... x[SUMS - 1].
+// Reduces each of four values over LANES lanes. Afterwards x[i], i < SUMS, is the total of value first_sum() + i.
 constexpr int SUMS = LANES >= 4 ? 1 : 4 / LANES;
 DEVICE int first_sum(int lane) { return LANES == 1 ? 0 : LANES == 2 ? lane * 2 : (lane & 1) * 2 + (lane >> 1 & 1); }
 DEVICE void add_up(float (&x)[4], int lane) {
@@ -95,7 +95,7 @@ struct States {
         });
     }
 
-    // Four steps, for the tokens from `column` on, of which y gets the lane's share. ALL: all of them lie in the tile.
+    // Four steps, for the tokens from `column` on; y gets the lane's partial sums. ALL: all four lie in the tile.
     template <bool ALL>
     DEVICE void scan_four(const Tile& tile, int column, const Buffer& at, float (&y)[CHANNELS][4]) {
         float rate[CHANNELS][4], scaled_u[CHANNELS][4];
@@ -196,7 +196,8 @@ selective_scan_fwd(const scalar_t* u,               // [batch, dim, num_tokens] 
     const uint32_t blocks = uint32_t(group_blocks) * num_groups;
     const int64_t sequence = blockIdx.x / blocks;
     const int group = blockIdx.x % blocks / group_blocks;
-    const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
+    const int first_channel =
+        blockIdx.x % group_blocks * BLOCK_CHANNELS;  // within the group of channels that share B and C
     const int64_t channel = int64_t(group) * group_dim + first_channel;
 
     const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,

@@ -1,5 +1,5 @@
-// selective_scan_stage.cuh: what the staging threads of selective_scan_fwd, whose constants it reads, bring to shared memory for
-// the scanning threads, and what they make of the results of a tile.
+// selective_scan_stage.cuh: the staging threads of selective_scan_fwd: they load tiles to shared memory for the
+// scanning threads, and write the results of a tile. It uses the constants of selective_scan_fwd.cu.
 #pragma once
 #include "selective_scan.cuh"
 
@@ -10,14 +10,14 @@ constexpr int BLOCK_CHANNELS = GROUPS * CHANNELS;
 constexpr int PADDED_STATES = LANES * STATES;
 constexpr int ROW_UNITS = TILE_TOKENS / UNIT;
 constexpr int ROW = TILE_TOKENS + 4;  // floats of a row in shared memory: vectors of eight rows lie in different banks
-constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // of a thread
-constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS);     // likewise
+constexpr int CHANNEL_UNITS = ceil_div(BLOCK_CHANNELS * ROW_UNITS, STAGE_THREADS);  // units of channel rows per thread
+constexpr int STATE_UNITS = ceil_div(PADDED_STATES * ROW_UNITS, STAGE_THREADS);     // units per thread for B, and for C
 
 // A tile in shared memory. Channel c of the block is channel c / GROUPS of the group c % GROUPS.
 struct Buffer {
     float rate[BLOCK_CHANNELS * ROW];      // delta * log2(e)
     float scaled_u[BLOCK_CHANNELS * ROW];  // delta * u
-    float y[BLOCK_CHANNELS * ROW];         // of the token in column c at c + 4 in its row
+    float y[BLOCK_CHANNELS * ROW];         // the result of column c is at index c + 4 of its row
     float B[TILE_TOKENS * PADDED_STATES];
     float C[TILE_TOKENS * PADDED_STATES];
     unit_t u[BLOCK_CHANNELS * ROW_UNITS];  // for D
@@ -29,8 +29,8 @@ DEVICE void store_floats(float* shared, const float (&x)[UNIT]) {
         *reinterpret_cast<float4*>(shared + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
 }
 
-// A staging thread's part of a tile on its way from global to shared memory. It is loaded early and stored late, so that
-// the thread need not wait for memory.
+// A staging thread's part of a tile in flight from global to shared memory. It is loaded early and stored late to hide
+// memory latency.
 struct Stage {
     LoadedUnit delta[CHANNEL_UNITS], u[CHANNEL_UNITS], B[STATE_UNITS], C[STATE_UNITS];
 

@@ -1,21 +1,21 @@
-// selective_scan_tokens: the recurrence of Mamba over the tokens of sequences, for few channels and many tokens.
+// selective_scan_tokens: the Mamba scan for prefill with few channels and many tokens, parallel over tokens.
 //
 //     d    = delta[c, t] + delta_bias_[c], then softplus(d) if delta_softplus
 //     h[n] = exp(d * A[c, n]) * h[n] + d * u[c, t] * B[n, t]        for each state n
 //     y    = sum over n of h[n] * C[n, t] + D_[c] * u[c, t]
 //     delta[c, t] = T(y),  z_[c, t] = T(y * silu(z_[c, t]))
 //
-// What selective_scan_fwd.cu says of states and slots holds here. There a lane walks along the tokens; here LANES
-// neighbouring lanes share the tokens of a channel, and each has UNIT of them. For each state a lane finds what its
-// tokens make of a state of 0, and the factor of a state before them:
+// States and slots are handled as in selective_scan_fwd.cu. There a lane walks along the tokens; here LANES adjacent
+// lanes share the tokens of a channel, UNIT tokens per lane. For each state a lane computes `own`, the state after its
+// tokens from a state of 0, and `factor`, the product of their decays:
 //
-//     h behind = factor * h before + own
+//     h after = factor * h before + own
 //
-// A prefix scan over the lanes gives each lane its h before, and a second walk the results. Where a sequence is cut into
-// calls or tiles changes roundings at most.
+// A prefix scan over the lanes gives each lane its h before; a second pass over the tokens computes the results.
+// Splitting a sequence into calls or tiles differently changes only roundings.
 //
-// Where channels are very few, a tile has several parts, each of LANES lanes. A part leaves its factor and its own in shared
-// memory, and every lane adds up those of the parts before its own.
+// With very few channels, a tile has several parts, each of LANES lanes. A part writes its factor and own to shared
+// memory, and every lane combines those of the parts before its own.
 //
 // Constants
 //     state_t          element type of ssm_states
@@ -49,10 +49,10 @@ DEVICE void sync_channel() {
 // The tokens of a lane: rates are in units of log2, inputs are delta * u.
 struct Tokens {
     float rate[UNIT], input[UNIT], y[UNIT];
-    float sum;  // of the rates
+    float sum;  // sum of the rates
 
-    // All states of the channel, one after another: adds to y, and leaves the states behind the tile in h_before. WHOLE:
-    // every token of every lane that calls lies in the tile.
+    // Loops over the states of the channel: adds to y, and writes the states after the tile to h_before. WHOLE: every
+    // token of every calling lane lies in the tile.
     template <bool WHOLE>
     DEVICE void scan(const Rows& rows, const Tile& tile, Channel& shared, int part, int lane) {
         const int column = (part * LANES + lane) * UNIT;
@@ -127,8 +127,8 @@ struct Tokens {
     }
 
 private:
-    // Turns `before` from the states before the tile into those before the part, and `behind` from what the tokens of the
-    // part up to the lane's last make of states of 0 into what they make of those.
+    // Replaces `before`, the states before the tile, by the states before the part, and updates `behind`, the states
+    // after the lane's last token, from a start at 0 to a start at these states.
     DEVICE static void add_parts(Total (&totals)[PARTS][GROUP], const float (&factor)[GROUP], float (&behind)[GROUP],
                                  float (&before)[GROUP], int part, int lane) {
 #pragma unroll
@@ -178,7 +178,8 @@ selective_scan_tokens(const scalar_t* u,               // [batch, dim, num_token
     const uint32_t blocks = uint32_t(group_blocks) * num_groups;
     const int64_t sequence = blockIdx.x / blocks;
     const int group = blockIdx.x % blocks / group_blocks;
-    const int first_channel = blockIdx.x % group_blocks * BLOCK_CHANNELS;  // of those that share B and C
+    const int first_channel =
+        blockIdx.x % group_blocks * BLOCK_CHANNELS;  // within the group of channels that share B and C
     const int64_t channel = int64_t(group) * group_dim + first_channel;
 
     const Sequence own(sequence, query_start_loc, cache_indices, block_idx_first_scheduled_token,

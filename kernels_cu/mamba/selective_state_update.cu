@@ -1,25 +1,25 @@
-// selective_state_update: one step of the recurrence of Mamba, or a few, for each sequence of a batch.
+// selective_state_update: the Mamba recurrence for decode: one or a few tokens for each sequence of a batch.
 //
 //     d    = dt[t, r] + dt_bias[r], then softplus(d) if dt_softplus
 //     h[n] = exp(d * A[r, n]) * h[n] + d * x[t, r] * B[t, n]        for each state n
 //     y    = sum over n of h[n] * C[t, n] + D[r] * x[t, r]
 //     out[t, r] = T(y * silu(z[t, r])), or T(y) without z
 //
-// h begins as row r of the source slot. It is stored in one slot behind the last token of the sequence, or, where drafts
-// are verified (num_accepted_tokens), in a slot of its own behind each token.
+// h begins as row r of the source slot. It is stored in one slot after the last token of the sequence or, to verify
+// drafts (num_accepted_tokens), in a separate slot after each token.
 //
-// LANES neighbouring lanes form a group. A group works on ROWS rows of a head for each of SEQUENCES sequences, in one
-// pass, so that the loads of several states are in flight. A row of one sequence is an item. Every lane has some states
-// of all items. What an item has once (x, dt, z, out, softplus, SiLU) is the work of one lane, its owner: a shuffle
-// hands the decay rate to the group, and the sums of y end in their owners. Rows of a warp are neighbours, so that
-// owners load neighbouring elements. All loads that need no slot come before the first that does.
+// LANES adjacent lanes form a group. A group works on ROWS rows of a head for each of SEQUENCES sequences, in one pass,
+// so that the loads of several states are in flight. A row of one sequence is an item. Every lane holds some states of
+// all items. Scalars of an item (x, dt, z, out, softplus, SiLU) are handled by one lane, its owner: a shuffle
+// broadcasts the decay rate to the group, and the reduction of y ends in the owner. Rows of a warp are adjacent, so
+// that owners load adjacent elements. All loads that do not depend on a slot come before the first that does.
 //
 // Constants
 //     state_t dt_t D_t bias_t  element types of state, dt, D and dt_bias
 //     STATE_SIZE               states of a row
 //     LANES                    lanes of a group, a power of two up to 32
 //     VEC_SIZE                 states in one access to `state`; divides STATE_SIZE
-//     ROWS SEQUENCES           of a group, powers of two; SEQUENCES is 1 with HAS_STARTS
+//     ROWS SEQUENCES           rows and sequences of a group, powers of two; SEQUENCES is 1 with HAS_STARTS
 //     HAS_STARTS               sequences have several tokens
 //     DRAFTS                   num_accepted_tokens is given
 //     TIED                     A has one number for all states of a row
@@ -28,14 +28,14 @@
 #include "selective.cuh"
 #include "vec.cuh"
 
-constexpr int GROUPS = WARP_SIZE / LANES;                    // of a warp
-constexpr int VECS = ceil_div(STATE_SIZE, VEC_SIZE* LANES);  // of a lane, for one item
+constexpr int GROUPS = WARP_SIZE / LANES;                    // groups of a warp
+constexpr int VECS = ceil_div(STATE_SIZE, VEC_SIZE* LANES);  // vectors of a lane for one item
 constexpr int ITEMS = ROWS * SEQUENCES;                      // item s * ROWS + i is row i of sequence s
 constexpr int OWNERS = ITEMS < LANES ? ITEMS : LANES;        // lanes that own items: lane l owns l, l + OWNERS, ...
 constexpr int OWNED = ITEMS / OWNERS;                        // items of an owner
 static_assert(SEQUENCES == 1 || !HAS_STARTS);
 
-// VEC_SIZE neighbouring elements as floats, by accesses of 16 bytes where they are wider.
+// VEC_SIZE adjacent elements as floats, in accesses of at most 16 bytes.
 template <typename T>
 DEVICE void load_vec(const T* address, float (&x)[VEC_SIZE]) {
     constexpr int WIDEST = 16 / int(sizeof(T));
@@ -71,7 +71,7 @@ DEVICE void sum_to_owners(float (&y)[ITEMS], int lane) {
     }
 }
 
-// VEC_SIZE neighbouring elements of B or C, by accesses of 16 bytes where they are wider.
+// VEC_SIZE adjacent elements of B or C, in accesses of at most 16 bytes.
 struct StateVector {
     static constexpr int ACCESS = VEC_SIZE * int(sizeof(scalar_t)) < 16 ? VEC_SIZE : 16 / int(sizeof(scalar_t));
     Vec<scalar_t, ACCESS> parts[VEC_SIZE / ACCESS];

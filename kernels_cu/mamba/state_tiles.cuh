@@ -1,7 +1,7 @@
-// state_tiles.cuh: what kernels share that hold a state in the sums of product.cuh: a warp has blocks of 16 rows of the
-// state, and products whose rows are those of the state and whose columns are the tokens of a tile.
+// state_tiles.cuh: for kernels that keep the SSM state in MMA accumulators (product.cuh): M = state rows, 16 per block,
+// and N = tokens of the tile.
 //
-// A block is 16 rows by 16 columns of sums. A lane holds BLOCK_PAIRS pairs of neighbours in a row, of which pair i is
+// A block is a 16 x 16 accumulator tile. A lane holds BLOCK_PAIRS pairs of adjacent columns of a row. Pair i is at
 //
 //     row        lane_row(lane) + pair_row(i)
 //     columns    lane_column(lane) + pair_column(i) and the next
@@ -17,7 +17,7 @@ DEVICE constexpr int pair_column(int i) {
     return i / PRODUCT_PAIRS * PRODUCT_COLUMNS + i % PRODUCT_PAIRS % ROW_PAIRS * 2;
 }
 
-// Operand a of a block that is rounded: `pairs`, in words of two elements.
+// Makes an A fragment from `pairs`, a block rounded to words of two elements.
 DEVICE void make_operand(uint32_t (&a)[SHORT_WORDS], const uint32_t (&pairs)[BLOCK_PAIRS]) {
 #pragma unroll
     for (int i = 0; i < BLOCK_PAIRS; ++i) a[i] = pairs[i];
@@ -38,7 +38,7 @@ struct Block {
         if constexpr (BLOCK_PRODUCTS == 2) product<T>(sums[BLOCK_PRODUCTS - 1], a, b, 1);
         keep_sums(sums[0]);
     }
-    // The block as operand a, rounded to T: its rows are those of the operand.
+    // The block as an A fragment, rounded to T, with the same rows.
     template <typename T>
     DEVICE void pack(uint32_t (&a)[SHORT_WORDS]) const {
         uint32_t pairs[BLOCK_PAIRS];
@@ -46,8 +46,8 @@ struct Block {
         for (int i = 0; i < BLOCK_PAIRS; ++i) pairs[i] = pack_pair<T>(at(i, 0), at(i, 1));
         make_operand(a, pairs);
     }
-    // Stores the block, transposed, to a tile in shared memory that has a row for each token: to 16 tokens from `token` on
-    // and 16 elements from chunk `chunk` on; `token` is a multiple of 8.
+    // Stores the transposed block to a tile in shared memory with one row per token: at 16 tokens from `token` on and
+    // 16 elements from chunk `chunk` on. `token` is a multiple of 8.
     template <typename T, typename Tile>
     DEVICE void store_to_tile(const Tile& tile, int token, int chunk) const {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -64,9 +64,9 @@ struct Block {
             }
         }
     }
-    // Stores the block, transposed, to `out`, the place of its first row of its first token; `count` tokens exist. A lane of
-    // tensor cores holds a row's neighbouring tokens and stores a token's neighbouring rows: four of them, after an exchange
-    // with the next lane.
+    // Stores the transposed block to `out`, which points to its first row of its first token; `count` tokens exist.
+    // With tensor cores a lane holds adjacent tokens of a row and must store adjacent rows of a token: four rows, after
+    // an exchange with the next lane.
     template <typename T>
     DEVICE void store_transposed(T* out, int64_t stride, int count) const {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -93,8 +93,8 @@ struct Block {
     }
 };
 
-// The pairs of a block that lies transposed in a tile: its rows are 16 columns from chunk 2 * step on, and its columns are
-// 16 rows from `origin` on.
+// Loads the pairs of a block that is stored transposed in a tile: the rows of the block are the 16 tile columns from
+// chunk 2 * step on, and its columns are the 16 tile rows from `origin` on.
 template <typename Tile>
 DEVICE void load_block(uint32_t (&pairs)[BLOCK_PAIRS], const Tile& tile, int origin, int step, int lane) {
     if constexpr (ON_MATRIX_CORES) {
@@ -104,9 +104,9 @@ DEVICE void load_block(uint32_t (&pairs)[BLOCK_PAIRS], const Tile& tile, int ori
     }
 }
 
-// Copies `count` rows of CHUNKS chunks of 8 elements to a tile of TOKENS rows, and zeros behind them. All NUM_THREADS
-// threads call; a thread copies a chunk of several rows. `load` begins the copies; where copies are held (async.cuh),
-// `store` ends them, else it does nothing.
+// Copies `count` rows of CHUNKS chunks of 8 elements to a tile of TOKENS rows and fills the other rows with zeros. All
+// NUM_THREADS threads call it; a thread copies a chunk of several rows. `load` begins the copies. Where registers hold
+// copies (async.cuh), `store` writes them to the tile; otherwise it does nothing.
 template <int CHUNKS, int TOKENS, int NUM_THREADS>
 struct TokenCopy {
     static constexpr int STEP = NUM_THREADS / CHUNKS < TOKENS ? NUM_THREADS / CHUNKS : TOKENS;
@@ -141,14 +141,14 @@ struct TokenCopy {
     }
 };
 
-// The same where the tile has a row for each element, and copies are held. A thread takes chunks of two neighbouring
-// tokens, which are words of the tile's rows, and neighbouring threads neighbouring chunks.
+// TokenCopy for a transposed tile, with one row per element, where registers hold the copies. A thread takes chunks of
+// two adjacent tokens, which form words of the tile's rows; adjacent threads take adjacent chunks.
 template <int CHUNKS, int TOKENS, int NUM_THREADS>
 struct TransposedCopy {
     static constexpr int PAIRS = TOKENS / 2, ITEMS = PAIRS * CHUNKS;
     uint32_t held[ceil_div(ITEMS, NUM_THREADS)][2][4];
 
-    // Calls visit(n, token, chunk) for the n-th chunk of the thread, of `token` and the next.
+    // Calls visit(n, token, chunk) for the n-th chunk of the thread, which covers `token` and token + 1.
     template <typename Visit>
     static DEVICE void each(Visit visit) {
 #pragma unroll
@@ -183,8 +183,8 @@ struct TransposedCopy {
 template <typename T, int TOKENS>
 using square_tile_t = conditional_t<ON_MATRIX_CORES, PitchedTile<T, TOKENS + 8>, SwizzledTile<T, TOKENS / 8>>;
 
-// A tile of TOKENS tokens of SIZE elements, of which either are summed over by products of all warps. On matrix cores it
-// lies transposed: a row for each element.
+// A tile of TOKENS tokens by SIZE elements that MMAs read as operand b with either dimension as K. On matrix cores it
+// is stored transposed: one row per element.
 template <typename T, int SIZE, int TOKENS>
 struct SummedTile {
     using tile_t = conditional_t<ON_MATRIX_CORES, PitchedTile<T, TOKENS + 8>, SwizzledTile<T, SIZE / 8>>;
@@ -194,12 +194,12 @@ struct SummedTile {
     static constexpr int BYTES = tile_t::bytes(ON_MATRIX_CORES ? SIZE : TOKENS);
     tile_t tile;
 
-    // Operand b: 16 tokens from `token` on, 16 elements from 16 * step on for K.
+    // B fragment with N = 16 tokens from `token` on, K = 16 elements from 16 * step on.
     DEVICE void load_tokens(uint32_t (&b)[SHORT_WORDS], int token, int step, int lane) const {
         if constexpr (ON_MATRIX_CORES) load_transposed(b, tile, step * 16, token / 16, lane);
         else load_columns(b, tile, token, step, lane);
     }
-    // Operand b: 16 elements from 16 * step on, 16 tokens from `token` on for K.
+    // B fragment with N = 16 elements from 16 * step on, K = 16 tokens from `token` on.
     DEVICE void load_elements(uint32_t (&b)[SHORT_WORDS], int token, int step, int lane) const {
         if constexpr (ON_MATRIX_CORES) load_columns(b, tile, step * 16, token / 16, lane);
         else load_transposed(b, tile, token, step, lane);

@@ -4,9 +4,9 @@
 // cluster share the rows: each block has a contiguous share, and each of its warps a contiguous share of the block's.
 //
 //     count   each warp counts the rows of each bin (an expert, mostly) in shared memory
-//     locate  each count becomes a place: that of the warp's first row of the bin, behind the rows of the bins before,
-//             of the blocks before and of the warps before
-//     place   each warp goes through its rows again, in order, and gives each row the next place of its bin
+//     locate  an exclusive prefix sum turns each count into the output index of the warp's first row of the bin: it
+//             follows the rows of lower bins, then of the same bin in lower-ranked blocks, then in lower warps
+//     place   each warp reads its rows again, in order, and assigns each row the next output index of its bin
 //
 // Blocks wait for each other only within their cluster, and no result depends on timing.
 
@@ -15,9 +15,9 @@
 #include "radix_select.cuh"
 #include "vec.cuh"
 
-constexpr int NO_BIN = -1;  // of a row that is skipped
+constexpr int NO_BIN = -1;  // bin of a skipped row
 
-// A bit for each lane of the warp whose value has the same low BITS bits. Every lane of the warp takes part.
+// The mask of lanes that hold the same low BITS bits of `value` as the caller. Every lane of the warp takes part.
 template <int BITS>
 DEVICE lane_mask_t lanes_with(int value) {
     lane_mask_t lanes = ALL_LANES;
@@ -30,27 +30,27 @@ DEVICE lane_mask_t lanes_with(int value) {
     return lanes;
 }
 
-// NUM_THREADS threads of each of CLUSTER blocks; BIN_BITS bits hold the number of bins. A lane has at most KEPT rows and
-// keeps their bins in registers from `count` to `place`; if KEPT is 0, a lane has any number of rows, and `place` reads
-// the ids again.
+// CLUSTER blocks of NUM_THREADS threads; BIN_BITS bits hold the number of bins. A lane has at most KEPT rows and keeps
+// their bins in registers from `count` to `place`; if KEPT is 0, a lane has any number of rows, and `place` reads the
+// ids again.
 template <typename ID, int NUM_THREADS, int CLUSTER, int BIN_BITS, int KEPT>
 struct ExpertSort {
     static constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
-    // Rows of a lane that are loaded before the first is used. `count` reads memory, `place` finds them in a cache.
+    // Rows that a lane loads before it uses the first. `count` reads the ids from DRAM, `place` hits a cache.
     static constexpr int COUNT_BATCH = 8, PLACE_BATCH = 4;
-    static constexpr int WARP_BATCH = 8;  // counts of a bin, of as many warps, that are loaded before the first is used
+    static constexpr int WARP_BATCH = 8;  // warps: a thread loads their counts of a bin before it uses the first
 
     const ID* ids;       // the expert that each row chose
-    uint32_t* counts;    // [sort_warps, bins]: rows of a warp in a bin; from `locate` on, the place of its next row
+    uint32_t* counts;    // [sort_warps, bins]: rows of a warp in a bin; after `locate`, output index of its next row
     uint32_t* of_block;  // [bins]: rows of the block in a bin, if CLUSTER > 1
     uint32_t* rows_of;   // [bins]: rows of the cluster in a bin; the same memory where a cluster is one block
-    uint32_t* begin;     // [bins]: place of the first row of a bin
+    uint32_t* begin;     // [bins]: output index of the first row of a bin
     int bins, sort_warps, first_row, end_row;
-    int kept_bin[KEPT > 0 ? KEPT : 1];        // NO_BIN without a row
-    uint32_t kept_rank[KEPT > 0 ? KEPT : 1];  // how many rows of the bin the warp has before the row
+    int kept_bin[KEPT > 0 ? KEPT : 1];        // bin of each kept row; NO_BIN past the last row
+    uint32_t kept_rank[KEPT > 0 ? KEPT : 1];  // rows of the same bin that precede the row in its warp
 
     // The first num_sort_warps warps of each block have warp_rows rows each, a multiple of WARP_SIZE. Dynamic shared
-    // memory holds (num_sort_warps + 2) * bins words, and `bins` words more if CLUSTER > 1.
+    // memory holds (num_sort_warps + 2) * bins words, plus `bins` words if CLUSTER > 1.
     DEVICE ExpertSort(uint4* memory, const ID* topk_ids, int num_bins, int num_sort_warps, int warp_rows, int num_rows)
         : ids(topk_ids), bins(num_bins), sort_warps(num_sort_warps) {
         counts = reinterpret_cast<uint32_t*>(memory);
@@ -63,14 +63,14 @@ struct ExpertSort {
         end_row = min(first_row + warp_rows, num_rows);
     }
 
-    // The number of the caller among the threads of the cluster, and the number of them.
+    // The caller's thread index within the cluster, and the cluster's thread count.
     static DEVICE int cluster_thread() { return blockIdx.y * NUM_THREADS + threadIdx.x; }
     static constexpr int CLUSTER_THREADS = CLUSTER * NUM_THREADS;
 
     DEVICE uint32_t* own_counts() const { return counts + threadIdx.x / WARP_SIZE * bins; }
 
-    // Calls visit(row, bin) for the warp's rows, WARP_SIZE of them at a time. A lane without a row calls with a row of
-    // end_row or more, and NO_BIN. bin_of(row, id) is the bin of an existing row.
+    // Calls visit(row, bin) for the warp's rows, WARP_SIZE of them at a time. A lane past the last row calls it with
+    // row >= end_row and NO_BIN. bin_of(row, id) is the bin of an existing row.
     template <int BATCH, typename BIN, typename VISIT>
     DEVICE void each_row(BIN bin_of, VISIT visit) const {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -86,20 +86,20 @@ struct ExpertSort {
         }
     }
 
-    // Adds the rows that lanes of the warp have in `bin` to own[bin]; returns own[bin] as it was, and one more for each
-    // lane before the caller's with the same bin. Every lane of the warp takes part; NO_BIN has no result.
+    // Warp-aggregated atomicAdd of 1 to own[bin]: returns the old own[bin] plus the number of lower lanes with the
+    // same bin. Every lane of the warp takes part; the result is undefined for NO_BIN.
     static DEVICE uint32_t rank(uint32_t* own, int bin) {
         const lane_mask_t lanes_before = (lane_mask_t(1) << threadIdx.x % WARP_SIZE) - 1;
         const lane_mask_t same = lanes_with<BIN_BITS>(bin);
         const int before = count_bits(same & lanes_before);
         uint32_t next = 0;
-        // The first lane of each bin takes places for all of them.
+        // The lowest lane of each bin adds for all lanes of the bin.
         if (bin != NO_BIN && before == 0) next = atomicAdd(own + bin, uint32_t(count_bits(same)));
         return shfl<WARP_SIZE>(next, lowest_bit(same)) + before;
     }
 
-    // Every thread calls, as of the functions below. Each thread calls meanwhile() once, while ids are on their way:
-    // what it writes comes before all that is written after `count`, by any thread of the cluster.
+    // Every thread of the cluster calls `count` and the functions below. Each thread calls meanwhile() once, while the
+    // loads of ids are in flight. Barriers in `count` order its writes before all later writes of the cluster.
     template <typename BIN, typename MEANWHILE>
     DEVICE void count(BIN bin_of, MEANWHILE meanwhile) {
         const int lane = threadIdx.x % WARP_SIZE;
@@ -132,7 +132,7 @@ struct ExpertSort {
         }
     }
 
-    // Calls visit(count, rows) for each warp in turn: what `counts` holds for the bin, and where.
+    // Calls visit(address, rows) for each warp in order, where `rows` is the warp's count of the bin at `address`.
     template <typename VISIT>
     DEVICE void each_count(int bin, VISIT visit) const {
         for (int first = 0; first < sort_warps; first += WARP_BATCH) {
@@ -152,9 +152,9 @@ struct ExpertSort {
         return sum;
     }
 
-    // Gives each bin space for space_of(rows of the bin) places, and calls visit(bin, place, rows, before): the first
-    // place of the bin, its rows, and how many of its rows blocks before this one have. Returns the number of all
-    // places.
+    // Exclusive prefix sum over bins of space_of(rows), the output slots that a bin with `rows` rows takes. Calls
+    // visit(bin, place, rows, before) with the bin's first slot, its rows in the cluster, and its rows in lower-ranked
+    // blocks. Returns the total number of slots.
     template <typename SPACE, typename VISIT>
     DEVICE uint32_t scan(SPACE space_of, VISIT visit) const {
         __shared__ uint32_t partial[2][NUM_WARPS];
@@ -181,7 +181,7 @@ struct ExpertSort {
         return places;
     }
 
-    // The same, and keeps what it finds: `begin`, `rows_of`, and in `counts` the places of warps.
+    // `scan` that stores its results: `begin`, `rows_of`, and in `counts` the output index of each warp's first row.
     template <typename SPACE>
     DEVICE uint32_t locate(SPACE space_of) const {
         return scan(space_of, [&](int bin, uint32_t place, uint32_t rows, uint32_t before) {
@@ -195,7 +195,8 @@ struct ExpertSort {
         });
     }
 
-    // Calls visit(row, bin, place) for each row; `place` means nothing if bin is NO_BIN. `bin_of` is that of `count`.
+    // Calls visit(row, bin, place) for each row, where `place` is its output index (undefined for NO_BIN). `bin_of` is
+    // the same as in `count`.
     template <typename BIN, typename VISIT>
     DEVICE void place(BIN bin_of, VISIT visit) const {
         uint32_t* const own = own_counts();
@@ -213,8 +214,8 @@ struct ExpertSort {
         }
     }
 
-    // The last bin that begins at `place` or before: the bin that has the place, if any has. Bins without rows are
-    // never found, unless there is no bin with rows.
+    // Binary search for the last bin with begin <= place: the bin that owns output slot `place`, if any bin does. An
+    // empty bin is never returned, unless all bins are empty.
     DEVICE int bin_at(uint32_t place) const {
         int bin = 0;
 #pragma unroll
@@ -225,8 +226,8 @@ struct ExpertSort {
     }
 };
 
-// The bin of expert `id`: its own number, or the number that expert_map gives it on this device; `other` if there is
-// none from 0 to num_bins - 1.
+// The bin of expert `id`: the id itself, or its local id from expert_map (HAS_MAP); `other` if that is outside
+// 0 ... num_bins - 1.
 template <bool HAS_MAP>
 DEVICE int local_expert(int64_t id, const int32_t* expert_map, int64_t num_experts, int num_bins, int other) {
     if (id < 0 || id >= num_experts) return other;

@@ -8,14 +8,14 @@
 #include "row.cuh"
 #include "radix_select.cuh"
 
-constexpr int MAX_WARPS = 32;  // of a block
+constexpr int MAX_WARPS = 32;  // most warps of a block
 
 enum Scoring { none, softmax, sigmoid, softplus_sqrt };
 
-// x as scores take it: NaN as -inf, inf as the largest float.
+// x for scoring: NaN becomes -inf, inf becomes the largest float.
 DEVICE float logit_of(float x) { return ieee_min(ieee_max(x, minus_infinity()), FLOAT_MAX); }
 
-// The score of an expert from its logit. For softmax, `base` is the largest logit of the token (0 if that is -inf), and
+// The score of an expert from its logit. For softmax, `base` is the row max of the token (0 if that is -inf), and
 // `factor` the reciprocal of the sum of exp(logit - base).
 template <Scoring SCORING>
 struct Score {
@@ -34,7 +34,7 @@ struct Score {
 // Ranks: unsigned integers that order the experts of a token: by a float; of equal floats, the expert with the lower
 // index ranks higher. NaN ranks as -inf. No two experts have one rank, and every rank is above 0.
 //
-// INDEX_BITS > 0: so many low bits are 0 in every float that is ranked. They hold the index, and a rank is one word.
+// INDEX_BITS > 0: the low INDEX_BITS bits are 0 in every ranked float. They hold the index, and a rank is one word.
 template <int INDEX_BITS>
 struct Ranking {
     using rank_t = uint32_t;
@@ -56,7 +56,7 @@ DEVICE uint32_t ordered_key(float x) {
     return ordered_bits(__float_as_uint(ieee_add(ieee_max(x, minus_infinity()), 0.0f)));
 }
 
-// How many low bits are 0 in every float that was an element of type T.
+// The number of low bits that are 0 in every float converted from type T.
 template <typename T> constexpr int SPARE_BITS = is_same<T, bf16_t> ? 16 : is_same<T, half_t> ? 13 : 0;
 
 // The largest value of each aligned group of WIDTH lanes. Every lane of the warp takes part.
@@ -142,7 +142,7 @@ template <int VEC_SIZE, typename T, int COUNT>
 DEVICE void load_share(const T* row, int first, int end, float missing, float (&x)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += VEC_SIZE) {
-        // A load without a condition is issued earlier: in the place of what does not exist, the last vector is loaded.
+        // The load is unconditional so that it issues earlier: past the end, the last vector is loaded instead.
         float part[VEC_SIZE];
         load_floats<VEC_SIZE>(row + min(first + i, end - VEC_SIZE), part);
 #pragma unroll

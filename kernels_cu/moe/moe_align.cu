@@ -1,21 +1,22 @@
 // moe_align: rows in the order of their experts, each expert's rows padded to a multiple of block_size.
 //
-//     sorted_token_ids    of each expert in turn: its rows, in order, then num_rows up to a multiple of block_size;
-//                         num_rows behind the last expert
-//     experts_ids         of each block of block_size places: its expert; -1 behind the last
-//     num_tokens_post_pad places that experts take
+//     sorted_token_ids    for each expert in order: its rows, in order, padded with num_rows to a multiple of
+//                         block_size; num_rows after the last expert
+//     experts_ids         the expert of each block of block_size slots; -1 after the last used block
+//     num_tokens_post_pad slots of all experts, padding included
 //
-// Row t of num_tokens * topk is a choice of token t / topk. A row is skipped whose expert does not exist or is not on
-// this device. With LORA, blockIdx.x is an adapter, which has outputs of its own for the rows of its tokens. Outputs of
-// an adapter that is not enabled, or that lora_ids does not name, are left as they are.
+// Row t of num_tokens * topk is a choice of token t / topk. A row is skipped if its expert does not exist or is not on
+// this device. With LORA, blockIdx.x is an adapter, which has its own outputs for the rows of its tokens. Outputs of
+// an adapter that is not enabled, or that lora_ids does not name, are not written.
 //
-// Threads: a cluster of CLUSTER blocks has all rows (expert_sort.cuh). All its threads fill the outputs with padding.
+// Threads: one cluster of CLUSTER blocks sorts all rows (expert_sort.cuh). All its threads fill the outputs with
+// padding.
 //
 // Constants
 //     id_t          element type of topk_ids
 //     BIN_BITS      bits that hold the number of experts
 //     CLUSTER       blocks that share the rows, one cluster
-//     KEPT          rows of a lane at most, or 0 (expert_sort.cuh)
+//     KEPT          most rows of a lane, kept in registers; 0: rows are read again (expert_sort.cuh)
 //     HAS_MAP       expert_map gives the numbers of experts on this device
 //     LORA          one alignment for each adapter
 
@@ -70,7 +71,7 @@ moe_align(const id_t* topk_ids,               // [num_tokens, topk]
         if (LORA && token_lora_mapping[row / int(topk)] != lora) return NO_BIN;
         return local_expert<HAS_MAP>(id, expert_map, num_ids, sort.bins, NO_BIN);
     };
-    // Every place and block is filled while the ids are loaded; places with rows are written again below.
+    // All slots and blocks are filled with padding while the ids are in flight; slots with rows are overwritten below.
     sort.count(expert_of, [&] {
         fill(sorted_token_ids, num_places, int32_t(num_rows));
         fill(experts_ids, num_blocks, -1);

@@ -1,14 +1,14 @@
 // moe_batched_align: the rows of each expert's batch, padded to a multiple of block_size.
 //
-//     sorted_ids          of each expert b in turn: b * max_tokens_per_batch + i for i < n, then the number of all rows
-//                         up to a multiple of block_size; the number of all rows behind the last expert
-//     expert_ids          of each block of block_size places: its expert; -1 behind the last
-//     num_tokens_post_pad places that experts take
+//     sorted_ids          for each expert b in order: b * max_tokens_per_batch + i for i < n, padded with num_rows to a
+//                         multiple of block_size; num_rows after the last expert
+//     expert_ids          the expert of each block of block_size slots; -1 after the last used block
+//     num_tokens_post_pad slots of all experts, padding included
 //
-// n is expert_num_tokens[b], clamped to 0 ... max_tokens_per_batch. All rows are num_experts * max_tokens_per_batch.
+// n is expert_num_tokens[b], clamped to 0 ... max_tokens_per_batch; num_rows is num_experts * max_tokens_per_batch.
 //
-// Threads: a block has an expert, and a share of the places that no expert takes. Each block adds up what the experts
-// before its own take.
+// Threads: a block writes one expert's slots and a share of the unused slots at the end. Each block sums the slots of
+// the experts before its own.
 
 #include "radix_select.cuh"
 

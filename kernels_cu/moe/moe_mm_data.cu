@@ -1,21 +1,21 @@
-// moe_mm_data: how many rows each expert has, as a grouped matrix product wants to know it.
+// moe_mm_data: problem sizes, offsets and permutations of a grouped GEMM over the rows of each expert.
 //
 //     problem_sizes1[e]      (rows of e, first_n, k), or (first_n, rows of e, k) with SWAP
 //     problem_sizes2[e]      (rows of e, k, n), or (k, rows of e, n) with SWAP
 //     expert_offsets[e]      rows of the experts before e; the last element counts all rows
-//     blockscale_offsets[e]  the same of rows rounded up to multiples of 128 in each expert
-//     output_permutation[t]  place of row t among all rows, sorted by their experts
-//     input_permutation[p]   token of the row at place p; 0 behind the last
+//     blockscale_offsets[e]  the same, with each expert's rows rounded up to a multiple of 128
+//     output_permutation[t]  index of row t among all rows, sorted by their experts
+//     input_permutation[p]   token of the row at sorted index p; 0 after the last row
 //
-// A row whose expert does not exist has no place: its output_permutation is the number of places.
+// A row is not sorted if its expert does not exist: its output_permutation is the number of sorted rows.
 //
-// Threads: a cluster of CLUSTER blocks has all rows (expert_sort.cuh).
+// Threads: one cluster of CLUSTER blocks sorts all rows (expert_sort.cuh).
 //
 // Constants
 //     id_t            element type of topk_ids
 //     BIN_BITS        bits that hold the number of experts
 //     CLUSTER         blocks that share the rows, one cluster
-//     KEPT            rows of a lane at most, or 0 (expert_sort.cuh)
+//     KEPT            most rows of a lane, kept in registers; 0: rows are read again (expert_sort.cuh)
 //     SORTS           the kernel writes offsets and permutations; otherwise sizes alone
 //     SWAP            rows are the second size
 //     HAS_BLOCKSCALE  the kernel writes blockscale_offsets
@@ -42,7 +42,7 @@ moe_mm_data(const id_t* topk_ids,         // [num_rows]
         return local_expert<false>(id, nullptr, num_experts, sort.bins, NO_BIN);
     };
     sort.count(expert_of, [] {});
-    const bool leads = blockIdx.y == 0;  // the block that writes what is known to all
+    const bool leads = blockIdx.y == 0;  // this block writes the results that every block of the cluster knows
     if constexpr (SORTS && HAS_BLOCKSCALE) {
         const auto rounded = [](uint32_t rows) { return (rows + 127) / 128 * 128; };
         const uint32_t all = sort.scan(rounded, [&](int expert, uint32_t place, uint32_t, uint32_t) {

@@ -1,4 +1,4 @@
-// moe_mm_sizes: the sizes of each expert's matrix products, where its rows are known already.
+// moe_mm_sizes: problem sizes of a grouped GEMM from row counts or offsets per expert.
 //
 //     problem_sizes1[e]  (rows of e, first_n, k), or (first_n, rows of e, k) with SWAP
 //     problem_sizes2[e]  (rows of e, k, n), or (k, rows of e, n) with SWAP
@@ -26,7 +26,7 @@ moe_mm_sizes(const int64_t* expert_first_token_offset,  // [num_experts + 1]
     int64_t rows, max_rows = padded_m;
     if constexpr (FROM_OFFSETS) {
         const int64_t begin = expert_first_token_offset[expert], end = expert_first_token_offset[expert + 1];
-        // The difference of any two offsets, modulo 2^64; it is not used where `end` lies before `begin`.
+        // Unsigned subtraction, because two arbitrary offsets may overflow; the result is unused if end < begin.
         rows = end > begin ? int64_t(uint64_t(end) - uint64_t(begin)) : 0;
         if (rows < 0) rows = 0x7fffffff;
         max_rows = 0x7fffffff;

@@ -1,10 +1,10 @@
-// moe_scatter_rows: copies the row of each token to the places of its topk choices, bit for bit.
+// moe_scatter_rows: copies the row of each token to the permuted rows of its topk choices, bit for bit.
 //
 //     permuted_input[inv_permuted_idx[t, j]] = input[t]    for each j < TOPK
 //
-// A place at or behind expert_first_token_offset[num_local], the number of rows of this device, is skipped.
+// An index of expert_first_token_offset[num_local], the number of rows of this device, or above is skipped.
 //
-// Threads: one vector of a token's row per thread (elementwise.cuh), which the thread stores TOPK times: a row is read once.
+// Threads: one vector of a token's row per thread (elementwise.cuh). The thread loads it once and stores it TOPK times.
 //
 // Constants
 //     TOPK          choices of a token
@@ -12,7 +12,7 @@
 #include "cache.cuh"
 #include "elementwise.cuh"
 
-constexpr int BATCH = TOPK < 8 ? TOPK : 8;  // places that are loaded before the first store, behind which loads wait
+constexpr int BATCH = TOPK < 8 ? TOPK : 8;  // indices loaded before the first store: later loads would wait for it
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 moe_scatter_rows(scalar_t* permuted_input,                  // [max_places, hidden_size], bytes

@@ -1,4 +1,4 @@
-// moe_sizes.cuh: the sizes of one expert's matrix product, as a grouped product reads them.
+// moe_sizes.cuh: the problem size of one expert, as a grouped GEMM reads it.
 
 #pragma once
 #include "platform.cuh"

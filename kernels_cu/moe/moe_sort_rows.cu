@@ -1,19 +1,20 @@
-// moe_sort_rows: where moe_permute puts each row, experts in turn.
+// moe_sort_rows: the permutation of moe_permute, which sorts rows by expert.
 //
-//     inv_permuted_idx[t]           place of row t among all rows, sorted by their bins
-//     permuted_idx[place]           row t, or num_rows for a row of another device
-//     expert_first_token_offset[e]  place of the first row of expert e; the last element counts the rows of this device
+//     inv_permuted_idx[t]           sorted index of row t: rows are sorted by bin
+//     permuted_idx[index]           row t at this sorted index, or num_rows for a row of another device
+//     expert_first_token_offset[e]  sorted index of the first row of expert e; the last element is the number of rows
+//                                   of this device
 //
-// Bins are the experts of this device by their number here, then the other experts by their own number, at last rows
-// whose expert does not exist. Rows of one bin stay in order.
+// Bins in order: experts of this device by local id, other experts by global id, and one bin for rows with an invalid
+// expert. The sort is stable.
 //
-// Threads: a cluster of CLUSTER blocks has all rows (expert_sort.cuh).
+// Threads: one cluster of CLUSTER blocks sorts all rows (expert_sort.cuh).
 //
 // Constants
 //     id_t          element type of topk_ids
 //     BIN_BITS      bits that hold the number of bins
 //     CLUSTER       blocks that share the rows, one cluster
-//     KEPT          rows of a lane at most, or 0 (expert_sort.cuh)
+//     KEPT          most rows of a lane, kept in registers; 0: rows are read again (expert_sort.cuh)
 //     HAS_MAP       expert_map gives the numbers of experts on this device
 
 #include "expert_sort.cuh"
@@ -35,7 +36,7 @@ moe_sort_rows(const id_t* topk_ids,                 // [num_rows]
     sort_t sort(memory, topk_ids, int(num_bins), sort_warps, warp_rows, int(num_rows));
     const auto bin_of = [&](int, id_t id) {
         if (id < 0 || id >= num_experts) return int(num_bins) - 1;
-        // Without a map, experts of other devices are those from num_local on: their numbers follow by themselves.
+        // Without a map, experts from num_local on belong to other devices, so that ids are bins already.
         const int elsewhere = (HAS_MAP ? local : 0) + int(id);
         return local_expert<HAS_MAP>(id, expert_map, num_experts, local, elsewhere);
     };

@@ -2,7 +2,8 @@
 //
 //     output[t] = T(sum of input[t, j] over j < TOPK), added in float32 in the order of j
 //
-// HAS_IDS: only over those j whose expert is on this device (expert_sort.cuh); input[t, j] may be garbage for others.
+// HAS_IDS: only choices j with an expert on this device are added (expert_sort.cuh); input[t, j] of the others may be
+// garbage.
 //
 // Threads: one vector of a row of output per thread (elementwise.cuh).
 //

@@ -2,8 +2,8 @@
 //
 //     hidden_states[t] = T(sum of topk_weights[t, j] * permuted_hidden_states[inv_permuted_idx[t, j]] over j < TOPK)
 //
-// Products and sums are float32, each rounded, in the order of j. A place that does not exist, or with HAS_OFFSET lies
-// at or behind expert_first_token_offset[num_local], is left out.
+// Multiplications and additions are float32 without FMA, in the order of j. An index is skipped if it is out of range,
+// or with HAS_OFFSET if it is expert_first_token_offset[num_local] or above.
 //
 // Threads: one vector of a row of hidden_states per thread (elementwise.cuh).
 //
@@ -40,7 +40,7 @@ moe_unpermute(const scalar_t* permuted_hidden_states,    // [num_places, hidden_
             const int64_t place = inv_permuted_idx[choice];
             weights[j] = topk_weights[choice];
             exists[j] = first + j < TOPK && place >= 0 && place < places;
-            // A row that does not exist stands for the first, whose values are not used.
+            // A skipped row loads row 0, and its values are not used.
             vecs[j] = vec_t::load_once(permuted_hidden_states + (exists[j] ? place : 0) * input_stride + at.column);
         }
 #pragma unroll

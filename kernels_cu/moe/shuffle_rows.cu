@@ -2,8 +2,8 @@
 //
 //     output_tensor[i] = input_tensor[dst2src_map[i]], or 0 if there is no such row
 //
-// Threads: one vector of each of BATCH neighbouring rows of output_tensor per thread (elementwise.cuh, whose row is such a
-// group). Loads of the map, then loads of all rows, are in flight together.
+// Threads: one vector of each of BATCH adjacent rows of output_tensor per thread (such a group of rows is one row of
+// elementwise.cuh). Loads of the map, then loads of all rows, are in flight together.
 //
 // Constants
 //     BATCH         rows of a thread

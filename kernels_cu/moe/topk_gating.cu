@@ -7,11 +7,11 @@
 //     token_expert_indices[t, j] = j * num_tokens + t
 //
 // Without a bias the key may be the logit, because scores rise with it; so few scores are computed. A NaN logit has key
-// -inf and score 0. If HAS_TABLE, ids[t] = hash_indices_table[input_tokens[t]]. There, an id that is no expert becomes -1
-// with weight 0; so do the ids of a token beyond the table.
+// -inf and score 0. If HAS_TABLE, ids[t] = hash_indices_table[input_tokens[t]]. There, an id that is no expert becomes
+// -1 with weight 0; so do the ids of a token beyond the table.
 //
-// ROW_THREADS threads have a token, each THREAD_EXPERTS neighbouring experts. Thread i of the token gets choice number i,
-// i + ROW_THREADS, ... and writes it.
+// ROW_THREADS threads share a token; each has THREAD_EXPERTS adjacent experts. Thread i of the token writes choices i,
+// i + ROW_THREADS, ...
 //
 // Constants:
 //     expert_t         element type of topk_ids

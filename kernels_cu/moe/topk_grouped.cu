@@ -9,7 +9,7 @@
 // Of equal groups, and of equal keys, the one with the lower index comes first. If fewer than TOP_GROUPS groups have a
 // score above -inf, ids are 0 ... TOP_K - 1, and weights 1 / TOP_K.
 //
-// ROW_THREADS threads have a token, GROUP_THREADS of them a group, each THREAD_EXPERTS neighbouring experts of it. The
+// ROW_THREADS threads share a token, GROUP_THREADS of them a group; each has THREAD_EXPERTS adjacent experts of it. The
 // scores of groups are gathered in the lanes of every warp. Thread i of the token writes choice number i.
 //
 // Constants:
@@ -26,8 +26,8 @@
 #include "experts.cuh"
 
 constexpr int NUM_EXPERTS = NUM_GROUPS * GROUP_SIZE;
-constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;     // of a warp that have one token
-constexpr int PART_THREADS = GROUP_THREADS < LANES ? GROUP_THREADS : LANES;  // of one warp and one group
+constexpr int LANES = ROW_THREADS < WARP_SIZE ? ROW_THREADS : WARP_SIZE;     // lanes of a warp that share a token
+constexpr int PART_THREADS = GROUP_THREADS < LANES ? GROUP_THREADS : LANES;  // lanes of a warp that share a group
 constexpr int GROUP_PARTS = GROUP_THREADS / PART_THREADS;
 using ranking = Ranking<0>;
 using rank_t = ranking::rank_t;

@@ -5,7 +5,7 @@
 //     pair j: elements (j, j + ROTARY_DIM / 2) if IS_NEOX, else (2j, 2j + 1)
 //     its cos and sin: row position_ids[token] of cos_sin_cache, [cos of all pairs, sin of all pairs]
 //
-// The result is rounded once to T, the dtype of qkv. A token whose position lies outside the cache stays as it is.
+// The result is rounded once to T, the dtype of qkv. A token is not changed if its position lies outside the cache.
 //
 // One thread block per token. A group of HEAD_SIZE / 8 lanes has a head; each lane holds 8 consecutive elements of up
 // to CHUNK heads at a time, so that position, angles and weights are loaded once for all of them. The other element of

@@ -15,7 +15,7 @@ using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 using vec_t = row_t::vec_t;
 using weight_t = RowWeight<row_t, HAS_WEIGHT && KEEP_WEIGHT>;
 
-// Offset of a row in a tensor whose leading dimensions are [.., size1, size2].
+// Offset of a row in a tensor with leading dimensions [.., size1, size2].
 DEVICE int64_t row_offset(int64_t row, int64_t stride0, int64_t stride1, int64_t stride2, int size1, int size2) {
     if constexpr (LEADING == 1) return row * stride0;
     if constexpr (LEADING == 2) return row / size1 * stride0 + row % size1 * stride1;

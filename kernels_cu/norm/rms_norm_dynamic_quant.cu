@@ -1,4 +1,4 @@
-// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, as codes under scales computed here.
+// rms_norm_dynamic_quant: rms_norm, optionally of input + residual, with dynamic quantisation of the result.
 //
 //     z = input[r, i] (+ residual[r, i]) in float32;  residual[r, i] = T(z)
 //     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of input, residual and weight
@@ -59,8 +59,8 @@ rms_norm_dynamic_quant(code_t* result,          // [num_rows, HIDDEN_SIZE]
     const auto store_z = [&](int i, int column, const float (&v)[VEC_SIZE]) {
         if (HAS_RESIDUAL && at.active) row_t::store(residual, i, column, vec_t::from_floats(v));
     };
-    // y of vector i. Each vector is normalised twice. With KEEP_ROW, the first call stores z in residual and keeps y in
-    // place of x for the second call. Otherwise both calls compute y, and only the second call stores z, because
+    // y of vector i. Each vector is normalised twice. With KEEP_ROW, the first call stores z in residual and overwrites
+    // x with y for the second call. Otherwise both calls compute y, and only the second call stores z, because
     // residual is read until then.
     const auto normalise = [&](int i, int column, bool first) {
         if (KEEP_ROW && !first) return x.get(i, column);

@@ -2,7 +2,7 @@
 //
 //     z = input[r, i], or T(input[r, i] + residual[r, i]), which is stored in residual
 //     y = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of input, residual and weight
-//     result[r, i] = fp8(clamp(y * (1 / scale)))      1 / scale is rounded to float32; NaN becomes the largest code
+//     result[r, i] = fp8(clamp(y * (1 / scale)))      1 / scale is rounded to float32; NaN becomes the largest fp8
 //
 // ROW_THREADS threads share a row and hold it in registers.
 //

@@ -1,10 +1,10 @@
-// awq_dequantize: a matrix of AWQ's packed 4-bit codes in floating point.
+// awq_dequantize: dequantises a packed 4-bit AWQ weight to floating point.
 //
 //     out[k, n] = (q[k, n] - z[k / group_size, n]) * scales[k / group_size, n], rounded once
-//     q[k, 8 w + (0 2 4 6 1 3 5 7)[t]] = nibble t of qweight[k, w]; z[g, n] likewise from zeros
+//     q[k, 8 w + (0 2 4 6 1 3 5 7)[t]] = nibble t of qweight[k, w]; z[g, n] is unpacked the same way from zeros
 //
 // A thread dequantises one word (eight columns) of ROWS consecutive rows of one group, so that it loads scales and
-// zeros once. Neighbouring threads have neighbouring words. All codes are loaded before the first is used.
+// zeros once. Adjacent threads take adjacent words. All packed words are loaded before the first is used.
 //
 // Constants:
 //     ROWS            rows per thread; divides group_size

@@ -1,7 +1,8 @@
-// dynamic_tensor_quant: fp8 codes of a matrix under one scale, from the partial maxima that absmax.cu has written.
+// dynamic_tensor_quant: fp8 quantisation of a matrix with one scale, from the partial maxima that absmax.cu has
+// written.
 //
 //     s = max(partial) / 448, written to scale[0]
-//     result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code
+//     result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest fp8
 //
 // A block has one chunk, a piece of one row: NUM_THREADS * BATCH vectors, vector i of thread t at i * NUM_THREADS + t.
 // Blocks take the chunks last to first, because L2 still holds the last ones that absmax.cu has read.

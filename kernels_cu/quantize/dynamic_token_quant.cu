@@ -1,7 +1,7 @@
-// dynamic_token_quant: codes of rows, each row under a scale computed here; NaN is left out of maxima and minima.
+// dynamic_token_quant: dynamic per-token quantisation, one scale per row; maxima and minima ignore NaN.
 //
 //     a = max |x| over the row
-//     fp8        s = max(min(a, scale_ub) / 448, smallest scale)    result = fp8(x / s), NaN the largest code
+//     fp8        s = max(min(a, scale_ub) / 448, smallest scale)    result = fp8(x / s), NaN becomes the largest fp8
 //     int8       s = a / 127                                        result = int8(x * (127 / a)), 0 if 127 / a is inf
 //     with azp   s = (max x - min x) / 255, azp = round(-128 - min x / s)    result = int8(round(x * (1 / s)) + azp)
 //
@@ -18,7 +18,7 @@
 
 using row_t = Row<scalar_t, HIDDEN_SIZE, VEC_SIZE, ROW_THREADS, KEEP_ROW>;
 
-// Scale of int8 codes that spread from min_x to max_x.
+// Scale of int8 values that span min_x to max_x.
 struct Range {
     float scale, reciprocal;
 

@@ -1,14 +1,14 @@
-// fp4.cuh: quantisation to NVFP4: e2m1 codes of blocks of sixteen neighbouring values under one e4m3 scale, and the
-// layout of scales.
+// fp4.cuh: quantisation to NVFP4: blocks of sixteen adjacent e2m1 values with one e4m3 scale per block, and the layout
+// of the scales.
 //
 //     a = max |x| of the sixteen values, NaN ignored
 //     s = e4m3(g * (a * (1/6))), saturating, where g is the scale of the whole tensor
-//     code = e2m1(x * r),   r = 1 / (s * (1 / g)), or 0 if s is 0
+//     q = e2m1(x * r),   r = 1 / (s * (1 / g)), or 0 if s is 0
 //
-// so that x is about code * s / g. Every step is a float32 operation, rounded to nearest even; so are e4m3 and e2m1. A
-// code has four bits: the uppermost is the sign, the others number 0, 0.5, 1, 1.5, 2, 3, 4, 6. NaN becomes 6. The code
-// is computed by float32 arithmetic that every architecture has; it equals the conversions of the few architectures
-// that have them.
+// so that x is about q * s / g. Every operation is float32, rounded to nearest even; so are e4m3 and e2m1. The bits of
+// e2m1 are the sign, then the index of the magnitude in 0, 0.5, 1, 1.5, 2, 3, 4, 6. NaN becomes 6. The conversion uses
+// float32 arithmetic, which every architecture has, and gives the same bits as the e2m1 conversion instructions of the
+// few architectures that have them.
 
 #pragma once
 #include "quant.cuh"
@@ -16,14 +16,14 @@
 
 constexpr int FP4_BLOCK = 16;  // elements under one scale
 
-// Scales lie in tiles of 128 rows and 4 columns, the layout that matrix products want: row m of a tile begins at byte
-// m % 32 * 16 + m / 32 * 4, so the scales of rows 32 apart are neighbours.
+// Scales are stored in tiles of 128 rows and 4 columns, the layout of block-scaled MMAs: row m of a tile begins at byte
+// m % 32 * 16 + m / 32 * 4, so that the scales of rows m, m + 32, m + 64 and m + 96 are contiguous.
 constexpr int FP4_TILE_ROWS = 128, FP4_TILE_COLUMNS = 4;
 
-// The bits of the float 2^23 + code for a magnitude x < 7; for larger x and NaN, bits above those of 2^23 + 7. Adding
-// 2^23 rounds to an integer, which is in the lowest bits of the sum. Codes grow by one every 0.5 up to 2, every 1 up to
-// 4, and every 2 from there: the smallest of three sums is the right one. Positive floats have the order of their bits,
-// and NaN comes last.
+// The bits of the float 2^23 + (e2m1 bits of x) for a magnitude x < 7; for larger x and NaN, bits above those of
+// 2^23 + 7. Adding 2^23 rounds x to an integer in the low mantissa bits. The e2m1 spacing is 0.5 up to 2, 1 up to 4 and
+// 2 above: each of the three lines below is exact in its range and never smaller elsewhere, so their minimum is right.
+// Positive floats compare like their bits, and NaN compares above all.
 DEVICE uint32_t e2m1_bits(float x) {
     const float fine = fmaf(x, 2.0f, 0x1p23f);
     const float middle = x + (0x1p23f + 2.0f);
@@ -34,8 +34,8 @@ DEVICE uint32_t e2m1_bits(float x) {
 // The scale g of all values.
 struct Fp4Tensor {
     float g, reciprocal;
-    // Products x * r below the limit are ordinary. The limit is 0 if g is so large or so small that s / g or its
-    // reciprocal may be no normal number.
+    // If absmax * r is below the limit, the block takes the fast path (ORDINARY). The limit is 0, which disables the
+    // fast path, if g is so large or small that s / g or its reciprocal may be subnormal or infinite.
     float limit;
 
     explicit DEVICE Fp4Tensor(float g)
@@ -44,7 +44,7 @@ struct Fp4Tensor {
           limit(ieee_abs(g) >= 0x1p-100f && ieee_abs(g) <= 0x1p100f ? 7.0f : 0.0f) {}
 };
 
-// The scale s of sixteen values whose largest magnitude is `a`, and the factor r. ORDINARY: the tensor's limit is not 0.
+// The scale s of sixteen values with largest magnitude `a`, and the factor r. ORDINARY: the tensor's limit is not 0.
 struct Fp4Scale {
     fp8_e4m3_t code;
     float factor;
@@ -53,7 +53,7 @@ struct Fp4Scale {
     static DEVICE Fp4Scale of(float a, const Fp4Tensor& tensor) {
         const float scale = ieee_multiply(tensor.g, ieee_multiply(a, 1.0f / 6.0f));
         Fp4Scale of;
-        // fminf turns NaN into the largest code; such products are not ordinary.
+        // fminf turns NaN into the largest e4m3 value.
         of.code = from_float<fp8_e4m3_t>(ORDINARY ? scale : fminf(scale, Codes<fp8_e4m3_t>::largest));
         const float s = to_float(of.code);
         const float divisor = ieee_multiply(s, tensor.reciprocal);
@@ -81,11 +81,11 @@ DEVICE uint32_t word_of_pair(float low, float high) {
     return pair.template word<2>(0);
 }
 
-// A block of sixteen 16-bit values that become codes.
+// A block of sixteen 16-bit values to be quantised.
 template <typename T>
 struct Fp4Block {
-    uint32_t words[8];  // two values each
-    float max_or_nan;   // the largest magnitude, or NaN if a value is NaN
+    uint32_t words[8];  // two values per word
+    float max_or_nan;   // the largest magnitude, or NaN if any value is NaN
 
     Fp4Block() = default;
     explicit DEVICE Fp4Block(const uint32_t (&x)[8]) {
@@ -98,7 +98,7 @@ struct Fp4Block {
         max_or_nan = ieee_abs(largest[0]);
     }
 
-    // The largest magnitude, NaN ignored. If no value is NaN, max_or_nan is the same number and costs less.
+    // The largest magnitude, NaN ignored. Without NaN it equals max_or_nan, which is cheaper.
     DEVICE float absmax() const {
         Vec<T, 2> largest = Vec<T, 2>::full(0.0f);
 #pragma unroll
@@ -106,7 +106,7 @@ struct Fp4Block {
         return ieee_max(ieee_abs(largest[0]), ieee_abs(largest[1]));
     }
 
-    // The signs of eight values, from word `first` on, at the sign bits of their codes: bits 3, 7 to 31.
+    // The signs of eight values, from word `first` on, at the sign bits of their e2m1 nibbles: bits 3, 7, ..., 31.
     DEVICE uint32_t signs(int first) const {
         const uint32_t low = __byte_perm(words[first], words[first + 1], 0x7351);  // the bytes that hold signs
         const uint32_t high = __byte_perm(words[first + 2], words[first + 3], 0x7351);
@@ -114,8 +114,8 @@ struct Fp4Block {
         return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
     }
 
-    // The codes of eight values times `factor`; the code of the first value is in the lowest bits. ORDINARY: all
-    // products are below 7.
+    // Eight values times `factor` as e2m1, the first value in the lowest nibble. ORDINARY: all scaled magnitudes are
+    // below 7.
     template <bool ORDINARY>
     DEVICE uint32_t eight(int half, float factor) const {
         uint32_t codes = 0, sign = signs(half * 4);
@@ -144,7 +144,7 @@ struct Fp4Block {
         for (int half = 0; half < 2; ++half) bytes.template word<4>(half * 4) = eight<ORDINARY>(half, factor);
         return bytes;
     }
-    // Writes the codes and returns the byte of the scale.
+    // Writes the e2m1 values and returns the scale's byte.
     template <int ACCESS>
     DEVICE uint8_t write(uint8_t* address, const Fp4Tensor& tensor) const {
         Fp4Scale scale = Fp4Scale::of<true>(max_or_nan, tensor);

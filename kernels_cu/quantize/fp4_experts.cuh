@@ -1,23 +1,23 @@
-// fp4_experts.cuh: which expert a tile of scales belongs to, where rows are sorted by expert, and such a tile of bytes.
+// fp4_experts.cuh: finds the expert of a scale tile, for rows sorted by expert, and writes such a tile.
 
 #pragma once
 #include "fp4.cuh"
 #include "reduce.cuh"
 
-// Rows of experts that follow each other: those of e are offsets[e] to offsets[e + 1] - 1. From the first invalid offset
-// on (below 0, below the one before, or beyond the rows), experts have none.
+// Experts with consecutive rows: expert e has rows offsets[e] to offsets[e + 1] - 1. From the first invalid offset on
+// (below 0, below the one before, or beyond the rows), experts are empty.
 struct FollowingRows {
     const int32_t* offsets;  // [num_experts + 1]
     int64_t num_rows;
 
     DEVICE void of(int e, int32_t& begin, int32_t& end) const { begin = offsets[e], end = offsets[e + 1]; }
-    // Those of e, given those of the expert before.
+    // The rows of expert e, given those of expert e - 1.
     DEVICE void next(int e, int32_t& begin, int32_t& end) const { begin = end, end = offsets[e + 1]; }
     DEVICE bool is_valid(int32_t begin, int32_t end) const { return begin >= 0 && begin <= end && end <= num_rows; }
 };
 
-// Rows of experts that lie anywhere: those of e are offsets[e] and the problem_sizes[e, 0] - 1 that follow. An expert
-// whose rows do not all exist has none.
+// Experts with arbitrary row ranges: expert e has problem_sizes[e, 0] rows from offsets[e] on. An expert is empty if
+// any of its rows does not exist.
 struct SizedRows {
     const int32_t* offsets;        // [num_experts]
     const int32_t* problem_sizes;  // [num_experts, 3]
@@ -33,14 +33,14 @@ struct SizedRows {
     DEVICE bool is_valid(int32_t, int32_t) const { return true; }
 };
 
-// The expert that owns tile `wanted`, the tiles of all experts counted one after another. `scales` is null where experts
-// have no scales of their own; g is 1 then.
+// The expert that owns tile `wanted`, where tiles are numbered through all experts. `scales` is null if experts have no
+// global scale; then g is 1.
 struct Expert {
     bool exists = false;
     int32_t begin, end;  // rows of the expert
     int32_t tiles_at;    // row of output_scale at which the expert's tiles begin
     float g;
-    uint32_t tile;  // number of the wanted tile among the expert's
+    uint32_t tile;  // index of the wanted tile within the expert
 
     // Each lane counts the tiles of its consecutive experts. Every lane of the warp takes part.
     template <typename Rows>
@@ -68,7 +68,7 @@ struct Expert {
         }
         const lane_mask_t stop = ballot(!is_valid);
         if (stop && lane > lowest_bit(stop)) tiles = 0;
-        uint32_t tiles_until = tiles;  // tiles of this lane and of the lanes before
+        uint32_t tiles_until = tiles;  // inclusive prefix sum over lanes
 #pragma unroll
         for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
             const uint32_t before = shfl<WARP_SIZE>(tiles_until, max(lane - distance, 0));
@@ -98,10 +98,10 @@ struct Expert {
     }
 };
 
-// Writes a block's tile of scales: 128 rows of an expert and FP4_TILE_COLUMNS columns, of which blockIdx.y counts those
-// beside each other. scale_at(row, column) writes the codes of a row of the matrix in a column of scales, and returns their
-// scale; where there are no codes the scale is 0. A thread has one column, in rows ROWS_APART apart; neighbouring threads
-// have the columns of a row. An expert whose tiles do not all fit in scales is skipped.
+// Writes a block's scale tile: 128 rows of an expert and FP4_TILE_COLUMNS columns; blockIdx.y is the tile column.
+// scale_at(row, column) quantises one block of a matrix row and returns its scale; padding of the tile gets scale 0. A
+// thread handles one column, in rows with stride ROWS_APART; adjacent threads take the columns of a row. An expert is
+// skipped if its tiles do not all fit in scales.
 template <int NUM_THREADS, typename F>
 DEVICE void write_scale_tile(uint8_t* scales, const Expert& expert, int64_t scale_rows, int blocks, int columns,
                              const F& scale_at) {

@@ -1,21 +1,21 @@
-// fp4_input.cuh: the sixteen values of a block of fp4.cuh: elements of a row, or silu(gate) * up of its halves.
+// fp4_input.cuh: loads the sixteen values of a block of fp4.cuh: elements of a row, or silu(gate) * up of its halves.
 
 #pragma once
 #include "fp4.cuh"
 #include "math.cuh"
 
-// silu(gate) * up in bfloat16 by the hardware's estimates, and a test whether the accurate functions might round to
-// another number.
+// silu(gate) * up in bfloat16 by the hardware's approximate exp and reciprocal, and a test whether the accurate
+// functions might round to a different bfloat16.
 //
 // Error bound, in units of 2^-24: the estimate of exp(-gate) is off by 4, and its argument by 4 more where -gate <=
 // 5.5, because the argument is below 8; the reciprocal is off by 2, and six roundings are off by 1 each. So the
-// estimate is off by no more than STEPS float32 numbers. A product is in doubt if its lower 16 bits are that near to
-// the middle between two bfloat16 numbers, or if gate < -5.5.
+// estimate is off by no more than STEPS ulp of float32. A result is in doubt if it is within STEPS ulp of the midpoint
+// between two bfloat16 numbers (by its lower 16 bits), or if gate < -5.5.
 constexpr uint32_t STEPS = 20;
 constexpr uint32_t MIN_GATE = 0xc0b0;  // the bits of -5.5; a smaller number and a negative NaN have larger bits
 
-// Two products in a word. Each half of `distance` becomes (lower 16 bits of the float32 product) - (the middle) +
-// STEPS, modulo 2^16.
+// Two bfloat16 results in a word. Each half of `distance` becomes (lower 16 bits of the float32 result) - (the
+// midpoint) + STEPS, modulo 2^16.
 DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& distance) {
     float gate[2], up[2], y[2];
     pair_of<bf16_t>(gate_word, gate[0], gate[1]);
@@ -29,8 +29,8 @@ DEVICE uint32_t estimate(uint32_t gate_word, uint32_t up_word, uint32_t& distanc
     distance = min_of_sums(lower, (0x8000u + STEPS) * 0x10001u, ~0u);
     return word_of_pair<bf16_t>(y[0], y[1]);
 }
-// Whether a product of a pair is in doubt. For several pairs at once: the smallest distances and the largest bits of
-// gates.
+// Whether a result of a pair is in doubt. Several pairs are tested at once by their smallest distances and largest gate
+// bits.
 DEVICE bool in_doubt(uint32_t distance, uint32_t gates) {
     return distance < (2 * STEPS + 1) << 16 || (distance & 0xffffu) <= 2 * STEPS || gates >= (MIN_GATE + 1) << 16 ||
            (gates & 0xffffu) > MIN_GATE;
@@ -84,7 +84,7 @@ struct Fp4Input {
         return Fp4Block<T>(products);
     }
 
-    // The products of the two values of word i.
+    // silu(gate) * up of the two values of word i.
     DEVICE uint32_t exact_product(int i) const {
         float gate[2], up[2];
         pair_of<T>(words[0][i], gate[0], gate[1]);

@@ -1,15 +1,15 @@
-// fp4_rows.cuh: rows of a matrix as NVFP4: the blocks of a thread, one after another, and their scales.
+// fp4_rows.cuh: quantises rows of a matrix to NVFP4: each thread loops over its blocks and writes their scales.
 
 #pragma once
 #include "fp4_input.cuh"
 
-// The share of a thread: one column of blocks, in `rounds` rows. A unit is UNIT rows whose scales are neighbours and
-// are written at once: one row, or four rows 32 apart. Consecutive units of a thread lie STEP units apart.
+// The share of a thread: one column of blocks, in `rounds` rows. A unit is UNIT rows with contiguous scales, which are
+// written at once: one row, or four rows of stride 32. A thread strides over units by STEP.
 template <int NUM_THREADS, int ROW_THREADS, int UNIT_ROWS>
 struct Fp4Share {
     static constexpr int UNIT = UNIT_ROWS;
     static constexpr int STEP = NUM_THREADS / ROW_THREADS;  // units that a block takes at a time
-    static constexpr int UNITS = FP4_TILE_ROWS / UNIT;      // of a tile
+    static constexpr int UNITS = FP4_TILE_ROWS / UNIT;      // units of a tile
 
     static DEVICE unsigned column() { return blockIdx.x * ROW_THREADS + threadIdx.x % ROW_THREADS; }
     // The first unit of the block.
@@ -23,17 +23,17 @@ struct Fp4Share {
     }
 };
 
-// Transposes 4 x 4 bytes over four neighbouring lanes: before, byte i of lane j is row i, column j; after, lane i has
-// row i.
+// Transposes 4 x 4 bytes over four adjacent lanes: before, byte i of lane j is row i, column j; after, lane i has row
+// i.
 DEVICE uint32_t turn_four(uint32_t word) {
     const unsigned lane = threadIdx.x % 4;
     word = __byte_perm(word, shfl_xor(word, 1), lane & 1 ? 0x3715 : 0x6240);
     return __byte_perm(word, shfl_xor(word, 2), lane & 2 ? 0x3276 : 0x5410);
 }
 
-// Writes the codes and scales of a thread's share of a matrix under one g; the block begins with unit `begin`. The next
-// row is loaded as soon as registers are free, while this row is computed. TILED: scales lie in tiles, and the scales
-// of rows and columns that do not exist are 0. Every thread of the block takes part.
+// Writes the e2m1 values and scales of a thread's share of a matrix with one g; the block begins with unit `begin`. The
+// next row is loaded as soon as registers are free, while this row is computed. TILED: scales are stored in tiles, and
+// the scales of padding rows and columns are 0. Every thread of the block takes part.
 template <typename T, typename Share, int ACCESS, int CODE_ACCESS, int SCALE_ACCESS, bool TILED, bool GATED>
 DEVICE void
 fp4_rows(uint8_t* output, uint8_t* scales, const T* input, const float& g, int64_t num_rows, int64_t scale_rows,

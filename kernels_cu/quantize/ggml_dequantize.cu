@@ -3,8 +3,8 @@
 //     out[e] = T(element e % LENGTH of format block e / LENGTH), decoded in float32, rounded once    T: dtype of out
 //
 // A block of threads decodes a tile of NUM_THREADS * TILE_VECS vectors, eight elements each. It copies the tile's
-// format blocks, which are contiguous, to shared memory as they are, behind the format's grid (a codebook), if there is
-// one. Then neighbouring threads decode neighbouring vectors, so that a warp stores whole cache lines.
+// format blocks, which are contiguous, to shared memory as they are, after the format's codebook (grid), if it has one.
+// Then adjacent threads decode adjacent vectors, so that a warp stores whole cache lines.
 //
 // Constants:
 //     FORMAT         the GGUF type, a struct of ggml.cuh

@@ -1,13 +1,12 @@
-// gptq_shuffle: permutes the rows of a GPTQ weight and rearranges the fields of its words for matrix products, in
-// place.
+// gptq_shuffle: permutes the rows of a GPTQ weight and rearranges the fields of its words for the GEMM, in place.
 //
 //     row r of the result is row q_perm[r], or zeros if there is no such row; without PERMUTED, row r
 //     A unit is FIELDS rows of one column: UNIT_WORDS words, with field f at bit BITS * f. The result has field f
-//         2 and 4 bits: at bit f / 2 * BITS, + 16 for odd f: a pair of fields has one place in both halves of the word
+//         2 and 4 bits: at bit f / 2 * BITS, + 16 for odd f: a pair of fields has the same offset in both half words
 //         3 bits: the same, ten fields in each of three words; bit j of fields 30 and 31 is bit 15 and 31 of word j
 //         8 bits: at bit 8 * f, as before
 //
-// A thread rearranges one unit; neighbouring threads have neighbouring columns. With PERMUTED, rows are read from
+// A thread rearranges one unit; adjacent threads take adjacent columns. With PERMUTED, rows are read from
 // `saved`, a copy of the weight that an earlier launch with SAVING has made.
 //
 // Constants:
@@ -21,7 +20,7 @@ constexpr int UNIT_WORDS = BITS == 3 ? 3 : 1;
 constexpr int FIELDS = 32 * UNIT_WORDS / BITS;
 constexpr uint32_t MASK = (1 << BITS) - 1;
 
-// Field f of the unit whose first word is *unit; its words are `stride` apart.
+// Field f of the unit that starts at *unit; consecutive words of a unit have stride `stride`.
 DEVICE uint32_t field_of(const uint32_t* unit, int64_t stride, int f) {
     const int word = f * BITS / 32, bit = f * BITS % 32;
     uint32_t field = unit[word * stride] >> bit;
@@ -29,7 +28,7 @@ DEVICE uint32_t field_of(const uint32_t* unit, int64_t stride, int f) {
     return field & MASK;
 }
 
-// Sets field f of the rearranged unit, whose bits are 0 so far.
+// Sets field f of the rearranged unit; its bits must be 0 before.
 DEVICE void put_field(uint32_t (&words)[UNIT_WORDS], int f, uint32_t field) {
     if constexpr (BITS == 8) {
         words[0] |= field << f * BITS;

@@ -1,23 +1,24 @@
-// group_quant: codes of groups of consecutive elements, each group under a scale computed here.
+// group_quant: dynamic group quantisation: computes one scale per group of consecutive elements and quantises them.
 //
 //     s = max(max |x|, eps) / code_max; if POWER_OF_TWO: the smallest power of two not below max(s, 1e-10)
-//     output_q = code(min(max(x / s, code_min), code_max)), rounded to nearest even; int8 toward zero unless NEAREST
+//     output_q = code_t(min(max(x / s, code_min), code_max)), rounded to nearest even; int8 toward zero unless NEAREST
 //     output_s[token, group] = s; if PACKED: byte group % 4 of output_s_packed[token, group / 4] = the exponent of s
 //
-// NaN is left out of the maximum and becomes code_min. ROW_THREADS threads share a group, the row of row.cuh. With
-// PADDED, groups are padded to whole words and tokens to num_rows. Threads of padding write zeros: codes up to row
-// num_code_rows, scales up to row num_scale_rows in the last column and up to row num_gap_rows in those before it.
+// The maximum ignores NaN, and NaN becomes code_min. ROW_THREADS threads share a group, the row of row.cuh. With
+// PADDED, groups are padded to whole words and tokens to num_rows. Padding threads write zeros: quantized values up to
+// row num_code_rows, scales up to row num_scale_rows in the last column and up to row num_gap_rows in the earlier
+// columns.
 //
 // Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t
-//     GROUP_SIZE      elements under one scale
+//     GROUP_SIZE      elements per scale
 //     GROUPS          groups of a token
 //     SCALES          scales of a token, padding included
 //     VEC_SIZE        elements in one memory access; divides GROUP_SIZE
 //     POWER_OF_TWO    scales are powers of two
-//     NEAREST         int8 codes are rounded to nearest even
+//     NEAREST         int8 values are rounded to nearest even
 //     PACKED          scales are bytes of output_s_packed
-//     PADDED          PACKED, and output_q or output_s_packed has padding: without, no thread asks what it is
+//     PADDED          PACKED, and output_q or output_s_packed has padding; otherwise the padding checks compile away
 
 #include "quant.cuh"
 #include "reduce.cuh"

@@ -2,8 +2,8 @@
 //
 //     out[r, i] = sum_j (-1)^popcount(i & j) * x[r, j] / sqrt(SIZE)
 //
-// The transform has one butterfly step for each bit of an element's index: the sums and differences of elements whose
-// indices differ in that bit. A thread has vectors of its row (row.cuh), so that the bits of an index, from the lowest,
+// The transform has one butterfly step for each bit of an element's index: it adds and subtracts the two elements that
+// differ in that index bit. A thread has vectors of its row (row.cuh), so that the bits of an index, from the lowest,
 // say:
 //
 //     the element in a vector  |  one of GROUP = 32 threads  |  one of GROUPS groups of threads  |  the thread's vector
@@ -30,7 +30,8 @@ constexpr int PART = ELEMENTS / ROUNDS;  // elements of a thread that go through
 constexpr int SHARE = PART / GROUPS;     // elements of each group that a thread has in the end
 
 // 1 / sqrt(SIZE) = BEFORE * AFTER. BEFORE is a power of two, so that scaled elements are exact, and with them every sum
-// that float32 holds; AFTER is 1 or sqrt(2), and rounds once. Constants: clang would call the function for every element.
+// that float32 holds; AFTER is 1 or sqrt(2), and rounds once. Constants: clang would call the function for every
+// element.
 constexpr float halved(int size) { return size == 1 ? 1.0f : 0.5f * halved(size < 4 ? 1 : size / 4); }
 constexpr float BEFORE = halved(SIZE);
 constexpr float AFTER = BEFORE * BEFORE * SIZE == 1.0f ? 1.0f : 1.414213562373095049f;
@@ -51,7 +52,7 @@ DEVICE void butterflies(float (&v)[COUNT]) {
 }
 
 // Where the element with index `number` lies in shared memory. The swizzle avoids bank conflicts in both access
-// patterns of `exchange`: 8 threads move neighbouring vectors of four, and 32 threads move single elements.
+// patterns of `exchange`: 8 threads move adjacent vectors of four, and 32 threads move single elements.
 DEVICE constexpr int swizzled(int number) { return number ^ (number >> 5 & 28) ^ (number >> 3 & 4); }
 // swizzled(first + second), given of_first = swizzled(first), for numbers without a common bit, second a multiple of 4.
 // of_first depends on the thread and is computed once; the rest is computed at compile time.

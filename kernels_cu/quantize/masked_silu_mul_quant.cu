@@ -5,11 +5,11 @@
 //     y_q[e, t, i] = fp8(clamp(b(y * b(1 / s))))    for t < counts[e]
 //     y_s[e, t, group] = s, or the byte group % 4 of y_s[e, t, group / 4] = the exponent of s
 //
-// NaN is left out of the maximum and becomes -448. Counts are clamped to 0 ... num_tokens.
+// The maximum ignores NaN, and NaN becomes -448. Counts are clamped to 0 ... num_tokens.
 //
-// 16 lanes share a group. A work item is one chunk of a token: as many neighbouring groups as a warp holds. The items
-// of all experts form one sequence, cut into parts of equal length, one per warp. Each warp sums up the counts, finds
-// the expert, token and chunk at which its part begins, and goes on from there.
+// 16 lanes share a group. A work item is one chunk of a token: the adjacent groups that one warp holds. The items of
+// all experts form one sequence, split evenly among warps. Each warp computes the prefix sum of counts, finds the
+// expert, token and chunk where its share begins, and walks its items from there.
 //
 // Constants:
 //     scale_t        element type of y_s: float, or int32_t for four exponents in a word
@@ -57,7 +57,7 @@ masked_silu_mul_quant(const bf16_t* input,    // [num_experts, num_tokens, 2 * g
     int64_t remaining = items * (warp + 1) / num_warps - items * warp / num_warps;
     if (remaining == 0) return;
 
-    // The lane among whose experts the first item's token falls finds expert and token; in all other lanes both stay 0.
+    // Only the lane that counted the first item's token finds expert and token; they stay 0 in all other lanes.
     const int64_t row = items * warp / num_warps / chunks;
     int chunk = items * warp / num_warps % chunks, expert = 0, token = 0;
     if (row >= tokens_until - own_tokens && row < tokens_until) {

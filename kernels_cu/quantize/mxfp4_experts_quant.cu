@@ -1,17 +1,17 @@
-// mxfp4_experts_quant: quantisation to MXFP4, e2m1 codes of blocks of 32 neighbouring values under a power of two, of
-// rows that belong to experts, each expert with its own scale tiles.
+// mxfp4_experts_quant: quantises rows, grouped by expert, to MXFP4: blocks of 32 adjacent e2m1 values with one
+// power-of-two scale per block. Each expert has its own scale tiles.
 //
 //     o = input_offset_by_experts, t = output_scale_offset_by_experts
 //     expert e has the rows o[e] to o[e + 1] - 1, and scale tiles from row t[e] on
 //     scale = the exponent's bits of max |x| * (1/6), NaN ignored
-//     code = e2m1(x * r),   r = 2^(127 - scale), or 0 if scale is 0 or 255
+//     q = e2m1(x * r),   r = 2^(127 - scale), or 0 if scale is 0 or 255
 //     GATED: x is T(silu(gate) * up), rounded once; gate, up = input[r, i], input[r, hidden_size + i]; T its dtype
 //
-// From the first invalid offset on (below 0, below the one before, or beyond the rows), experts are skipped; so is an
-// expert whose tiles do not all fit in output_scale.
+// From the first invalid offset on (below 0, below the one before, or beyond the rows), experts are skipped. An expert
+// is also skipped if its tiles do not all fit in output_scale.
 //
-// A block has one scale tile, 128 rows and 4 columns; blockIdx.x counts the tiles of all experts, one after another,
-// blockIdx.y those beside each other. A thread has one column, in four rows 32 apart; four neighbouring threads have the
+// A CTA handles one scale tile, 128 rows and 4 columns: blockIdx.x numbers the row tiles through all experts,
+// blockIdx.y is the tile column. A thread handles one column, in four rows of stride 32; four adjacent threads take the
 // columns of a row.
 //
 // Constants:
@@ -23,7 +23,7 @@
 #include "fp4_input.cuh"
 #include "mx_scales.cuh"
 
-constexpr int MX_PARTS = 2;  // blocks of sixteen values under one scale
+constexpr int MX_PARTS = 2;  // blocks of sixteen values per scale
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 mxfp4_experts_quant(uint8_t* output,                                // [num_rows, blocks * 16]

@@ -1,15 +1,15 @@
-// mxfp8_experts_quant: quantisation to MXFP8, e4m3 codes of blocks of 32 neighbouring values under a power of two, of rows
-// that belong to experts, each expert with its own scale tiles.
+// mxfp8_experts_quant: quantises rows, grouped by expert, to MXFP8: blocks of 32 adjacent e4m3 values with one
+// power-of-two scale per block. Each expert has its own scale tiles.
 //
 //     expert e has the rows expert_offsets[e] + i, i < problem_sizes[e, 0], and scale tiles from row
 //     blockscale_offsets[e] on
 //     scale = the exponent, biased by 127, of the smallest power of two >= max |x| * (1/448), at most 254, NaN ignored
-//     code = e4m3(x * 2^(127 - scale)), saturating; NaN stays NaN
+//     q = e4m3(x * 2^(127 - scale)), saturating; NaN stays NaN
 //
-// An expert is skipped whose rows do not all exist, or whose tiles do not all fit in scale_factor.
+// An expert is skipped if any of its rows does not exist, or if its tiles do not all fit in scale_factor.
 //
-// A block has one scale tile, 128 rows and 4 columns; blockIdx.x counts the tiles of all experts, one after another,
-// blockIdx.y those beside each other. A thread has one column, in four rows 32 apart; four neighbouring threads have the
+// A CTA handles one scale tile, 128 rows and 4 columns: blockIdx.x numbers the row tiles through all experts,
+// blockIdx.y is the tile column. A thread handles one column, in four rows of stride 32; four adjacent threads take the
 // columns of a row.
 //
 // Constants:
@@ -20,7 +20,7 @@
 #include "fp4_input.cuh"
 #include "mx_scales.cuh"
 
-constexpr int MX_PARTS = 2;  // times sixteen values have one scale
+constexpr int MX_PARTS = 2;  // blocks of sixteen values per scale
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 mxfp8_experts_quant(const scalar_t* input,              // [num_rows, blocks * 32]

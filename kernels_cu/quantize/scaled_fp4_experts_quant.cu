@@ -6,18 +6,18 @@
 //     GATED: quantises T(silu(gate) * up), rounded once; gate, up = input[r, i], input[r, hidden_size + i]; T its dtype
 //
 // From the first invalid offset on (below 0, below the one before, or beyond the rows), experts are skipped; so is an
-// expert whose tiles do not all fit in output_scale.
+// expert with tiles that do not all fit in output_scale.
 //
 // The grid covers the tiles of all experts, one after another, padding rows included. Each block finds the expert of
 // its tile by summing up tile counts. A thread has a column of 16-element blocks, in `rounds` rows one after another;
-// ROW_THREADS neighbouring threads have neighbouring columns.
+// ROW_THREADS adjacent threads take adjacent columns.
 //
 // Constants:
 //     GATED         input has two halves, gate and up
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
 //     SCALE_ACCESS  bytes of output_scale in one memory access, at most 4
-//     UNIT          rows whose scales a thread writes at once, 4; divides rounds
+//     UNIT          rows per write of scales, 4; divides rounds
 
 #include "fp4_experts.cuh"
 #include "fp4_rows.cuh"

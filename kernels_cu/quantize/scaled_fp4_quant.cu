@@ -1,17 +1,16 @@
-// scaled_fp4_quant: NVFP4: e2m1 codes, with an e4m3 scale for every 16 elements of a row, under one scale of the
-// tensor.
+// scaled_fp4_quant: quantises to NVFP4: e2m1 values with an e4m3 scale per 16 elements of a row and one global scale.
 //
 //     s = e4m3(g * (max |x| * (1/6)))    output = e2m1(x * (1 / (s * (1 / g))))    g = *input_scale    (fp4.cuh)
 //
-// A thread has a column of 16-element blocks, in `rounds` rows one after another; ROW_THREADS neighbouring threads have
-// neighbouring columns. With TILED, scales of padding rows and columns are written as 0.
+// A thread loops over `rounds` rows of one column of 16-element blocks; ROW_THREADS adjacent threads take adjacent
+// columns. With TILED, scales of padding rows and columns are written as 0.
 //
 // Constants:
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of output in one memory access, at most 8
 //     SCALE_ACCESS  bytes of output_scale in one memory access, at most 4
 //     TILED         true: scales lie in tiles; false: in rows
-//     UNIT          rows whose scales a thread writes at once, 1 or, in tiles, 4; divides rounds
+//     UNIT          rows per write of scales, 1 or, in tiles, 4; divides rounds
 
 #include "fp4_rows.cuh"
 

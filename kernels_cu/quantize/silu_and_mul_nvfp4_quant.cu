@@ -3,14 +3,14 @@
 //     y = T(silu(gate) * up), rounded once    gate, up = input[r, i], input[r, hidden_size + i]    T: dtype of input
 //     s = e4m3(g * (max |y| * (1/6)))    result = e2m1(y * (1 / (s * (1 / g))))    g = *input_global_scale    (fp4.cuh)
 //
-// A thread has a column of 16-element blocks, in `rounds` rows one after another; ROW_THREADS neighbouring threads have
-// neighbouring columns. Scales lie in tiles; scales of padding rows and columns are written as 0.
+// A thread loops over `rounds` rows of one column of 16-element blocks; ROW_THREADS adjacent threads take adjacent
+// columns. Scales are stored in tiles; scales of padding rows and columns are written as 0.
 //
 // Constants:
 //     ACCESS        elements of input in one memory access, at most 8
 //     CODE_ACCESS   bytes of result in one memory access, at most 8
 //     SCALE_ACCESS  bytes of result_block_scale in one memory access, at most 4
-//     UNIT          rows whose scales a thread writes at once, 1 or 4; divides rounds
+//     UNIT          rows per write of scales, 1 or 4; divides rounds
 
 #include "fp4_rows.cuh"
 

@@ -1,11 +1,11 @@
-// static_quant: codes of elements under given scales.
+// static_quant: quantises elements with given scales.
 //
-//     fp8        result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest code
+//     fp8        result = fp8(clamp(x * r))    r = 1 / s, or 0 where that is not finite; NaN becomes the largest fp8
 //     int8       result = int8(x / s)
 //     with azp   result = int8(round(x * (1 / s)) + azp)
 //     s = scale[i / group_rows, j / GROUP_COLUMNS] for the element x = input[i, j]
 //
-// One vector of codes per thread (elementwise.cuh); its input may take two accesses.
+// One vector of quantized values per thread (elementwise.cuh); its input may take two accesses.
 //
 // Constants:
 //     code_t          fp8_e4m3_t, fp8_e4m3fnuz_t or int8_t

@@ -5,24 +5,24 @@
 // for the pairs (x, y) of the first ROTARY_DIM elements of each head (rotary.cuh). cos and sin are rounded to T before.
 // With FP32_COMPUTE only the results are rounded. The other elements of a head are copied.
 //
-// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them
-// (HeadIndex in rotary.cuh).
+// Threads: a thread rotates PAIRS pairs of up to THREAD_HEADS heads of a token, and loads cos and sin once for all
+// heads (HeadIndex in rotary.cuh).
 //
 // Constants
 //     scalar_t       T: element type of out and x
 //     angle_t        element type of cos and sin
 //     NUM_HEADS      heads of a token
 //     HEAD_SIZE      elements of a head
-//     ROTARY_DIM     elements of a head that turn
+//     ROTARY_DIM     elements of a head that are rotated
 //     IS_NEOX        which elements make a pair
 //     FP32_COMPUTE   round only once
 //     LEADING        leading dimensions of x: 2 if there are several sequences, else 1
-//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2
+//     PAIRS          adjacent pairs of a thread; divides ROTARY_DIM / 2
 //     ACCESS_SIZE    elements of out or x in one memory access
 //     CACHE_ACCESS   elements of cos or sin in one memory access
 //     REST_ACCESS    elements in one memory access of the copy
 //     THREAD_HEADS   the largest number of heads of a thread
-//     BLOCK_GROUPS   threads of a block that share a token and a place in its heads
+//     BLOCK_GROUPS   threads of a block that share a token and an offset in its heads
 
 #include "rotary.cuh"
 

@@ -12,7 +12,7 @@
 //     query 3     row c of cos_sin_qc_no_clamp_cache
 //     query 4     row c of cos_sin_q_inter_cache
 //
-// The other elements of a head are copied; so are the heads of a token whose position is not in cos_sin_k_cache.
+// The other elements of a head are copied. If a token's position is not in cos_sin_k_cache, its heads are copied.
 //
 // Threads: a thread takes PAIRS pairs of up to THREAD_HEADS heads of a token, and loads them once for all versions
 // (HeadIndex in rotary.cuh).
@@ -23,20 +23,20 @@
 //     NUM_HEADS_Q    heads of query
 //     NUM_HEADS_K    heads of key
 //     HEAD_SIZE      elements of a head
-//     ROTARY_DIM     elements of a head that turn
+//     ROTARY_DIM     elements of a head that are rotated
 //     IS_NEOX        which elements make a pair
-//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2
+//     PAIRS          adjacent pairs of a thread; divides ROTARY_DIM / 2
 //     ACCESS_SIZE    elements of a head in one memory access
 //     CACHE_ACCESS   elements of a table in one memory access
 //     REST_ACCESS    elements in one memory access of the copy
 //     THREAD_HEADS   the largest number of heads of a thread
-//     BLOCK_GROUPS   threads of a block that share a token and a place in its heads
+//     BLOCK_GROUPS   threads of a block that share a token and an offset in its heads
 
 #include "rotary.cuh"
 
 constexpr int HALF = ROTARY_DIM / 2;
 constexpr int LANES = HALF / PAIRS;
-constexpr int VERSIONS = 5;  // of a query; version number 5 is the key
+constexpr int VERSIONS = 5;  // versions of a query; version number 5 is the key
 using vec_t = Vec<scalar_t, PAIRS>;
 using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
 

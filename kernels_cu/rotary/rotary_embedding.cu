@@ -4,17 +4,17 @@
 //
 // or, if angles are float32 and T is not, x' = T(x * cos - y * sin), y' = T(y * cos + x * sin) in float32,
 // for the pairs (x, y) of ROTARY_DIM elements of each head, from element rope_dim_offset on (rotary.cuh). cos and sin
-// belong to the position of the token; INVERSE turns by the negative angle.
+// belong to the position of the token; INVERSE rotates by the negative angle.
 //
 // With three AXES (multimodal positions) a token has three positions, and each pair takes the position of one axis: the
 // first SECTION_T pairs that of axis 0, the next SECTION_H pairs that of axis 1, the rest that of axis 2. INTERLEAVED:
-// the axes take turns at the pairs until axis 1 or 2 has had all of its pairs; the remaining turns of that axis go to
-// axis 0.
+// pairs are assigned to the axes round-robin until axis 1 or 2 has all of its pairs; after that, axis 0 gets the pairs
+// of that axis.
 //
 // A token with a position that is not in the table is left as it is.
 //
-// Threads: a thread turns PAIRS pairs of up to THREAD_HEADS heads of a token, and loads the angles once for all of them
-// (HeadIndex in rotary.cuh). The loads of the heads are issued before the position is needed.
+// Threads: a thread rotates PAIRS pairs of up to THREAD_HEADS heads of a token, and loads cos and sin once for all
+// heads (HeadIndex in rotary.cuh). The loads of the heads are issued before the position is needed.
 //
 // Constants
 //     scalar_t       T: element type of query and key
@@ -22,19 +22,19 @@
 //     position_t     element type of positions
 //     NUM_HEADS_Q    heads of query
 //     NUM_HEADS_K    heads of key; 0 if key is null
-//     ROTARY_DIM     elements of a head that turn
+//     ROTARY_DIM     elements of a head that are rotated
 //     IS_NEOX        which elements make a pair
 //     INVERSE        sines are negated
 //     AXES           positions of a token: 1 or 3
 //     SECTION_T      pairs of axis 0, if there are three axes
 //     SECTION_H      pairs of axis 1
-//     INTERLEAVED    the axes take turns at the pairs
+//     INTERLEAVED    pairs are assigned to the axes round-robin
 //     LEADING        leading dimensions that number the tokens: 1 or 2
-//     PAIRS          neighbouring pairs of a thread; divides ROTARY_DIM / 2; their cosines fit into 16 bytes
+//     PAIRS          adjacent pairs of a thread; divides ROTARY_DIM / 2; their cosines fit into 16 bytes
 //     ACCESS_SIZE    elements of query or key in one memory access
 //     CACHE_ACCESS   elements of cos_sin_cache in one memory access
 //     THREAD_HEADS   the largest number of heads of a thread
-//     BLOCK_GROUPS   threads of a block that share a token and a place in its heads
+//     BLOCK_GROUPS   threads of a block that share a token and an offset in its heads
 
 #include "rotary.cuh"
 
@@ -43,7 +43,7 @@ constexpr int SECTION_W = HALF - SECTION_T - SECTION_H;
 using angles_t = Vec<angle_t, PAIRS>;
 using pairs_t = Pairs<scalar_t, PAIRS, HALF, IS_NEOX, ACCESS_SIZE>;
 
-// The axis whose position a pair takes.
+// The position axis of a pair.
 constexpr DEVICE int axis_of(int pair) {
     if (INTERLEAVED) {
         return pair % 3 == 1 && pair < 3 * SECTION_H ? 1 : pair % 3 == 2 && pair < 3 * SECTION_W ? 2 : 0;

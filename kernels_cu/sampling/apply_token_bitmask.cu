@@ -3,7 +3,7 @@
 //     logits[r, t] = -inf where bit t % 32 of bitmask[r, t / 32] is 0    for every row r, or only the rows in indices
 //
 // x of the grid and the threads of a block cover a row, one vector per thread; y of the grid strides over rows. No
-// logit is read, and a vector whose tokens are all allowed is not written. With indices, each warp searches them for
+// logit is read, and a vector of allowed tokens only is not written. With indices, each warp searches them for
 // its row.
 //
 // Constants:

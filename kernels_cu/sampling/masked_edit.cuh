@@ -1,9 +1,9 @@
-// masked_edit.cuh: changes single elements of a packed matrix of logits, those that a mask names.
+// masked_edit.cuh: edits the masked elements of a packed matrix of logits.
 
 #pragma once
 #include "vec.cuh"
 
-// Whether x > 0, also for a subnormal x, which a comparison takes for 0.
+// Whether x > 0, also for a subnormal x, which a float comparison flushes to 0.
 DEVICE bool is_positive(float x) { return __float_as_uint(x) - 1u < 0x7f800000u; }
 
 // Whether 2^-60 <= x <= 2^60.
@@ -15,8 +15,8 @@ DEVICE constexpr int length(const T (&)[N]) {
 }
 
 // The part of a packed matrix that a block edits. The matrix has `size` elements in rows of ROW_SIZE. A thread takes
-// BATCH vectors of N elements, NUM_THREADS vectors apart. A vector may lie in two rows: so vectors are aligned whatever
-// the size of a row.
+// BATCH vectors of N elements, with a stride of NUM_THREADS vectors. A vector may span two rows, so that vectors are
+// aligned for any row size.
 template <int N, int BATCH, int ROW_SIZE, int NUM_THREADS>
 struct Flat {
     static_assert(N == 1 || N <= ROW_SIZE);
@@ -31,7 +31,7 @@ struct Flat {
 
     // Edits `logits`. load(element, count, mask) fills the masks of `count` elements from number `element` on. f(x,
     // mask, row) then changes x, the values of one element or of N elements of one row; logits whose mask is not 0
-    // become T(x). A vector whose masks are all 0 is not touched. The loads of all masks are in flight together, and
+    // become T(x). A vector with only zero masks is not touched. The loads of all masks are in flight together, and
     // then the loads of all vectors.
     template <typename T, typename LOAD, typename F>
     DEVICE void edit(T* logits, LOAD load, F f) const {
@@ -80,7 +80,7 @@ struct Flat {
             }
         }
     }
-    // How many elements of vector b the matrix has.
+    // The number of elements of vector b within the matrix.
     DEVICE int count(int b) const {
         const int64_t left = size - begin - offset(b);
         return left >= N ? N : left > 0 ? int(left) : 0;

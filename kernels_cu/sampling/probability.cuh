@@ -1,7 +1,7 @@
-// probability.cuh: probabilities of tokens from the logits of a row, as integer weights: sums of integers do not depend
-// on the order.
+// probability.cuh: token probabilities from the logits of a row, as integer weights, because integer addition does not
+// depend on the order.
 //
-// A row is cut into pieces, which several blocks and launches take.
+// A row is split into pieces, which several blocks and launches process.
 
 #pragma once
 #include "reduce.cuh"
@@ -11,9 +11,9 @@
 // The weight of the likeliest token. A block sums up at most 2^14 weights.
 constexpr uint64_t WHOLE = uint64_t(1) << 35;
 
-// What launches know of a row, in a workspace that they share.
+// State of a row, in a workspace that the launches share.
 struct RowState {
-    uint64_t wanted;    // the sum that is left to find in the bin that `prefix` names
+    uint64_t wanted;    // the weight or count still to be reached within the bin of `prefix`
     uint32_t floor;     // tokens with smaller keys are not drawn
     uint32_t prefix;    // the digits found so far of the smallest key within top-p
     uint32_t arrived;   // blocks that have arrived
@@ -34,7 +34,7 @@ struct PartsOf {
 };
 using Parts = PartsOf<18>;
 
-// Below this temperature, only the largest logits are drawn. Its inverse, scaled up by 2^28, is a float.
+// Below this temperature, only tokens with the row max are drawn. Its inverse times 2^28 is a finite float.
 constexpr float MIN_TEMPERATURE = 0x1p-98f;
 
 // The weights of the clean logits x of a row: WHOLE * exp((x - largest) / temperature), rounded down, or 0 if that is
@@ -43,8 +43,8 @@ constexpr float MIN_TEMPERATURE = 0x1p-98f;
 // is 0.
 template <bool TEMPERATURE_GIVEN, bool MIN_P_GIVEN, int LOW_BITS = 18>
 struct Weights {
-    // Logits are scaled down before they are subtracted: the difference of the largest float and its negative is no
-    // float. 1 / temperature is SHRINK * inverse.
+    // Logits are scaled down before they are subtracted, because FLOAT_MAX - -FLOAT_MAX would overflow.
+    // 1 / temperature is SHRINK * inverse.
     static constexpr float SHRINK = TEMPERATURE_GIVEN ? 0x1p-28f : 1.0f;
     float largest, inverse = 1.0f, min_share = 0.0f;
 
@@ -59,8 +59,8 @@ struct Weights {
         }
     }
     DEVICE bool is_greedy() const { return TEMPERATURE_GIVEN && inverse < 0.0f; }
-    // exp((x - largest) / temperature), a number from 0 to 1. saturate makes 0 of NaN, which is the difference for x =
-    // largest = -inf, and the product for x = -inf and an infinite temperature.
+    // exp((x - largest) / temperature), from 0 to 1. saturate maps NaN to 0: the difference is NaN if x = largest =
+    // -inf, and -inf * 0 is NaN at an infinite temperature.
     DEVICE float share(float x) const {
         const float difference = x * SHRINK - largest * SHRINK;
         const float below = TEMPERATURE_GIVEN ? ieee_multiply(difference, inverse) : difference;
@@ -77,9 +77,9 @@ struct Weights {
     }
 };
 
-// BINS bins of clean logits. All have one width but bin 0, which holds every logit below bin 1; the last bin holds the
-// largest logit. `near` is the smallest of the maxima of many threads: three times its distance from the largest logit
-// is the range of the bins, but at most 16 at temperature 1, because smaller logits weigh little.
+// BINS bins of clean logits of equal width, except that bin 0 holds every logit below bin 1; the last bin holds the row
+// max. `near` is the smallest of many threads' maxima: the bins cover three times its distance from the row max, but at
+// most 16 at temperature 1, because smaller logits weigh little.
 template <int BINS>
 struct Coarse {
     float width, inverse, first;
@@ -88,7 +88,7 @@ struct Coarse {
     DEVICE Coarse(const WEIGHTS& weights, float near) {
         const float all = 3.0f * (weights.largest - near), inverse_temperature = weights.inverse * WEIGHTS::SHRINK;
         const float range = inverse_temperature > 0.0f ? ieee_min(all, 16.0f / inverse_temperature) : all;
-        // The width is a power of two, so that the bounds of bins are floats; and so large that bins have numbers of 22
+        // The width is a power of two, so that bin bounds are exact floats, and large enough that bin numbers fit in 22
         // bits.
         const float wide = ieee_max(range / BINS, ieee_max(ieee_abs(weights.largest) * 0x1p-20f, 0x1p-100f));
         const uint32_t exponent = __float_as_uint(ieee_min(wide, 0x1p108f)) & 0x7f800000u;
@@ -102,7 +102,7 @@ struct Coarse {
     DEVICE float begin(uint32_t bin) const { return ieee_add(first, ieee_multiply(float(bin), width)); }
 };
 
-// The largest logit of a row from the maxima of its pieces. Every lane of the warp calls.
+// The row max from the maxima of the pieces. Every lane of the warp calls it.
 DEVICE float largest_of(const float* maxima, int64_t pieces) {
     float largest = minus_infinity();
     for (int64_t i = threadIdx.x % WARP_SIZE; i < pieces; i += WARP_SIZE) largest = ieee_max(largest, maxima[i]);

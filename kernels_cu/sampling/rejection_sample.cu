@@ -1,4 +1,4 @@
-// rejection_sample: accepts or rejects drafted tokens (speculative decoding), and adds one token behind the accepted
+// rejection_sample: accepts or rejects drafted tokens (speculative decoding), and appends one token to the accepted
 // ones.
 //
 //     draft i of a request is accepted if q > 0 and u_i q < p
@@ -6,10 +6,10 @@
 //     the first rejected draft is replaced by the first token t with sum_{j <= t} w_j > floor(r_i * sum w / 2^64)
 //         w = floor(2^40 max(P - Q, 0)), the residual weights; if all are 0, w = floor(2^40 P), the target weights
 //     if every draft is accepted, bonus_token_ids[request] is added
-//     all entries behind the added token are -1
+//     all entries after the added token are -1
 //
 // Launch 1: block (request, piece) sums both kinds of weights over one piece of the rejected draft's row. Launch 2: one
-// block per request finds the piece in which the random number falls, and in the piece the token.
+// block per request finds the piece that the random number selects, then the token in the piece.
 //
 // Constants:
 //     VEC_SIZE          probabilities in one memory access; divides vocab_size

@@ -8,8 +8,8 @@
 // Keys are floats mapped to integers of the same order. Block (row, piece) adds one piece of the row to the row's
 // histogram: for each value of the digit, the number of tokens (top-k) or their weight (top-p), of keys that begin with
 // the digits found by earlier launches. The row's last block to arrive scans the histogram from above until the wanted
-// amount is reached. All sums are of integers, so their order does not matter. Rows without the filter, and rows whose
-// result is exact, are skipped.
+// amount is reached. All additions are of integers, so their order does not matter. Rows without the filter, and rows
+// with an exact result already, are skipped.
 //
 // Constants:
 //     TOP_P         true: the filter is top-p; false: top-k

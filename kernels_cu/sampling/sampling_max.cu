@@ -1,5 +1,5 @@
-// sampling_max: the first launch of a draw: the largest logit of each piece of a row; clears what later launches add
-// to.
+// sampling_max: the first launch of a draw: the maximum of each piece of a row. It also clears the accumulators of
+// later launches.
 //
 //     maxima[row, piece] = max clean(logits[row, piece])    bins = 0 if FILTERED, states = 0    clean: NaN becomes -inf
 //

@@ -1,12 +1,12 @@
-// sampling_pick: the last launch of a draw: the token in whose weight a random number falls, tokens in order.
+// sampling_pick: the last launch of a draw: inverts the cumulative weights of the tokens at a random number.
 //
 //     samples[row] = the first t with sum_{i <= t} w_i > floor(r * sum w / 2^64)   r = philox(seeds[row], offsets[row])
 //
 // w: weights of the tokens, 0 for a token that a filter removed. r = 0 if the temperature asks for the likeliest token.
 // samples[row] = -1 if all weights are 0.
 //
-// Block (row, piece) sums the weights of one piece of the row. The row's last block to arrive finds the piece in which
-// r falls, and in the piece the token.
+// Block (row, piece) sums the weights of one piece of the row. The row's last block to arrive finds the piece that r
+// selects, then the token in the piece.
 //
 // Constants:
 //     HAS_MIN_P, HAS_TEMPERATURE, HAS_OFFSETS   false when min_p, temperature, offsets is null

@@ -10,20 +10,19 @@
 //     top-p   keeps, of these, the largest whose weights add up to top_p[row] of the sum, and logits that equal the
 //             smallest of them
 //
-// 1. Load: each block copies its piece to shared memory. Every thread finds its largest logit; the cluster shares the
+// 1. Load: each block copies its piece to shared memory. Every thread computes its maximum; the cluster shares the
 //    smallest and the largest of these maxima.
 // 2. top-k: the k-th largest of the threads' maxima is a lower bound of the k-th largest logit. Logits from the bound
 //    on are counted by key.
 // 3. top-p: without top-k, a first pass adds the weights of all logits to coarse bins, with a counter per lane so that
 //    the lanes of a warp never add to the same one. Then the weights of the logits in the bin that reaches top_p (or,
 //    with top-k, of the logits that top-k keeps) are added up by key.
-// 4. Draw: the blocks share the sums of the weights they keep. The block in which the random number falls finds the
-//    token.
+// 4. Draw: each block shares the total weight it keeps. The random number selects a block, which finds the token.
 //
-// Keys are floats mapped to integers of the same order. Steps 2 and 3 look for a threshold key in a range of keys. One
-// refinement cuts the range into BINS bins of equal width, finds the bin that holds the threshold, and makes that bin
-// the new range; the search ends when the range has one key, or when all of the bin is wanted. Each thread has a bit
-// per logit that says whether the logit is still a candidate. All sums are of integers, so their order does not matter.
+// Keys are floats mapped to integers of the same order. Steps 2 and 3 search for a threshold key in a range of keys.
+// One refinement splits the range into BINS bins of equal width, finds the bin that holds the threshold, and makes that
+// bin the new range; the search ends when the range has one key, or when all of the bin is kept. Each thread has one
+// bit per logit that marks it as a candidate. All reductions are over integers, so that their order does not matter.
 //
 // Thread mapping: block (row, rank) has piece `rank` of a row, thread t the vectors i * NUM_THREADS + t of the piece.
 // Logits beyond the piece are -inf.
@@ -41,12 +40,12 @@
 
 constexpr int VEC = 4, ELEMENTS = VECTORS * VEC, WORDS = ceil_div(ELEMENTS, 32), WORD_VECS = 32 / VEC;
 constexpr int BINS = 1 << BITS;
-constexpr int COARSE_BINS = 2 * BINS / GROUP_BINS;  // their counters take the shared memory of two refinements
+constexpr int COARSE_BINS = 2 * BINS / GROUP_BINS;  // coarse bins; their counters use the memory of two refinements
 constexpr uint32_t MIN_KEY = 0x00800000u;           // key of -FLOAT_MAX, the smallest that can be drawn
 constexpr int LOW_BITS = 20;                        // bits in the low part of a weight (struct PartsOf)
 using weights_t = Weights<HAS_TEMPERATURE, HAS_MIN_P, LOW_BITS>;
 using parts_t = PartsOf<LOW_BITS>;
-// Two sums fit in 32 bits: the high parts of a block, up to 2^15 each; the low parts in one coarse counter, below 2^20.
+// Two totals fit in 32 bits: a block's high parts, each up to 2^15, and the low parts of a coarse counter, below 2^20.
 static_assert(ELEMENTS * NUM_THREADS < 1 << 17);
 
 // Range of keys that holds the threshold key. `wanted`: count or weight to reach within the range, from its largest key
@@ -71,7 +70,7 @@ sampling_row(int32_t* samples,          // [num_rows]
     await_previous_kernel();
     extern __shared__ uint4 memory[];            // [VECTORS, NUM_THREADS]
     __shared__ uint32_t bins[4 * BINS];          // low and high parts of one refinement, then of the next
-    __shared__ uint64_t groups[2][COARSE_BINS];  // sums of GROUP_BINS bins each
+    __shared__ uint64_t groups[2][COARSE_BINS];  // each the total of GROUP_BINS bins
     __shared__ uint64_t partial[2][NUM_THREADS / WARP_SIZE];
     __shared__ Found<uint64_t> found;
     __shared__ uint32_t extremes[2];  // smallest and largest of the block's thread_max_key
@@ -118,7 +117,7 @@ sampling_row(int32_t* samples,          // [num_rows]
     });
     const uint32_t thread_max_key = key_of(largest);
     {
-        // A thread whose logits are all -inf does not count in the minimum.
+        // A thread with only -inf logits is left out of the minimum.
         const uint32_t low = lane_reduce<Min, WARP_SIZE>(thread_max_key >= MIN_KEY ? thread_max_key : ~0u);
         const uint32_t high = lane_reduce<Max, WARP_SIZE>(thread_max_key);
         if (lane == 0) {
@@ -167,12 +166,12 @@ sampling_row(int32_t* samples,          // [num_rows]
         });
     };
 
-    // Weight of the block's tokens with keys above the range; once the threshold is found, of those from it on. Each
-    // thread has a part of the sum.
+    // Each thread's share of the weight of the block's tokens with keys above the range; once the threshold is found,
+    // with keys from the threshold on.
     uint64_t kept_weight = 0;
     int turn = 0;  // which half of `bins` and `groups` is in use
-    // Sets `found` to the group, or with in_group to the bin, in which the sums over the cluster, from the largest key
-    // down, reach range.wanted, or wanted_of(sum of all) while range.wanted is 0.
+    // Sets `found` to the group (with in_group: the bin) where the cluster's running total, from the largest key down,
+    // reaches range.wanted, or wanted_of(grand total) while range.wanted is 0.
     const auto find = [&](const uint32_t* low, const uint32_t* high, int num_groups, bool in_group,
                           const KeyRange& range, auto wanted_of) {
         uint64_t* const sums = groups[turn];
@@ -182,7 +181,7 @@ sampling_row(int32_t* samples,          // [num_rows]
             const uint64_t sum = lane_reduce<Sum, GROUP_BINS>(parts_t{low[bin], high[bin]}.whole());
             if (threadIdx.x % GROUP_BINS == 0) sums[group] = sum;
         }
-        sync_cluster<CLUSTER>();  // all sums are written, and no block reads the bins of the refinement before
+        sync_cluster<CLUSTER>();  // all totals are written, and no block still reads the bins of the last refinement
         if (threadIdx.x < WARP_SIZE) {
             const auto load_group = [&](int group) {
                 uint64_t sum = 0;
@@ -213,8 +212,8 @@ sampling_row(int32_t* samples,          // [num_rows]
             }
             if (lane == 0) found = place;
         } else {
-            // Clears the bins of the next refinement: the other half of them, or all of them after the coarse pass,
-            // because only the sums of its groups are still read.
+            // Clears the bins of the next refinement: the other half of `bins`, or all of it after the coarse pass,
+            // because only the group totals are still read.
             for (int i = threadIdx.x - WARP_SIZE; i < (in_group ? 2 : 4) * BINS; i += NUM_THREADS - WARP_SIZE) {
                 bins[in_group ? (turn ^ 1) * 2 * BINS + i : i] = 0;
             }

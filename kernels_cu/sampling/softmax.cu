@@ -3,7 +3,7 @@
 //     d = (x - max x) / t,  z = sum exp(d),  out = exp(d) / z, or d - log(z)    t = temperature[row]
 //
 // A block holds NUM_THREADS * BATCH vectors of a row in registers. Longer rows take a block per piece and two launches:
-// the first writes max and sum of each piece, the second joins them and writes out. The second goes through the rows
+// the first writes max and sum of each piece, the second combines them and writes out. The second processes the rows
 // last to first, because the caches still hold the last ones.
 //
 // Constants:
@@ -18,7 +18,7 @@
 #include "vec.cuh"
 
 // (x - base) / t for the logits x of a row. `base` is max x, or 0 if every x is -inf, because -inf - -inf is NaN. Where
-// t > 1, the difference is scaled down first: the difference of the largest float and its negative is no float.
+// t > 1, the operands are scaled down first, because FLOAT_MAX - -FLOAT_MAX would overflow.
 struct Distance {
     float inverse = 1.0f, shrink = 1.0f;
 
@@ -28,8 +28,8 @@ struct Distance {
             const float t = temperature[row] < MIN_NORMAL ? MIN_NORMAL : temperature[row];
             if (t > 1.0f) shrink = 0x1p-28f;
             inverse = ieee_divide(1.0f, t * shrink);
-            // The inverse of an infinite t would be 0, and 0 * -inf NaN. The smallest normal number takes its place:
-            // times that number, a finite difference is less than the rounding error of exp(0).
+            // The inverse of an infinite t would be 0, and 0 * -inf is NaN. The smallest normal number replaces it:
+            // times that number, a finite difference is below the rounding error of exp(0).
             if (inverse < MIN_NORMAL) inverse = MIN_NORMAL;
         }
     }

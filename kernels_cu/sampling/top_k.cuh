@@ -1,4 +1,4 @@
-// top_k.cuh: the segments of rows whose largest elements are wanted. A block takes row blockIdx.x.
+// top_k.cuh: the segment of each row in which the top-k kernels search. A block takes row blockIdx.x.
 
 #pragma once
 #include "platform.cuh"
@@ -26,7 +26,7 @@ DEVICE Segment segment_of(const int32_t* rowStarts, const int32_t* rowEnds, cons
     return {begin, int(clamped(end, begin, columns) - begin)};
 }
 
-// The indices of a segment that has at most topK elements: all of them, and -1 behind them.
+// The indices of a segment with at most topK elements: all of them, then -1.
 template <int NUM_THREADS>
 DEVICE void take_all(int32_t* indices, int length, int64_t topK) {
 #pragma unroll 1

@@ -12,13 +12,13 @@
 //    memory again.
 // 2. Radix select: the k-th largest key is found digit by digit, 11, 11 and 10 bits from the left, with a histogram for
 //    each. The search ends early if all keys that begin with the digits found are taken.
-// 3. Compaction: one bit per place says that its element is larger than the threshold, another that it is equal.
-//    Counting the bits from the left gives each taken element its slot in indices. Blocks of a cluster first count the
-//    pieces before theirs.
+// 3. Compaction: one bit per index says that its element is above the threshold, another that it is equal. A prefix
+//    count of the bits gives each taken element its slot in indices. Blocks of a cluster first add the counts of
+//    lower-ranked blocks.
 //
-// A place is an index into the piece, counted from the start of its first aligned vector: place = piece.head + element.
-// Shared memory holds a whole piece in the order of its places; otherwise candidate i of thread t, with its place, lies
-// at i * NUM_THREADS + t.
+// `place` in the code is an index into the piece, relative to its first aligned vector: place = piece.head + element.
+// Shared memory holds a whole piece in index order; otherwise candidate i of thread t, with its index, is at
+// i * NUM_THREADS + t.
 //
 // Constants:
 //     DECODE        true: seq_lens gives the segments; false: rowStarts and rowEnds
@@ -34,7 +34,7 @@
 using vec_t = Vec<uint32_t, VEC_SIZE>;
 constexpr int SAMPLES = CLUSTER * NUM_THREADS * VEC_SIZE;  // one vector of each thread
 constexpr uint32_t ABSENT = ~0u;                           // an element beyond the piece; its key is 0, the smallest
-constexpr int TILE = 32 * NUM_THREADS;                     // places that are compacted together, 32 of a thread at most
+constexpr int TILE = 32 * NUM_THREADS;                     // elements compacted together, at most 32 per thread
 static_assert(TILE <= 1 << 15);                            // two counts share a word in step 3
 
 DEVICE vec_t keys_of(vec_t vec) {
@@ -59,7 +59,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
               const int32_t* rowEnds,    // [numRows]
               const int32_t* seq_lens,   // [ceil(numRows / next_n)]
               int next_n, int64_t columns, int64_t stride0, int64_t stride1, int64_t topK,
-              int64_t capacity) {  // candidates per thread; shared memory has room for one more, 8 bytes each
+              int64_t capacity) {  // candidates per thread; shared memory holds one more, 8 bytes each
     prefetch_row(logits + blockIdx.x * stride0, columns);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
@@ -110,7 +110,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
                 const uint32_t sum = lane_reduce<Sum, 32>(own[group * GROUP_BINS + threadIdx.x % 32]);
                 if (threadIdx.x % 32 == 0) sums[group] = sum;
             }
-            sync_cluster<CLUSTER>();  // all sums are written, and no block reads the histogram of the digit before
+            sync_cluster<CLUSTER>();  // all totals are written, and no block still reads the last digit's histogram
             for (int i = threadIdx.x - WARP_SIZE; i >= 0 && i < MAX_BINS; i += NUM_THREADS - WARP_SIZE) next[i] = 0;
             const auto sum_over_cluster = [&](const uint32_t* word) {
                 uint32_t sum = 0;
@@ -239,7 +239,7 @@ top_k_per_row(int32_t* indices,          // [numRows, topK]
     turn = 0;
 #pragma unroll 1
     for (int tile = 0; tile < num_places; tile += TILE) {
-        // Places per thread: 8, 16 or 32, as few as cover the tile.
+        // Elements per thread: the smallest of 8, 16 and 32 that covers the tile.
         const int tile_places = min(num_places - tile, TILE);
         const int bits = tile_places <= 8 * NUM_THREADS ? 8 : tile_places <= 16 * NUM_THREADS ? 16 : 32;
         const int first = int(threadIdx.x) * bits;

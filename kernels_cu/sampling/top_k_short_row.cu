@@ -28,7 +28,7 @@ constexpr int ROUND_SIZE = NUM_THREADS * VEC_SIZE;  // elements of a round
 constexpr int PAIRS = ceil_div(ROUNDS, 2);          // the counts of two rounds share a word, 16 bits each
 static_assert(ROUND_SIZE < 1 << 16);
 
-// Prefetches the row and the first number that its segment depends on.
+// Prefetches the row and the first value that determines its segment.
 DEVICE void prefetch_row(const uint32_t* row, int64_t columns, const int32_t* bound) {
     for (int i = threadIdx.x * 32; i < columns; i += NUM_THREADS * 32) prefetch_line(row + i);
     if (threadIdx.x == 0) prefetch_line(bound);
@@ -66,7 +66,7 @@ top_k_short_row(int32_t* indices,          // [numRows, topK]
     __syncthreads();
 
     // Elements outside the segment get the smallest key, 0. The histograms count them, but topK is reached before them.
-    const int own_position = row.element(thread) - int(segment.begin);  // of the thread's first element
+    const int own_position = row.element(thread) - int(segment.begin);  // position of the thread's first element
     const auto exists = [&](int round, int j) {
         return unsigned(own_position + round * ROUND_SIZE + j) < unsigned(length);
     };
