@@ -1,23 +1,24 @@
-// cluster_reduce.cuh: sums of a matrix product of which the blocks of a cluster, or warpgroups of a block, have parts.
+// cluster_reduce.cuh: split-K reduction of accumulators over the CTAs of a cluster, or the warpgroups of a CTA, through
+// distributed shared memory.
 //
-// Sums travel in fragments, four of them in each lane of a warp. Fragment f belongs to block f % SPLITS of the cluster: all
-// of its parts are sent there, and added up in their order, so that results do not depend on which comes first.
+// Accumulators are sent as fragments of four per lane. CTA f % SPLITS of the cluster reduces fragment f: it receives
+// all parts and adds them in the order of their numbers, so that the result does not depend on which arrives first.
 #pragma once
 #include "barrier.cuh"
 
-// A lane's sums in a fragment.
+// A lane's accumulators of a fragment.
 template <typename T> struct alignas(16) Fragment { T sums[4]; };
 
 template <typename T, int PARTS, int SPLITS, int FRAGMENTS>
 struct ClusterSums {
-    static constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // that a block adds up
+    static constexpr int OWN_FRAGMENTS = FRAGMENTS / SPLITS;  // fragments that a CTA reduces
     static constexpr int BYTES = PARTS > 1 ? PARTS * OWN_FRAGMENTS * WARP_SIZE * 16 : 0;
     static_assert(FRAGMENTS % SPLITS == 0 && sizeof(Fragment<T>) == 16);
 
     Fragment<T>* received;   // [PARTS, OWN_FRAGMENTS, lanes], in shared memory
     uint64_t* all_received;  // an mbarrier of one arrival
 
-    // By one thread, before the cluster starts.
+    // One thread calls, before the cluster starts.
     DEVICE void init() const {
         mbarrier_init(all_received, 1);
         if constexpr (PARTS > 1) mbarrier_arrive_expect_tx(all_received, BYTES);
@@ -27,7 +28,8 @@ struct ClusterSums {
         const int place = part * OWN_FRAGMENTS + fragment / SPLITS, lane = threadIdx.x % WARP_SIZE;
         store_async(received + place * WARP_SIZE + lane, all_received, fragment % SPLITS, own);
     }
-    // Calls visit(fragment, total) for the fragments of block `split`, by `num_warps` warps in turn.
+    // Waits for all parts, reduces the fragments of CTA `split` and calls visit(fragment, total). They are dealt to the
+    // `num_warps` warps round-robin.
     template <typename Visit>
     DEVICE void add_up(int split, int warp, int num_warps, Visit visit) const {
         mbarrier_wait(all_received, 0);

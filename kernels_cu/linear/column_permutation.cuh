@@ -1,7 +1,7 @@
-// column_permutation.cuh: where the entry of a column lies in a row of scales, or of a bias, whose columns are permuted.
+// column_permutation.cuh: the index of column n in a row of permuted scales, or in a permuted bias.
 //
-// The functions are those of `column_place` of pyops/ops/_shared/packed_layouts.py, by the names of the orders. Marlin's
-// are those in which lanes of a warp read neighbouring entries for the columns of their fragments.
+// The functions match `column_place` of pyops/ops/_shared/packed_layouts.py, with the names of the orders. In Marlin's
+// orders the lanes of a warp read adjacent scales for the columns of their fragments.
 
 #pragma once
 #include "platform.cuh"
@@ -11,7 +11,7 @@ DEVICE constexpr int64_t column_marlin_64(int64_t n) { return (n & -64) + (n & 7
 DEVICE constexpr int64_t column_marlin_32(int64_t n) {
     return (n & -32) + (n >> 1 & 3) * 8 + (n >> 3 & 3) * 2 + (n & 1);
 }
-// column_marlin_64, where the second and the third of four are exchanged.
+// column_marlin_64, with the second and third of every four columns swapped.
 DEVICE constexpr int64_t column_marlin_fp4(int64_t n) {
     const int64_t place = column_marlin_64(n);
     return (place & -4) + (place & 1) * 2 + (place >> 1 & 1);

@@ -1,21 +1,22 @@
-// gemm_epilogue.cuh: what becomes of the sums of a matrix product: zero points, scales, bias, activation.
+// gemm_epilogue.cuh: the epilogue of a GEMM: zero points, scales, bias and activation on the accumulators.
 //
-//     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias        (of these, what the op is given)
-//     SCALE_EXPONENT: the scale that comes first, of b if there is one, is its entry times two to this
-//     COLUMN_ORDER: b_scales[n] and bias[n] lie at column_permutation.cuh's place of n
-//     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (sums of integers: exact)
+//     x[m, n] = a_scales[m] * (b_scales[n] * float(sum[m, n] - z)) + bias
+//     sum is the accumulator; operands that the op is not given drop out
+//     SCALE_EXPONENT: the scale applied first (b's; a's without B_SCALES) is the stored value times 2^SCALE_EXPONENT
+//     COLUMN_ORDER: b_scales[n] and bias[n] are stored at index COLUMN_ORDER(n) (column_permutation.cuh)
+//     z = 0;   AZP 1: azp_adj[n];   AZP 2: azp[m] * azp_adj[n]                   (int32 accumulators: exact)
 //     bias = 0;   BIAS 1: bias[n];   BIAS 2: bias[m, n]
 //     out[m, n] = out_t(x[m, n]);   with ACTIVATION f: out_t(f(x[m, n]))
-//     GATED, with weight rows n of gates and N + n of ups, for N columns of out: out_t(f(x[m, n]) * x[m, N + n])
+//     GATED: out[m, n] = out_t(f(x[m, n]) * x[m, N + n]); row n of the weight is a gate row, row N + n an up row
 //
-// A thread loads the terms of a row and of a column once, and combines them with each sum. One scale of the whole
-// matrix has a step of 0.
+// A thread loads the operands of a row and of a column once, and applies them to each accumulator. A per-tensor scale
+// has stride 0 (a_scale_step, b_scale_step).
 
 #pragma once
 #include "column_permutation.cuh"
 #include "math.cuh"
 
-// Activations of float32, for a result that is rounded to T.
+// Activation functions in float32; T is the type to which the result will be rounded.
 template <typename T> DEVICE float gemm_silu(float x) { return logistic<T>(x, x); }
 template <typename T> DEVICE float gemm_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f)); }
 template <typename T> DEVICE float gemm_none(float x) { return x; }
@@ -42,7 +43,7 @@ struct Epilogue {
         int32_t azp;
     };
 
-    // The terms of a row, and of a column, that exist.
+    // The operands of row m and of column n; both must be in range.
     DEVICE Row row(int64_t m) const {
         const float scale = A_SCALES ? to_float(a_scales[m * a_scale_step]) : 1.0f;
         return {m, A_SCALES && !B_SCALES ? scale * FACTOR : scale, AZP == 2 ? azp[m] : 1};
@@ -53,10 +54,11 @@ struct Epilogue {
                 BIAS == 1 ? to_float(bias[place]) : 0.0f, AZP > 0 ? azp_adj[n] : 0};
     }
 
-    // x[m, n]. Sum is float or int32_t.
+    // x[m, n] from the accumulator `sum`, float or int32_t.
     template <typename Sum>
     DEVICE float value(const Row& row, const Column& column, Sum sum) const {
-        // Integers wrap around, as two's complement does: so does a sum whose parts are out of range and whole is not.
+        // The subtraction wraps modulo 2^32: the difference is right if it fits in int32, even where the product does
+        // not.
         if constexpr (AZP > 0) sum = int32_t(uint32_t(sum) - uint32_t(row.azp) * column.azp);
         float x = float(sum);
         if constexpr (B_SCALES) x = ieee_multiply(column.scale, x);

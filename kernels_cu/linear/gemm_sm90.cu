@@ -1,69 +1,75 @@
-// gemm_sm90: a matrix product on Hopper's tensor cores, for many rows of a.
+// gemm_sm90: the GEMM for large M on Hopper's tensor cores (TMA, WGMMA, warp-specialised, persistent).
 //
-//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
-//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//     accum[m, n] = sum_k a[m, k] * b[n, k], in float32; int8 operands in int32
+//     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
-// elements of K).
-// SUM_BLOCK: the tensor cores add up SUM_BLOCK elements of K, the threads the rest (wgmma.cuh tells of sums of fp8).
+// SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
+// partial[j] sums over the j-th SCALE_BLOCK elements of K.
+// SUM_BLOCK: the tensor cores accumulate SUM_BLOCK elements of K, then the threads promote the result: they add it to
+// float32 registers (wgmma.cuh describes the precision of fp8 accumulation).
 //
-// Tiles of 128 x TILE_N elements of out are taken by as many clusters as the device holds at a time, one tile after
-// another. A cluster is CLUSTER blocks, whose tiles lie below one another: each loads its rows of a, and a part of the
-// rows of b that it multicasts to all. Of the three warpgroups of a block, one thread of the last loads, ahead by
-// STAGES steps of K, 128 bytes of each row in a step. The other two multiply. They share a tile, each with half of its
-// rows, and do not wait for each other; or, with PING_PONG, they take whole tiles in turn, so that one stores a tile
-// while the other multiplies. A warp stores 16 rows, STORE_COLUMNS columns at a time, by way of a swizzled tile in shared
-// memory.
+// The grid is as many clusters as the device holds at a time; each takes output tiles of 128 x TILE_N, one after
+// another. A cluster is CLUSTER CTAs with tiles that are adjacent along M: each CTA loads its own tile of a, and a part
+// of the tile of b that it multicasts to the cluster. A CTA has three warpgroups. One thread of the last is the
+// producer: it runs up to STAGES k-tiles ahead, and a k-tile is 128 bytes of each row. The other two are consumers.
+// They share a tile, each with half of its rows, and do not synchronise; or, with PING_PONG, they take alternate whole
+// tiles, so that one runs its epilogue while the other runs its main loop. In the epilogue a warp stores 16 rows x
+// STORE_COLUMNS columns at a time with TMA, from a swizzled tile in shared memory.
 //
-// Tiles that run at the same time share rows and columns in the L2 cache: tiles are counted down GROUP clusters of
-// rows, then along the columns.
+// The tile order keeps concurrent tiles on shared rows and columns in the L2 cache: it walks GROUP clusters down M,
+// then the next column.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
-//     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
+//     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
+//     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
 //     TILE_N        columns of a tile: a multiple of 16, or of 64 with SCALE_BLOCK; at most 256, with PING_PONG 192,
 //                   with SUM_BLOCK 128
-//     PING_PONG     whether the two warpgroups that multiply take tiles in turn; not with SUM_BLOCK
+//     PING_PONG     whether the two consumer warpgroups take alternate tiles; not with SUM_BLOCK
 //     STORE_COLUMNS columns of a store: 16, 32 or 64, a divisor of TILE_N
-//     STAGES        steps of K in shared memory
-//     CLUSTER       blocks of a cluster; TILE_N is a multiple of 8 * CLUSTER
-//     GROUP         clusters of rows that are counted down together
+//     STAGES        k-tiles of the ring in shared memory
+//     CLUSTER       CTAs of a cluster; TILE_N is a multiple of 8 * CLUSTER
+//     GROUP         clusters along M that the tile order takes before the next column
 
 #include "cluster.cuh"
 #include "gemm_epilogue.cuh"
 #include "pipeline.cuh"
 #include "wgmma.cuh"
 
-using sum_t = wgmma_sum_t<scalar_t>;
+using accum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMERS = 2, NUM_THREADS = 128 * (CONSUMERS + 1), TILE_M = 128;
-// Warpgroups that share a tile, that take tiles in turn, and products of 64 rows each that a warpgroup has of a tile.
-constexpr int SHARERS = PING_PONG ? 1 : CONSUMERS, TURNS = CONSUMERS / SHARERS, PARTS = TILE_M / 64 / SHARERS;
+// Warpgroups that share a tile; warpgroups that alternate by ping-pong; WGMMAs of 64 rows by which a warpgroup covers
+// its part of a tile.
+constexpr int WGS_PER_TILE = PING_PONG ? 1 : CONSUMERS, PING_PONG_WAYS = CONSUMERS / WGS_PER_TILE,
+              M_SLICES = TILE_M / 64 / WGS_PER_TILE;
 static_assert(SUM_BLOCK == 0 || !PING_PONG);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), MMA_K_BYTES = 32;  // K of one WGMMA
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
-// What the epilogue needs of a column: one array of a tile's columns each, in shared memory.
-constexpr int TERMS = B_SCALES + BIAS + (AZP > 0), TERM_BYTES = TERMS * TILE_N * 4;
+// Per-column epilogue operands (scale, bias, zero point): each is an array of TILE_N elements in shared memory.
+constexpr int COLUMN_PARAMS = B_SCALES + BIAS + (AZP > 0), COLUMN_PARAM_BYTES = COLUMN_PARAMS * TILE_N * 4;
 constexpr int STORE_BYTES = 16 * STORE_COLUMNS * sizeof(out_t);
-constexpr int STORES = 2;  // tiles of a warp on their way to out
-// Columns of a tile under one scale of b. Where a tile begins in the middle of SCALE_BLOCK, it ends there, too.
+constexpr int STORE_STAGES = 2;  // store buffers of a warp: one is filled while TMA reads the other
+// Columns of a tile that share a block scale of b. A tile that begins in the middle of a SCALE_BLOCK also ends in the
+// middle of one, hence half a block.
 constexpr int SCALE_COLUMNS = SCALE_BLOCK == 0 ? TILE_N : TILE_N % SCALE_BLOCK == 0 ? SCALE_BLOCK : SCALE_BLOCK / 2;
-struct Factors { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
-// Pieces of a step whose sums the threads add up, and how many such sums a thread holds.
+struct BlockScales { float rows[2], columns[TILE_N / SCALE_COLUMNS]; };
+// Promotions per k-tile, and accumulators of a thread: with promotion two, so that one is promoted while WGMMAs fill
+// the other.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, BUFFERS = SUM_BLOCK > 0 ? 2 : 1;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && PIECES <= 2);
-// A thread's registers: what the producer gives up, the consumers take.
+// Registers per thread: the consumers take what the producer gives up.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 static_assert(!GATED);
 
 using epilogue_t = Epilogue<out_t, A_SCALES, B_SCALES, AZP, BIAS, SCALE_EXPONENT>;
 
-// The terms of a tile's columns, which a warpgroup loads while it multiplies and keeps in shared memory.
-struct Terms {
-    static constexpr int COLUMNS = ceil_div(TILE_N, 128);  // of a thread
+// Epilogue operands of a tile's columns. A warpgroup loads them before its main loop and keeps them in registers, then
+// writes them to shared memory for its epilogue.
+struct ColumnParams {
+    static constexpr int COLUMNS = ceil_div(TILE_N, 128);  // columns that a thread loads
     typename epilogue_t::Column loaded[COLUMNS];
     float* memory;
 
@@ -83,7 +89,7 @@ struct Terms {
             if constexpr (AZP > 0) zero_points()[column] = loaded[i].azp;
         }
     }
-    // The terms of `column` and the next.
+    // The operands of `column` and the next.
     DEVICE void get(int column, typename epilogue_t::Column (&pair)[2]) const {
         Vec<float, 2> scale, bias;
         Vec<int32_t, 2> azp;
@@ -98,16 +104,16 @@ struct Terms {
     DEVICE int32_t* zero_points() const { return reinterpret_cast<int32_t*>(memory) + (B_SCALES + BIAS) * TILE_N; }
 };
 
-// Offset of the 16 bytes `chunk` of row `row` in a tile of STORE_COLUMNS columns, as the copy engine swizzles it.
+// Byte offset of 16-byte chunk `chunk` of row `row` in a tile of STORE_COLUMNS columns, in TMA's swizzle.
 DEVICE int stored_at(int row, int chunk) {
     constexpr int BYTES = STORE_COLUMNS * sizeof(out_t);
     return row * BYTES + (chunk ^ row * BYTES / 128 % (BYTES / 16)) * 16;
 }
 
-// Named barriers: those of a warpgroup alone, and those by which one warpgroup hands its turn on to the other.
-constexpr int OWN_BARRIER = 1, TURN_BARRIER = OWN_BARRIER + CONSUMERS;
+// Named barriers: one per warpgroup for its own threads, and one per warpgroup for the ping-pong order.
+constexpr int OWN_BARRIER = 1, PING_PONG_BARRIER = OWN_BARRIER + CONSUMERS;
 
-// The row and column of tile number `index`, in tiles.
+// The tile scheduler: the row and column, counted in tiles, of tile number `index`.
 DEVICE void locate(int index, int rows, int columns, int& row, int& column) {
     const int group = index / (GROUP * columns), first = group * GROUP, size = min(GROUP, rows - first);
     const int within = index - group * GROUP * columns;
@@ -129,14 +135,14 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
-    uint8_t* terms_memory = stores + 4 * CONSUMERS * STORES * STORE_BYTES;
-    Ring<STAGES> ring(terms_memory + CONSUMERS * TERM_BYTES);
-    if (threadIdx.x == 0) ring.init(4 * SHARERS * CLUSTER);
+    uint8_t* column_params_memory = stores + 4 * CONSUMERS * STORE_STAGES * STORE_BYTES;
+    Ring<STAGES> ring(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);
+    if (threadIdx.x == 0) ring.init(4 * WGS_PER_TILE * CLUSTER);
     start_cluster<CLUSTER>();
 
     const int rank = CLUSTER > 1 ? blockIdx.y : 0;
     const int rows = int((m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER)), columns = int((n + TILE_N - 1) / TILE_N);
-    const int tiles = rows * columns, steps = int((k + TILE_K - 1) / TILE_K);
+    const int tiles = rows * columns, num_k_tiles = int((k + TILE_K - 1) / TILE_K);
     const int warpgroup = shfl<WARP_SIZE>(int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32;
     int row, column;
@@ -147,12 +153,12 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
                 locate(tile, rows, columns, row, column);
                 const int first_row = (row * CLUSTER + rank) * TILE_M, first_column = column * TILE_N;
-                for (int step = 0; step < steps; ++step, ring.advance()) {
+                for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile, ring.advance()) {
                     ring.acquire();
                     uint8_t* to = shared + ring.stage * STAGE_BYTES;
                     mbarrier_arrive_expect_tx(ring.full(), STAGE_BYTES);
-                    tma_load(to, &a_map, ring.full(), step * TILE_K, first_row);
-                    load_rows<CLUSTER, TILE_N, ROW_BYTES>(to + A_BYTES, &b_map, ring.full(), rank, step * TILE_K,
+                    tma_load(to, &a_map, ring.full(), k_tile * TILE_K, first_row);
+                    load_rows<CLUSTER, TILE_N, ROW_BYTES>(to + A_BYTES, &b_map, ring.full(), rank, k_tile * TILE_K,
                                                           first_column);
                 }
             }
@@ -161,67 +167,69 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         const epilogue_t epilogue{a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
-        Terms terms{{}, reinterpret_cast<float*>(terms_memory + warpgroup * TERM_BYTES)};
-        uint8_t* own_stores = stores + (warpgroup * 4 + warp) * STORES * STORE_BYTES;
+        ColumnParams column_params{{}, reinterpret_cast<float*>(column_params_memory + warpgroup * COLUMN_PARAM_BYTES)};
+        uint8_t* own_stores = stores + (warpgroup * 4 + warp) * STORE_STAGES * STORE_BYTES;
         int store = 0;
-        // The warpgroup's turn among those that take tiles, and its first row of a tile.
-        const int turn = PING_PONG ? warpgroup : 0, own_row = PING_PONG ? 0 : warpgroup * 64 * PARTS;
-        ring.skip(turn * steps);
-        for (int tile = blockIdx.x + turn * gridDim.x; tile < tiles; tile += TURNS * gridDim.x) {
+        // The warpgroup's index in the ping-pong order, and its first row within a tile.
+        const int ping_pong_index = PING_PONG ? warpgroup : 0, own_row = PING_PONG ? 0 : warpgroup * 64 * M_SLICES;
+        ring.skip(ping_pong_index * num_k_tiles);
+        for (int tile = blockIdx.x + ping_pong_index * gridDim.x; tile < tiles; tile += PING_PONG_WAYS * gridDim.x) {
             locate(tile, rows, columns, row, column);
             const int64_t first_column = int64_t(column) * TILE_N;
             const int64_t warp_row = int64_t(row * CLUSTER + rank) * TILE_M + own_row + warp * 16;
-            // The thread has elements of these rows of each part; of one that does not exist, results are not stored.
-            int64_t own_rows[PARTS][2];
-            typename epilogue_t::Row row_terms[PARTS][2];
+            // Rows of the thread's accumulator elements in each slice. Rows past M are clamped; the TMA store drops
+            // them.
+            int64_t own_rows[M_SLICES][2];
+            typename epilogue_t::Row row_params[M_SLICES][2];
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
+            for (int slice = 0; slice < M_SLICES; ++slice) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    own_rows[part][i] = min(warp_row + part * 64 + lane / 4 + i * 8, m - 1);
-                    row_terms[part][i] = epilogue.row(own_rows[part][i]);
+                    own_rows[slice][i] = min(warp_row + slice * 64 + lane / 4 + i * 8, m - 1);
+                    row_params[slice][i] = epilogue.row(own_rows[slice][i]);
                 }
             }
-            terms.load(epilogue, first_column, n);
-            // A phase of a barrier has a parity and no number: who waits must be less than a lap of the ring behind.
-            // So a turn begins when the other warpgroup has waited for all of its steps.
-            if (PING_PONG && tile != blockIdx.x) named_barrier_sync(TURN_BARRIER + turn, 128 * CONSUMERS);
+            column_params.load(epilogue, first_column, n);
+            // An mbarrier's phase is one parity bit, so a waiter must be less than one lap of the ring behind. Hence a
+            // ping-pong main loop begins only after the other warpgroup has waited for all of its k-tiles.
+            if (PING_PONG && tile != blockIdx.x)
+                named_barrier_sync(PING_PONG_BARRIER + ping_pong_index, 128 * CONSUMERS);
 
-            sum_t d[BUFFERS][PARTS][TILE_N / 2];
-            // Starts the products of a piece of the stage.
-            const auto multiply = [&](sum_t(&sums)[PARTS][TILE_N / 2], bool accumulate, int piece = 0) {
+            accum_t accums[BUFFERS][M_SLICES][TILE_N / 2];
+            // Waits for the stage, then issues and commits the WGMMAs of one piece of its k-tile.
+            const auto issue_wgmma = [&](accum_t(&accum)[M_SLICES][TILE_N / 2], bool accumulate, int piece = 0) {
                 const uint8_t* from = shared + ring.stage * STAGE_BYTES;
                 const uint64_t a = make_smem_desc(from + own_row * ROW_BYTES);
                 const uint64_t b = make_smem_desc(from + A_BYTES);
                 if (piece == 0) ring.wait();
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sums[part]);
+                for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accum[slice]);
                 warpgroup_arrive();
 #pragma unroll
-                for (int i = 0; i < ROW_BYTES / STEP_BYTES / PIECES; ++i) {
-                    const int at = (piece * (ROW_BYTES / STEP_BYTES / PIECES) + i) * STEP_BYTES;
+                for (int i = 0; i < ROW_BYTES / MMA_K_BYTES / PIECES; ++i) {
+                    const int at = (piece * (ROW_BYTES / MMA_K_BYTES / PIECES) + i) * MMA_K_BYTES;
 #pragma unroll
-                    for (int part = 0; part < PARTS; ++part) {
-                        wgmma<scalar_t, TILE_N>(sums[part], advance_smem_desc(a, part * 64 * ROW_BYTES + at),
+                    for (int slice = 0; slice < M_SLICES; ++slice) {
+                        wgmma<scalar_t, TILE_N>(accum[slice], advance_smem_desc(a, slice * 64 * ROW_BYTES + at),
                                                 advance_smem_desc(b, at), accumulate || i > 0);
                     }
                 }
                 warpgroup_commit_batch();
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(sums[part]);
+                for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accum[slice]);
             };
-            const auto finish = [&](const auto(&sums)[PARTS][TILE_N / 2]) {
-                if constexpr (TERMS > 0) {
-                    named_barrier_sync(OWN_BARRIER + warpgroup, 128);  // the last tile's terms have been read
-                    terms.store();
+            const auto store_tile = [&](const auto(&accum)[M_SLICES][TILE_N / 2]) {
+                if constexpr (COLUMN_PARAMS > 0) {
+                    named_barrier_sync(OWN_BARRIER + warpgroup, 128);  // all have read the previous tile's operands
+                    column_params.store();
                     named_barrier_sync(OWN_BARRIER + warpgroup, 128);
                 }
 #pragma unroll
-                for (int number = 0; number < PARTS * TILE_N / STORE_COLUMNS; ++number) {
-                    const int part = number % PARTS, chunk = number / PARTS;
+                for (int number = 0; number < M_SLICES * TILE_N / STORE_COLUMNS; ++number) {
+                    const int slice = number % M_SLICES, chunk = number / M_SLICES;
                     uint8_t* to = own_stores + store * STORE_BYTES;
-                    store = (store + 1) % STORES;
-                    if (lane == 0) tma_store_wait_read<STORES - 1>();
+                    store = (store + 1) % STORE_STAGES;
+                    if (lane == 0) tma_store_wait_read<STORE_STAGES - 1>();
                     sync_warp();
 #pragma unroll
                     for (int i = 0; i < STORE_COLUMNS / 16; ++i) {
@@ -229,13 +237,13 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
 #pragma unroll
                         for (int j = 0; j < 4; ++j) {
                             const int at = chunk * STORE_COLUMNS + i * 16 + j / 2 * 8;
-                            typename epilogue_t::Column column_terms[2];
-                            terms.get(at + lane % 4 * 2, column_terms);
+                            typename epilogue_t::Column params[2];
+                            column_params.get(at + lane % 4 * 2, params);
                             float x[2];
 #pragma unroll
                             for (int l = 0; l < 2; ++l) {
-                                const auto sum = sums[part][at / 2 + j % 2 * 2 + l];
-                                x[l] = ACTIVATION<out_t>(epilogue.value(row_terms[part][j % 2], column_terms[l], sum));
+                                const auto sum = accum[slice][at / 2 + j % 2 * 2 + l];
+                                x[l] = ACTIVATION<out_t>(epilogue.value(row_params[slice][j % 2], params[l], sum));
                             }
                             pairs[j] = pack_pair<out_t>(x[0], x[1]);
                         }
@@ -244,92 +252,94 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of TILE_M
                     fence_proxy_async();
                     sync_warp();
                     if (lane == 0) {
-                        tma_store(&out_map, to, int(first_column) + chunk * STORE_COLUMNS, int(warp_row) + part * 64);
+                        tma_store(&out_map, to, int(first_column) + chunk * STORE_COLUMNS, int(warp_row) + slice * 64);
                         tma_store_commit();
                     }
                 }
             };
 
             if constexpr (SUM_BLOCK == 0) {
-                int previous = 0;  // the stage of the step before
-                for (int step = 0; step < steps; ++step, ring.advance()) {
-                    multiply(d[0], step > 0);
-                    warpgroup_wait<1>();  // for the products of the step before
-                    if (step > 0) ring.template release<CLUSTER>(previous);
+                int previous = 0;  // stage of the previous k-tile
+                for (int k_tile = 0; k_tile < num_k_tiles; ++k_tile, ring.advance()) {
+                    issue_wgmma(accums[0], k_tile > 0);
+                    warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
+                    if (k_tile > 0) ring.template release<CLUSTER>(previous);
                     previous = ring.stage;
                 }
                 if (PING_PONG && tile + gridDim.x < tiles) {
-                    named_barrier_arrive(TURN_BARRIER + 1 - turn, 128 * CONSUMERS);
+                    named_barrier_arrive(PING_PONG_BARRIER + 1 - ping_pong_index, 128 * CONSUMERS);
                 }
                 warpgroup_wait<0>();
 #pragma unroll
-                for (int part = 0; part < PARTS; ++part) warpgroup_fence_operand(d[0][part]);
+                for (int slice = 0; slice < M_SLICES; ++slice) warpgroup_fence_operand(accums[0][slice]);
                 ring.template release<CLUSTER>(previous);
-                finish(d[0]);
+                store_tile(accums[0]);
             } else {
-                float total[PARTS][TILE_N / 2];
+                float promoted[M_SLICES][TILE_N / 2];
 #pragma unroll
-                for (int i = 0; i < TILE_N / 2; ++i) total[0][i] = 0.0f;
-                Factors factors[BUFFERS];
-                const auto load = [&](int step, Factors& of_step) {
+                for (int i = 0; i < TILE_N / 2; ++i) promoted[0][i] = 0.0f;
+                BlockScales block_scales[BUFFERS];
+                const auto load_scales = [&](int k_tile, BlockScales& of_k_tile) {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
-                        of_step.rows[i] = to_float(a_scales[own_rows[0][i] * a_scale_step + step * a_scale_block_step]);
+                        of_k_tile.rows[i] =
+                            to_float(a_scales[own_rows[0][i] * a_scale_step + k_tile * a_scale_block_step]);
                     }
 #pragma unroll
                     for (int i = 0; i < TILE_N / SCALE_COLUMNS; ++i) {
                         const int64_t block = min(first_column + i * SCALE_COLUMNS, n - 1) / max(SCALE_BLOCK, 1);
-                        of_step.columns[i] = to_float(b_scales[step * b_scale_block_step + block * b_scale_step]);
+                        of_k_tile.columns[i] = to_float(b_scales[k_tile * b_scale_block_step + block * b_scale_step]);
                     }
                 };
-                const auto add = [&](sum_t(&sums)[PARTS][TILE_N / 2], const Factors& of_step) {
-                    warpgroup_fence_operand(sums[0]);
+                const auto promote = [&](accum_t(&accum)[M_SLICES][TILE_N / 2], const BlockScales& of_k_tile) {
+                    warpgroup_fence_operand(accum[0]);
 #pragma unroll
                     for (int j = 0; j < TILE_N / SCALE_COLUMNS; ++j) {
-                        const float scales[2] = {of_step.rows[0] * of_step.columns[j],
-                                                 of_step.rows[1] * of_step.columns[j]};
+                        const float scales[2] = {of_k_tile.rows[0] * of_k_tile.columns[j],
+                                                 of_k_tile.rows[1] * of_k_tile.columns[j]};
 #pragma unroll
                         for (int i = 0; i < SCALE_COLUMNS / 2; ++i) {
                             const int at = j * SCALE_COLUMNS / 2 + i;
-                            const float sum = float(sums[0][at]);
-                            if constexpr (SCALE_BLOCK > 0) total[0][at] = fmaf(scales[i / 2 % 2], sum, total[0][at]);
-                            else total[0][at] += sum;
+                            const float sum = float(accum[0][at]);
+                            if constexpr (SCALE_BLOCK > 0)
+                                promoted[0][at] = fmaf(scales[i / 2 % 2], sum, promoted[0][at]);
+                            else promoted[0][at] += sum;
                         }
                     }
                 };
-                // Pieces of all steps alternate between the two sums.
+                // Successive pieces alternate between the two accumulators.
                 const auto start = [&](int piece, int now) {
-                    if constexpr (SCALE_BLOCK > 0) load(piece / PIECES, factors[now]);
-                    multiply(d[now], false, now % PIECES);
+                    if constexpr (SCALE_BLOCK > 0) load_scales(piece / PIECES, block_scales[now]);
+                    issue_wgmma(accums[now], false, now % PIECES);
                 };
-                // Products of a piece run while sums of the piece before are added.
+                // The WGMMAs of a piece run while the threads promote the previous piece.
                 const auto next = [&](int piece, int now) {
                     const int before = ring.stage;
                     if (now % PIECES == 0) ring.advance();
                     start(piece, now);
                     warpgroup_wait<1>();
                     if (now % PIECES == 0) ring.template release<CLUSTER>(before);
-                    add(d[1 - now], factors[1 - now]);
+                    promote(accums[1 - now], block_scales[1 - now]);
                 };
                 start(0, 0);
                 int piece = 1;
-                for (; piece + 1 < steps * PIECES; piece += 2) {
+                for (; piece + 1 < num_k_tiles * PIECES; piece += 2) {
                     next(piece, 1);
                     next(piece + 1, 0);
                 }
-                if (piece < steps * PIECES) {
+                if (piece < num_k_tiles * PIECES) {
                     next(piece, 1);
                     warpgroup_wait<0>();
-                    add(d[1], factors[1]);
+                    promote(accums[1], block_scales[1]);
                 } else {
                     warpgroup_wait<0>();
-                    add(d[0], factors[0]);
+                    promote(accums[0], block_scales[0]);
                 }
                 ring.template release<CLUSTER>(ring.stage);
                 ring.advance();
-                finish(total);
+                store_tile(promoted);
             }
-            ring.skip((TURNS - 1) * steps);
+            ring.skip((PING_PONG_WAYS - 1) * num_k_tiles);
         }
         if (lane == 0) tma_store_wait<0>();
     }

@@ -1,33 +1,34 @@
-// gemm_sm90_swap_ab: a matrix product on Hopper's tensor cores, for few rows of a, bound by the bandwidth of reading b.
+// gemm_sm90_swap_ab: the GEMM for small M (decode) on Hopper's tensor cores, bound by the bandwidth of reading b.
 //
-//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
-//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//     accum[m, n] = sum_k a[m, k] * b[n, k], in float32; int8 operands in int32
+//     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
-// elements of K).
-// SUM_BLOCK: the tensor cores add up SUM_BLOCK elements of K, the threads the rest (wgmma.cuh tells of sums of fp8).
+// SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
+// partial[j] sums over the j-th SCALE_BLOCK elements of K.
+// SUM_BLOCK: the tensor cores accumulate SUM_BLOCK elements of K, then the threads promote the result: they add it to
+// float32 registers (wgmma.cuh describes the precision of fp8 accumulation).
 //
-// Operands are swapped: the transpose of out is computed, so that rows of b are the 64 rows of a wgmma and rows of a
-// its TILE_M columns. A tile is TILE_M rows and TILE_N columns of out; TILE_N is what makes all multiprocessors read
-// as much of b, at most. Where it is no multiple of 64, rows of zeros are multiplied, too. A step is 128 bytes of each
-// row of a and b. One thread of a block loads, ahead by STAGES steps. Two warpgroups multiply: each has half of the
-// tile's rows of b or, if there are no more than 64, every other step.
+// Operands are swapped (swap-AB): the kernel computes the transpose of out, with 64 rows of b as the M of a WGMMA and
+// TILE_M rows of a as its N. A tile is TILE_M rows and TILE_N columns of out; TILE_N is chosen to give all SMs an equal
+// share of b. If TILE_N is not a multiple of 64, the tile is padded with rows of zeros. A k-tile is 128 bytes of each
+// row of a and b. One producer thread per CTA runs up to STAGES k-tiles ahead. Two consumer warpgroups each take half
+// of the tile's rows of b or, if these are at most 64, every other k-tile.
 //
-// The blocks of a cluster share a tile, each with a part of K. What is to be added to a sum, by warpgroups that have
-// different steps and by blocks, is sent to one block, and added up there (cluster_reduce.cuh). A fragment has two rows and
-// two columns of out in each lane.
+// Cluster split-K: the CTAs of a cluster share a tile, each with a part of K. Partial accumulators of CTAs, and of
+// warpgroups that alternate k-tiles, are sent to one CTA per fragment, which reduces them (cluster_reduce.cuh). A
+// lane's fragment is two rows and two columns of out.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
 //     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh; BIAS is at most 1, GATED false
-//     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
-//     SUM_BLOCK     elements of K that the tensor cores add up: a step or half of it; 0: all of K, without SCALE_BLOCK
+//     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
+//     SUM_BLOCK     elements of K between two promotions: a k-tile or half of it; 0, without SCALE_BLOCK: no promotion
 //     TILE_M        rows of a tile: a multiple of 16
 //     TILE_N        columns of a tile: a multiple of 8, at most 256
-//     STAGES        steps of K in shared memory: an even number and more than two if TILE_N is at most 64
-//     SPLITS        blocks of a cluster; there is a step of K for each of their warpgroups that take turns
-// If sums are shared, there are as many clusters as tiles.
+//     STAGES        k-tiles of the ring in shared memory: an even number above two if TILE_N is at most 64
+//     SPLITS        CTAs of a cluster; K has at least one k-tile for each of their warpgroups that alternate k-tiles
+// If accumulators are reduced across CTAs or warpgroups, there are as many clusters as tiles.
 
 #include "cluster.cuh"
 #include "cluster_reduce.cuh"
@@ -37,15 +38,15 @@
 
 using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMER_WARPS = 8, NUM_THREADS = 32 * (CONSUMER_WARPS + 1);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
-// Warpgroups that take turns with steps, warps that share the rows of b, and products of a warpgroup in a step.
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // STEP_BYTES: K of one WGMMA
+// Warpgroups that alternate k-tiles, warps that divide the rows of b, and WGMMAs of a warpgroup along those rows.
 constexpr int TURNS = TILE_N <= 64 ? 2 : 1, ROW_WARPS = CONSUMER_WARPS / TURNS;
 constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODUCTS * ROW_WARPS * 16;
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + PADDED_N * ROW_BYTES;
-constexpr int PADDING = (PADDED_N - TILE_N) * ROW_BYTES / 16;  // of a stage, in 16 bytes
+constexpr int PADDING = (PADDED_N - TILE_N) * ROW_BYTES / 16;  // zero rows of a stage, in units of 16 bytes
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WARP_FRAGMENTS;
-constexpr int PARTS = SPLITS * TURNS;  // of a sum
-// Pieces of a step whose sums the threads add up, and products of a warpgroup in each for the same rows of b.
+constexpr int PARTS = SPLITS * TURNS;  // partial accumulators per element of out
+// Promotions per k-tile, and WGMMAs along K between two promotions.
 constexpr int PIECES = SUM_BLOCK > 0 ? TILE_K / SUM_BLOCK : 1, PIECE_PRODUCTS = ROW_BYTES / STEP_BYTES / PIECES;
 static_assert(SUM_BLOCK == 0 ? SCALE_BLOCK == 0 : PIECES * SUM_BLOCK == TILE_K && is_same<sum_t, float>);
 static_assert(!GATED);
@@ -108,13 +109,13 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
         a_scales, b_scales, azp_adj, azp, bias, a_scale_step, b_scale_step, 0};
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const int first_row = tile % rows * TILE_M, first_column = tile / rows * TILE_N;
-        // The row of b, in the tile, of the thread's first sum of a product; that of its others is 8 rows on.
+        // The row of b, within the tile, of the thread's first accumulator of a WGMMA; its other row is 8 further.
         const auto column_of = [&](int of_warp, int product) {
             return (of_warp / 4 * PRODUCTS + product) * 64 + of_warp % 4 * 16 + lane / 4;
         };
         sum_t d[PRODUCTS][TILE_M / 2];
         float total[PRODUCTS][SUM_BLOCK > 0 ? TILE_M / 2 : 1] = {};
-        // Scales of the next step: of the rows of a and of b of which the thread has sums.
+        // Block scales of the next k-tile, for the rows of a and b of the thread's accumulators.
         float row_scales[SCALE_BLOCK > 0 ? TILE_M / 4 : 1], column_scales[PRODUCTS][2];
         const auto load_scales = [&](int step) {
 #pragma unroll
@@ -178,7 +179,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
                         }
                     }
                 } else {
-                    warpgroup_wait<1>();  // for the products of the step before
+                    warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
                     if (accumulate) ring.release(previous);
                     previous = ring.stage;
                     accumulate = true;
@@ -194,7 +195,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
             if (accumulate) ring.release(previous);
         }
 
-        // Number j of the four sums of the warp's fragment number i; and what becomes of those of any fragment.
+        // Accumulator j of four in the warp's fragment i; then the epilogue of a reduced fragment.
         const auto own_sum = [&](int i, int j) {
             const int product = i / (TILE_M / 8), at = i % (TILE_M / 8) * 4 + j;
             if constexpr (SUM_BLOCK > 0) return total[product][at];

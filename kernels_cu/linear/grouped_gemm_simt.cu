@@ -1,22 +1,22 @@
-// grouped_gemm_simt: products of rows with the weights of their experts by fused multiply-adds: of float32, and of any
-// type where no matrix units are.
+// grouped_gemm_simt: the grouped GEMM for MoE by fused multiply-adds: for float32, and for every type on devices
+// without matrix units.
 //
-//     sum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; integers in int32; e is the expert of row t
-//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//     accum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; int8 operands in int32; e is the expert of row t
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
-// SCALE_BLOCK: sum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] * (sum over the j-th
-// SCALE_BLOCK elements of K).
+// SCALE_BLOCK: blockwise scaling. accum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] *
+// partial[j], where partial[j] sums over the j-th SCALE_BLOCK elements of K.
 //
-// A block takes a tile of TILE_M rows of one expert and TILE_N columns of out, a thread 4 x 4 of them. For every STEP
-// elements of K the block copies a tile of a and of b to shared memory, as sum_t and transposed; with GATED a second one
-// of ups.
+// A block takes a tile of TILE_M rows of one expert and TILE_N columns of out, and a thread 4 x 4 elements of it. For
+// every k-tile of STEP elements the block copies a and b to shared memory, converted to sum_t and transposed; with
+// GATED also a second tile of b, the ups.
 //
 // Constants
 //     scalar_t      element type of a and b
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
-//     SCALE_BLOCK   elements under one scale, or 0
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     SCALE_BLOCK   elements that share a block scale, or 0
 //     TILE_M, TILE_N    multiples of 4
-//     GROUP         tiles of one expert that are counted down together
+//     GROUP         row tiles of one expert that the tile order takes before the next column
 
 #include "grouped.cuh"
 
@@ -25,7 +25,7 @@ constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>;
 template <bool INTEGER> struct sum_of { using type = float; };
 template <> struct sum_of<true> { using type = int32_t; };
 using sum_t = sum_of<IS_INTEGER>::type;
-constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // has no effect without block scales
 static_assert(SCALE_BLOCK % STEP == 0);
 
 template <typename T>

@@ -1,33 +1,33 @@
-// grouped_gemm_sm80: products of rows with the weights of their experts on tensor cores, by product.cuh: sm_80 and later, AMD.
+// grouped_gemm_sm80: the grouped GEMM for MoE on tensor cores, by product.cuh: sm_80 and later, and AMD.
 //
-//     sum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; integers in int32; e is the expert of row t
-//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//     accum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; int8 operands in int32; e is the expert of row t
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
-// SCALE_BLOCK: sum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] * (sum over the j-th
-// SCALE_BLOCK elements of K).
+// SCALE_BLOCK: blockwise scaling. accum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] *
+// partial[j], where partial[j] sums over the j-th SCALE_BLOCK elements of K.
 //
-// Blocks: a block takes a tile of TILE_M rows of one expert and TILE_N rows of its weights. blockIdx.x counts tiles, the
-// rows of an expert before the next rows of its weights (grouped.cuh); tiles behind the last are left out.
+// A block takes a tile of TILE_M rows of one expert and TILE_N rows of its weight. blockIdx.x counts tiles in the order
+// of grouped.cuh, down the rows of an expert first; blocks past the last tile exit.
 //
-// Steps: the block goes through K in steps of 128 bytes of each row. Rows of a, wherever they lie, and of b come to
-// shared memory by asynchronous copies, STAGES - 1 steps ahead. Rows and elements that do not exist count as zeros.
+// A k-tile is 128 bytes of each row. cp.async gathers the rows of a and copies those of b to shared memory, STAGES - 1
+// k-tiles ahead. Rows and elements out of range are zeros.
 //
-// Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, GATE_COLUMNS gates and then their ups;
-// GATED 2: a gate and its up. Either way one thread has both.
+// Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, GATE_COLUMNS gates and then their
+// ups; GATED 2: a gate and its up. Either way one thread has both.
 //
 // Constants
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
-//     SCALE_BLOCK   elements under one scale: as many as a step has, or 0
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     SCALE_BLOCK   elements that share a block scale: those of a k-tile, or 0
 //     VEC_SIZE      elements of one access to a and b; divides K
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
-//     STAGES        steps in shared memory
-//     GROUP         tiles of one expert that are counted down together
+//     STAGES        k-tiles in shared memory
+//     GROUP         row tiles of one expert that the tile order takes before the next column
 
 #include "grouped_tile.cuh"
 
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
-constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // has no effect without block scales
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)

@@ -1,32 +1,33 @@
-// grouped_gemm_sm90: products of rows with the weights of their experts, on Hopper's tensor cores.
+// grouped_gemm_sm90: the grouped GEMM for MoE on Hopper's tensor cores (WGMMA, warp-specialised, persistent).
 //
-//     sum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; integers in int32; e is the expert of row t
-//     out[t, n] = what grouped.cuh makes of sum[t, n], and of the gate or up that belongs to it
+//     accum[t, n] = sum_k a[t / top_k, k] * b[e, n, k], in float32; int8 operands in int32; e is the expert of row t
+//     out[t, n] = the epilogue of grouped.cuh applied to accum[t, n], and to the gate or up that is paired with it
 //
-// SCALE_BLOCK: sum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] * (sum over the j-th
-// SCALE_BLOCK elements of K). The tensor cores add up what is in parentheses, the threads the rest.
+// SCALE_BLOCK: blockwise scaling. accum[t, n] = sum_j a_scales[t / top_k, j] * b_scales[e, n / SCALE_BLOCK, j] *
+// partial[j], where partial[j] sums over the j-th SCALE_BLOCK elements of K. The tensor cores compute partial[j], the
+// threads scale and promote it.
 //
-// Tiles of TILE_M rows and TILE_N rows of b[e] are taken by as many blocks as the device holds at a time, one after
-// another. A step is 128 bytes of each row of a and of b. The threads of the last warpgroup load, ahead by STAGES steps:
-// one of them boxes of b, all of them the rows of a that exist, wherever they lie, by asynchronous copies of 16 bytes.
-// The others multiply 64 rows each by TILE_N rows of b; with a TILE_M of 64 there are two, which halve TILE_N instead of
-// the rows. A warpgroup without rows only gives stages back.
+// The grid is as many CTAs as the device holds at a time; each takes tiles of TILE_M rows and TILE_N rows of b[e], one
+// after another. A k-tile is 128 bytes of each row of a and b. The last warpgroup is the producer, up to STAGES k-tiles
+// ahead: one thread loads b by TMA, and all threads gather the valid rows of a by cp.async, 16 bytes at a time. Each of
+// the other warpgroups, the consumers, multiplies 64 rows by TILE_N rows of b; with a TILE_M of 64, two consumers halve
+// TILE_N instead of the rows. A consumer without valid rows only releases the stages.
 //
-// A thread has the sums of a gate and of its up: b's rows of a warpgroup are OUT_N gates and then OUT_N ups, or both by
-// turns. A warp stores 16 rows of out by way of shared memory.
+// A thread has the accumulators of both a gate and its up: a consumer's rows of b are OUT_N gates and then OUT_N ups,
+// or the two interleaved. A warp stores 16 rows of out, staged through shared memory.
 //
 // Constants
 //     scalar_t      element type of a and b: 16 or 8 bits
-//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    what there is of the epilogue, and its functions
-//     SCALE_BLOCK   elements under one scale: 128 of 8 bits, or 0
+//     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
+//     SCALE_BLOCK   elements that share a block scale: 128 with 8-bit operands, or 0
 //     TILE_M        rows of a tile: 64, 128 or 192
 //     TILE_N        rows of b in a tile: a multiple of 32, of 64 with a TILE_M of 64 and two halves; at most 256 for a
-//                   warpgroup. With SCALE_BLOCK no warpgroup's gates or ups lie under two scales, and columns under no
-//                   more than two
-//     STAGES        steps of K in shared memory
-//     BUFFERS       steps of K whose sums a thread holds: 2 with SCALE_BLOCK, if registers suffice, otherwise 1
-//     GROUP         tiles of one expert that are counted down together
-//     ALIGNED_OUT   rows of out begin at multiples of 16 bytes
+//                   warpgroup. With SCALE_BLOCK a warpgroup's gates share one block scale, and so do its ups; without
+//                   GATED its columns have at most two
+//     STAGES        k-tiles of the ring in shared memory
+//     BUFFERS       accumulators of a thread, one per k-tile: 2 with SCALE_BLOCK if registers suffice, otherwise 1
+//     GROUP         row tiles of one expert that the tile order takes before the next column
+//     ALIGNED_OUT   whether rows of out are 16-byte aligned
 
 #include "async.cuh"
 #include "pipeline.cuh"
@@ -35,20 +36,22 @@
 
 using sum_t = wgmma_sum_t<scalar_t>;
 constexpr int CONSUMERS = TILE_M > 128 ? TILE_M / 64 : 2, NUM_THREADS = 128 * (CONSUMERS + 1);
-constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // of a wgmma
+constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES = 32;  // STEP_BYTES: K of one WGMMA
 constexpr int CHUNK = 16 / sizeof(scalar_t), ROW_CHUNKS = 8, PASS_ROWS = 128 / ROW_CHUNKS;
-constexpr int OWN_ROWS = TILE_M / PASS_ROWS;  // of a thread that loads
+constexpr int OWN_ROWS = TILE_M / PASS_ROWS;  // rows of a that a producer thread loads
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
-// Parts of b's rows that warpgroups have for themselves; of a part, boxes of gates and of ups; columns of out.
+// Parts into which consumers divide the rows of b; rows of a part, boxes of a part (gates, ups), rows of a box, and
+// columns of out per part.
 constexpr int PARTS = TILE_M == 64 ? 2 : 1, PART_N = TILE_N / PARTS;
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = PART_N / HALVES, OUT_N = GATED ? PART_N / 2 : PART_N;
-constexpr int STORE_COLUMNS = ROW_BYTES / sizeof(out_t), STORE_BYTES = 16 * ROW_BYTES;  // of a warp's rows for out
+constexpr int STORE_COLUMNS = ROW_BYTES / sizeof(out_t),
+              STORE_BYTES = 16 * ROW_BYTES;  // store buffer of a warp: 16 rows
 constexpr int OUT_CHUNK = 16 / sizeof(out_t);
-// Whether the columns of a warpgroup may lie under two scales, which meet between eights of columns.
+// Whether the columns of a warpgroup may have two block scales; the boundary is at a multiple of 8 columns.
 constexpr bool STRADDLES = SCALE_BLOCK > 0 && SCALE_BLOCK % BOX_N != 0;
-constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // scales of the columns of a warpgroup
+constexpr int FACTORS = STRADDLES ? 2 : HALVES;  // block scales of the columns of a warpgroup
 struct Factors { float rows[2], columns[FACTORS]; };
-// A thread's registers: what the producers give up, the consumers take.
+// Registers per thread: the consumers take what the producers give up.
 constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = CONSUMERS == 3 ? 152 : 224;
 
 static_assert(TILE_M == 64 || TILE_M == 128 || TILE_M == 192);
@@ -78,8 +81,8 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     Ring<STAGES> ring(stores + 4 * CONSUMERS * STORE_BYTES);
     if (threadIdx.x == 0) ring.init(4 * CONSUMERS, 1 + 128);
-    // Rows that do not exist are never loaded. Those that a tile lacks, and the tile before had, become zeros again:
-    // products of what that tile has left would cost energy, which sets the clock of a busy device.
+    // Padding rows are never loaded. Rows that are padding now, but were valid in the previous tile, are zeroed again:
+    // MMAs on stale data would cost power, which limits the clock of a busy GPU.
     for (int i = threadIdx.x; i < STAGES * A_BYTES / 16; i += NUM_THREADS) {
         uint8_t* stage = shared + i / (A_BYTES / 16) * STAGE_BYTES;
         reinterpret_cast<uint4*>(stage)[i % (A_BYTES / 16)] = {0, 0, 0, 0};
@@ -101,8 +104,9 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             const int expert = rows.template locate<GROUP>(tile, columns, int(gridDim.x), tile_row, tile_column);
             if (expert < 0) continue;
-            // What is copied next of each of the thread's rows, which of them exist, and how many up to the warp's last that
-            // does. A step waits for its last copy: address and condition of each depend on no other, and are few.
+            // The next source address of each of the thread's rows, which of them are valid, and how many there are up
+            // to the warp's last valid one. A k-tile waits for its last copy, so each address and predicate is
+            // independent and cheap.
             const scalar_t* from[OWN_ROWS];
             uint32_t existing = 0;
             int count = 0;
@@ -149,12 +153,12 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
             if (!any_lane(rows.row(first_place + lane) >= 0 || rows.row(first_place + 32 + lane) >= 0)) {
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     ring.wait();
-                    sync_warp();  // a lane that gave back a stage for which others wait would leave these behind
+                    sync_warp();  // all lanes must have seen the phase before one lane releases the stage
                     ring.release(ring.stage);
                 }
                 continue;
             }
-            // The thread has sums of these two rows of out; of one that does not exist, results are not stored.
+            // The two rows of out of the thread's accumulators; results of padding rows are not stored.
             const int own_rows[2] = {rows.row(first_place + warp * 16 + lane / 4),
                                      rows.row(first_place + warp * 16 + lane / 4 + 8)};
             const float* expert_scales = b_scales + expert * b_scale_expert_step;
@@ -162,14 +166,14 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                                       int(top_k),   a_scale_step, b_scale_step};
 
             sum_t d[BUFFERS][PART_N / 2];
-            int previous = 0;  // the stage of the step before
-            // Starts the products of the stage.
+            int previous = 0;  // stage of the previous k-tile
+            // Waits for the stage, then issues and commits its WGMMAs.
             const auto multiply = [&](sum_t(&sums)[PART_N / 2], bool accumulate) {
                 const uint8_t* from = shared + ring.stage * STAGE_BYTES;
                 const uint64_t rows_of_a = make_smem_desc(from + first_row * ROW_BYTES);
                 const uint64_t rows_of_b = make_smem_desc(from + A_BYTES + part * PART_N * ROW_BYTES);
                 ring.wait();
-                fence_proxy_async();  // what cp_async has written
+                fence_proxy_async();  // makes cp.async writes visible to WGMMA
                 warpgroup_fence_operand(sums);
                 warpgroup_arrive();
 #pragma unroll
@@ -186,13 +190,14 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                                                                epilogue.row(max(own_rows[1], 0))};
 #pragma unroll
                 for (int first = 0; first < OUT_N; first += STORE_COLUMNS) {
-                    constexpr int PAIR = GATED == 2 ? 1 : 2;  // columns of out of a thread in eight of the warpgroup
+                    constexpr int PAIR = GATED == 2 ? 1 : 2;  // adjacent columns of out of a thread per 8 columns of b
                     const int width = min(STORE_COLUMNS, OUT_N - first);
                     sync_warp();
 #pragma unroll
                     for (int i = 0; i < STORE_COLUMNS / (4 * PAIR); ++i) {
                         if (first + i * 4 * PAIR >= OUT_N) continue;
-                        const int at = first / (4 * PAIR) + i;  // eight columns of sums, of gates if GATED is 1
+                        const int at =
+                            first / (4 * PAIR) + i;  // 8-column block of the accumulators; GATED 1: of the gates
                         const int column = at * 4 * PAIR + lane % 4 * PAIR;
                         float x[2][PAIR];
 #pragma unroll
@@ -237,7 +242,7 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
             if constexpr (SCALE_BLOCK == 0) {
                 for (int step = 0; step < steps; ++step, ring.advance()) {
                     multiply(d[0], step > 0);
-                    warpgroup_wait<1>();  // for the products of the step before
+                    warpgroup_wait<1>();  // for the WGMMAs of the previous k-tile
                     if (step > 0) ring.release(previous);
                     previous = ring.stage;
                 }
@@ -249,7 +254,7 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                 float scaled[PART_N / 2];
 #pragma unroll
                 for (int i = 0; i < PART_N / 2; ++i) scaled[i] = 0.0f;
-                // Where scales of the next step lie: of the thread's rows, and of the warpgroup's columns.
+                // Addresses of the next k-tile's block scales: for the thread's rows, and for the warpgroup's columns.
                 const float *row_scales[2], *column_scales[FACTORS];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) row_scales[i] = a_scales + max(own_rows[i], 0) / int(top_k) * a_scale_step;
@@ -274,7 +279,8 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                     }
                     return factors;
                 };
-                const int own_columns = SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // of the first of two scales
+                const int own_columns =
+                    SCALE_BLOCK - first_column % max(SCALE_BLOCK, 1);  // columns under the first of two scales
                 const auto add = [&](sum_t(&sums)[PART_N / 2], const Factors& factors) {
                     warpgroup_fence_operand(sums);
                     float scales[FACTORS][2];
@@ -289,7 +295,7 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                         scaled[i] = fmaf(scale, sums[i], scaled[i]);
                     }
                 };
-                // Scales are asked for when the products of a step have started, which then hide the latency of the loads.
+                // Scales are loaded after the WGMMAs of a k-tile are issued, which hide the latency of the loads.
                 if constexpr (BUFFERS == 1) {
                     Factors factors = next_factors(false);
                     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -307,7 +313,8 @@ grouped_gemm_sm90(const __grid_constant__ TensorMap b_map,  // [E * B_ROWS, K], 
                         factors[now] = next_factors(step > 0);
                     };
                     start(0, 0);
-                    // Starts step `step` into set `now`, and adds up the step before meanwhile.
+                    // Issues the WGMMAs of k-tile `step` into accumulator `now`, and promotes the previous k-tile
+                    // meanwhile.
                     const auto next = [&](int step, int now) {
                         const int before = ring.stage;
                         ring.advance();

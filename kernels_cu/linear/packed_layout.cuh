@@ -1,15 +1,16 @@
-// packed_layout.cuh: where the codes and zero points of packed weights lie, layout by layout.
+// packed_layout.cuh: the index arithmetic of the layouts of packed weights, for quants and for zero points.
 //
-// Names and places are those of pyops/ops/_shared/packed_layouts.py, which describes the layouts. packed_...::code reads
-// the code of row k and column n of a weight; ::element says which row and column a field of a word is of, in layouts
-// that weights are packed into, by `|` of what shares no bits: so the compiler knows which fields are of one word of the
-// layout that is read. Rows and columns are counted in 32 bits, what lies before them in 64.
+// pyops/ops/_shared/packed_layouts.py describes the layouts under the same names. packed_...::code reads the quant at
+// row k and column n of a weight. The layouts that the library packs into also have the inverse, ::element: the row and
+// column of a field of a word. It combines disjoint bits by `|`, from which the compiler sees which fields come from
+// one word of the layout that is read. Rows and columns are 32-bit, offsets 64-bit.
 
 #pragma once
 #include "column_permutation.cuh"
 #include "vec.cuh"
 
-// The size of a weight; rows and columns of its words lie word_stride and word_step words apart (of packed_gptq alone).
+// The size of a weight. packed_gptq only: the strides, in words, of rows (word_stride) and columns (word_step) of
+// words.
 struct PackedSize {
     uint32_t rows, columns;
     int64_t word_stride, word_step;
@@ -18,7 +19,7 @@ struct Element { uint32_t k, n; };
 
 template <int BITS> constexpr uint32_t CODE_MASK = (1u << BITS) - 1;
 
-// The code that begins with bit `bit` of a string of words that lie `stride` words apart.
+// The quant that begins at bit `bit` of a bit string, stored in words with stride `stride`.
 template <int BITS>
 DEVICE uint32_t code_of_string(const uint32_t* words, uint64_t bit, int64_t stride) {
     const uint32_t* word = words + int64_t(bit / 32) * stride;
@@ -28,7 +29,7 @@ DEVICE uint32_t code_of_string(const uint32_t* words, uint64_t bit, int64_t stri
     return code & CODE_MASK<BITS>;
 }
 
-// The place of one of FIELDS neighbours in a word where the even ones come first.
+// The field index of column n in words of FIELDS columns that store even columns first.
 template <int FIELDS> DEVICE constexpr uint32_t even_first(uint32_t n) {
     return n / FIELDS * FIELDS + n % FIELDS / 2 + n % 2 * (FIELDS / 2);
 }
@@ -52,7 +53,7 @@ template <int BITS> struct packed_exllama {
         const int field = int(k % FIELDS), half = field % 2 * 16;
         if constexpr (BITS == 8) {
             return *unit >> field * 8 & 255;
-        } else if constexpr (BITS == 3) {  // a word has ten codes, and in its highest bits one bit each of the last two
+        } else if constexpr (BITS == 3) {  // a word has ten quants, and at the top of its halves a bit of the last two
             if (field < 30) return unit[int64_t(field / 10) * size.columns] >> (half + field % 10 / 2 * 3) & 7;
             uint32_t code = 0;
 #pragma unroll
@@ -64,7 +65,7 @@ template <int BITS> struct packed_exllama {
     }
 };
 
-// Of a tile of Marlin, a lane has four words of 4-bit codes, or four pairs of words of 8-bit codes.
+// A lane has four words of a Marlin tile with 4-bit quants, four pairs of words with 8-bit quants.
 template <int BITS> constexpr int MARLIN_TILE_WORDS = 32 * BITS;
 template <int BITS>
 DEVICE uint32_t code_of_tile(const uint32_t* words, int64_t tile, int lane, int word, int half, int field) {
@@ -104,7 +105,7 @@ template <int BITS> struct packed_marlin_8 {
     }
 };
 
-// The last sixteen columns of an odd number of them are half a tile, of which a lane has two words.
+// If the columns are an odd multiple of 16, the last 16 are half a tile, with two words per lane.
 template <int BITS> struct packed_w4a8 {
     static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const uint32_t row = k % 32, column = n % 32, lane = column % 8 * 4 + row % 16 / 4;
@@ -123,7 +124,7 @@ template <int BITS> struct packed_w4a8 {
     }
 };
 
-// Rows are those that are kept.
+// 2:4 sparsity: k counts the stored (non-zero) rows.
 template <int BITS> struct packed_marlin_24 {
     static DEVICE uint32_t code(const uint32_t* words, const PackedSize& size, uint32_t k, uint32_t n) {
         const int row = int(k % 16), column = int(n % 64), half = column % 8 / 4;
@@ -133,10 +134,10 @@ template <int BITS> struct packed_marlin_24 {
     }
 };
 
-// Which two of the four rows of a quad are kept, first | second << 2. A word has four quads of a column.
+// The 2:4 metadata of a quad (4 rows of a column): its two stored rows, as first | second << 2. A word has four quads.
 DEVICE uint32_t places_of_quad(const uint16_t* places, uint32_t columns, uint32_t quad, uint32_t n) {
     uint32_t line = (n & ~63u) + n % 2 * 2 + n % 8 / 4 + n % 4 / 2 * 32 + n % 64 / 8 * 4, word = quad / 4;
-    if (line % 2 != word % 2) {  // of a square of four words, two are exchanged
+    if (line % 2 != word % 2) {  // in each 2 x 2 square of words, the two off the diagonal are swapped
         line ^= 1;
         word ^= 1;
     }
@@ -162,7 +163,7 @@ template <int BITS> struct packed_n32k16 {
     }
 };
 
-// Where the zero point of column n lies among those of its group.
+// The index of column n's zero point within its group.
 template <int BITS> DEVICE constexpr uint32_t zero_gptq(uint32_t n) { return n; }
 template <int BITS> DEVICE constexpr uint32_t zero_awq(uint32_t n) { return even_first<32 / BITS>(n); }
 template <int BITS> DEVICE constexpr uint32_t zero_marlin(uint32_t n) {

@@ -1,10 +1,11 @@
-// packed_weight.cuh: how wq_gemm_sm90.cu reads a step of a weight from shared memory: codes, and the terms of columns.
+// packed_weight.cuh: how wq_gemm_sm90.cu loads a k-tile of a packed weight by TMA and reads it from shared memory as
+// register fragments: the quants, and the scale and zero point of each column.
 //
-// In a product of 16 rows of K, lane 4g + t of a warp has columns g + 8h (h: 0, 1) of 16, and of each the pairs q of rows
-// 2t + 8q and the next, as the fragment a of mma.cuh.
+// In an MMA of 16 rows of K and 16 columns, lane 4g + t of a warp has columns g + 8h (h: 0, 1), and in each the row
+// pairs 2t + 8q, 2t + 8q + 1 (q: 0, 1): the A fragment of mma.cuh.
 //
-// A step is 64 rows, of layout_marlin BOXES times as many, and TILE_N columns. The copy engine brings its words of codes;
-// the tensor's map is, from the fastest dimension on,
+// A k-tile is 64 rows (layout_marlin: 64 * BOXES) and TILE_N columns. TMA loads its packed words; the tensor map has
+// these dimensions, innermost first:
 //
 //     layout_marlin     [32 BITS, N / 64, K / 16], boxes of 32 BITS x TILE_N / 64 x 4 BOXES: whole tiles
 //     layout_gptq       [N, K BITS / 32, 1], boxes of TILE_N x 2 BITS x 1; layout_exllama likewise
@@ -12,22 +13,23 @@
 //     layout_marlin_8   [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 2: whole tiles
 //     layout_n32k16     [K, N / 4, 1], boxes of 64 x TILE_N / 4 x 1: a word of four columns for each row
 //
-// Of layout_marlin_8, pairs are of other rows: pair q of rows 4t + q and 4t + q + 2. Columns of a lie in that order, as
-// gather_columns.cu leaves them.
+// With layout_marlin_8, pair q has rows 4t + q and 4t + q + 2 instead. The columns of a are permuted to match
+// (gather_columns.cu).
 //
 // Constants
-//     BITS, EXPONENT    of a code: dequant.cuh
-//     LAYOUT        of the codes: packed_layouts.py
-//     RECODED       whether codes are those of `marlin_int4_fp8_preprocess`
+//     BITS, EXPONENT    type of a quant: dequant.cuh
+//     LAYOUT        layout of the quants: packed_layouts.py
+//     RECODED       whether `marlin_int4_fp8_preprocess` has re-encoded the quants
 //     HAS_SCALES    whether groups have scales
-//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
-//     GROUP_SCALE_EXPONENT    a scale is its entry times two to this
+//     scale_t, SCALE    storage type of a scale, and the function that decodes it: group_scale.cuh
+//     GROUP_SCALE_EXPONENT    a scale is the stored value times 2^GROUP_SCALE_EXPONENT
 //     SCALE_ORDER   column_permutation.cuh's function for the columns of scales, and of zeros that are ADDED
-//     ZERO_CODES    zero points of groups are codes, to which ZERO_POINT is added; else ZERO_POINT is that of all codes
-//     ZERO_FLOATS   zero points of groups, of columns without scales, are numbers of scalar_t, to which ZERO_POINT is added:
-//                   the difference from a code is rounded
-//     ADDED         `zeros` are numbers of scalar_t
-//     GROUP_SIZE    rows of a group: a multiple or a divisor of a step; 0: all rows are one group
+//     ZERO_CODES    groups have packed integer zero points, to which ZERO_POINT is added; otherwise ZERO_POINT is
+//                   the zero point of every group
+//     ZERO_FLOATS   groups have zero points of type scalar_t, to which ZERO_POINT is added, and no scales: the
+//                   difference from a quant is rounded
+//     ADDED         groups have `zeros` of type scalar_t, which are added after scaling
+//     GROUP_SIZE    rows of a group: a multiple or a divisor of the k-tile; 0: all rows are one group
 #pragma once
 #include "column_permutation.cuh"
 #include "dequant.cuh"
@@ -35,14 +37,14 @@
 #include "mma.cuh"
 #include "tma.cuh"
 
-constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether codes are those of packed_table.cuh
+constexpr bool IS_TABLE = LAYOUT == layout_w4a8;  // whether weights come from the lookup table of packed_table.cuh
 using number_t = conditional_t<IS_TABLE, bf16_t, scalar_t>;
 using codes_t = Codes<number_t, BITS, EXPONENT>;
 using pair_t = Vec<number_t, 2>;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 static_assert(BITS == 4 || (BITS == 8 && LAYOUT != layout_awq && LAYOUT != layout_marlin_8) || (BITS == 2 && IS_GPTQ));
 
-// The codes of a lane in a product.
+// The quants of a lane for one WGMMA.
 struct Code {
     static constexpr int WORDS = LAYOUT == layout_awq ? 8 : IS_GPTQ ? 4 : LAYOUT == layout_marlin_8 ? 2 : BITS / 4;
     uint32_t words[WORDS];
@@ -55,21 +57,21 @@ struct Code {
         else tma_load(to, map, barrier, first_column / 8, step * 64, 0);
     }
 
-    // Of the products side by side of warp `warp`, and of slice number `slice` of 16 rows.
+    // Reads the lane's quants in k-slice `slice` (16 rows), for the PRODUCTS adjacent WGMMAs of warp `warp`.
     template <int PRODUCTS>
     static DEVICE void read(Code (&code)[PRODUCTS], const uint8_t* step, int slice, int warp) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = warp * PRODUCTS;
         const uint32_t* from = reinterpret_cast<const uint32_t*>(step);
         constexpr int COLUMNS = 128 * PRODUCTS;
         if constexpr (LAYOUT == layout_marlin) {
-            // The tile's lane has words of 64 columns, those of 16 columns after the other.
+            // A Marlin tile has, lane by lane, that lane's words for 64 columns, in order of the 16-column blocks.
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
             const auto run = run_t::load(from + ((slice * (COLUMNS / 64) + first / 4) * 32 + lane) * (4 * WORDS) +
                                          first % 4 * WORDS);
 #pragma unroll
             for (int i = 0; i < PRODUCTS * WORDS; ++i) code[i / WORDS].words[i % WORDS] = run.data[i];
         } else if constexpr (LAYOUT == layout_marlin_8) {
-            // The lane has words of 32 columns and 32 rows, those of 8 columns after the other.
+            // A tile of 32 columns and 32 rows has, lane by lane, that lane's words, in order of the 8-column blocks.
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
             const auto run =
                 run_t::load(from + ((slice / 2 * (COLUMNS / 32) + first / 2) * 32 + lane) * 4 + first % 2 * WORDS);
@@ -79,7 +81,7 @@ struct Code {
                 code[i / WORDS].words[i % WORDS] = word >> slice % 2 * BITS;  // rows of a word: 0 16 1 17 2 18 3 19
             }
         } else if constexpr (LAYOUT == layout_n32k16) {
-            // The lane has words of 32 columns, those of 8 columns after the other.
+            // The lane's words for 32 columns are adjacent, in order of the 8-column blocks.
             using run_t = Vec<uint32_t, PRODUCTS * WORDS>;
             const auto run = run_t::load(from + (first / 2 * 8 + g) * 64 + slice * 16 + t * 4 + first % 2 * WORDS);
 #pragma unroll
@@ -93,7 +95,8 @@ struct Code {
                     word >> (LAYOUT == layout_exllama ? row % (32 / BITS) / 2 : row % (32 / BITS)) * BITS;
             }
         } else {
-            // A row is COLUMNS / 8 words; bits of its number are in those of the 16 bytes.
+            // A row is COLUMNS / 8 words. TMA swizzles it: bits of the row number are xor-ed into the 16-byte chunk
+            // index.
             constexpr int ROW_BYTES = COLUMNS / 2;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -103,14 +106,14 @@ struct Code {
                     Vec<uint32_t, 2 * PRODUCTS>::load(from + (row * ROW_BYTES + chunk * 16 + column % 16) / 4);
 #pragma unroll
                 for (int j = 0; j < 2 * PRODUCTS; ++j) {
-                    // Columns of a word: 0 2 4 6 1 3 5 7.
+                    // Column order of the nibbles of a word: 0 2 4 6 1 3 5 7.
                     code[j / 2].words[i * 2 + j % 2] = run.data[j] >> (g / 2 * 4 + g % 2 * 16);
                 }
             }
         }
     }
 
-    // Pair q of rows of column h.
+    // Row pair q of column h: quant - zero point, not yet scaled.
     DEVICE pair_t pair(const codes_t& decode, int h, int q, const codes_t::Zero& zero) const {
         if constexpr (LAYOUT == layout_marlin) {
             if constexpr (BITS == 4) return decode.pair(words[0], 2 * h + q, zero);
@@ -118,7 +121,8 @@ struct Code {
         } else if constexpr (LAYOUT == layout_marlin_8) {
             return decode.pair(words[h], 2 * q, zero);
         } else if constexpr (LAYOUT == layout_n32k16) {
-            return decode.pair(__byte_perm(words[h], 0, 0x3120), q, zero);  // rows of a pair are neighbours
+            return decode.pair(__byte_perm(words[h], 0, 0x3120), q,
+                               zero);  // bytes 1 and 2 swap: pairs of adjacent rows
         } else if constexpr (LAYOUT == layout_awq) {
             return decode.pair(pack_halves<false>(words[q * 4 + h], words[q * 4 + 2 + h]), 0, zero);
         } else if constexpr (LAYOUT == layout_exllama) {
@@ -131,7 +135,7 @@ struct Code {
     }
 };
 
-// Where a column of the tile has its scale, and its zero point among codes, in a row of a group.
+// Offsets of a column within a group's row: of its scale (entry), and of its packed zero point (word, shift).
 struct Place { int entry, word, shift; };
 DEVICE Place place_of(int column) {
     constexpr int FIELDS = 32 / BITS;
@@ -140,12 +144,13 @@ DEVICE Place place_of(int column) {
     return {int(SCALE_ORDER(column)), place / FIELDS, shift * BITS};
 }
 
-// The scale and the zero point of a column, twice each.
+// The scale and the zero point of a column, each in both halves of a pair.
 struct Terms {
     pair_t scale, added;
     codes_t::Zero zero;
 
-    // Of the column with this place, in group number `group` of the step. Zero points are `scale_bytes` behind scales.
+    // Loads them for the column at `place`, group `group` of the k-tile. Zero points begin `scale_bytes` after the
+    // scales.
     DEVICE void load(const uint8_t* groups, int scale_bytes, int group, const Place& place) {
         const uint8_t* points = groups + scale_bytes;
         const int entry = group * TILE_N + place.entry;
@@ -162,10 +167,10 @@ struct Terms {
         zero = codes_t::zero(point);
     }
 
-    // Pair q of rows of column h as numbers.
+    // Row pair q of column h, dequantized.
     DEVICE uint32_t weight(const codes_t& decode, const Code& code, int h, int q) const {
         pair_t pair = code.pair(decode, h, q, zero);
-        // Of two factors that are apart for their size alone, one is often the inverse of the other.
+        // The two factors are separate only to stay in range; together they often cancel to 1.
         constexpr float FACTOR = codes_t::FACTOR * power_of_two(GROUP_SCALE_EXPONENT);
         if constexpr (FACTOR != 1.0f) pair = pair * pair_t::full(FACTOR);
         if constexpr (ZERO_FLOATS) pair = pair - added;

@@ -1,15 +1,15 @@
-// sparse_24_metadata.cuh: codes of two in four rows become the rows of a product of wq_gemm_sm80.cu (layout_marlin_24).
+// sparse_24_metadata.cuh: expands 2:4 sparse quants to dense MMA fragments for wq_gemm_sm80.cu (layout_marlin_24).
 //
-// Of sixteen rows, lane 4g + t has four: quad t. The two codes that it has of them are a pair; what `places` says of the
-// quad chooses, for each of its rows, a half of the pair, or a half of the pair of zeros: codes whose number is 0. Where one
-// place is named twice, the second code is there.
+// In an MMA of 16 rows of K, lane 4g + t holds quad t, a group of 4 rows, and its 2 stored quants as a pair. The
+// metadata (`places`) selects for each of the 4 rows one of the 2 quants, or a quant that dequantizes to 0. If the
+// metadata names a row twice, the second quant is used.
 //
-// `places` are [K / 32, 2 N] as packed_layouts.py has them: a word of 16 bits has four quads of a column. Of 64 columns and
-// 32 rows, lane 4g + t reads eight words of 32 bits: the words of its columns h in two halves.
+// The metadata is [K / 32, 2 N] in the order of packed_layouts.py: a 16-bit word has four quads of a column. For 64
+// columns and 32 rows, lane 4g + t reads eight 32-bit words, with the 16-bit words of its two columns h as halves.
 #pragma once
 #include "wq_fragment.cuh"
 
-// Bytes of a selector for the rows of a quad: what __byte_perm takes of a pair of codes and of a pair of zeros.
+// The __byte_perm selector of a quad, one byte per row: it chooses from the pair of quants and a pair of zeros.
 DEVICE uint32_t selector_of(uint32_t place) {
     uint32_t selector = 0;
 #pragma unroll
@@ -18,7 +18,7 @@ DEVICE uint32_t selector_of(uint32_t place) {
     }
     return selector;
 }
-// All sixteen, to shared memory. All threads of the block call.
+// Writes all sixteen selectors to shared memory. All threads of the CTA call.
 DEVICE void fill_selectors(uint32_t* selectors) {
     if (threadIdx.x < 16) selectors[threadIdx.x] = selector_of(threadIdx.x);
     __syncthreads();
@@ -27,10 +27,10 @@ DEVICE void fill_selectors(uint32_t* selectors) {
 struct Places {
     uint32_t words[8];
 
-    // Copies the places of a step that begins at row `first`. Beyond the last rows come copies of these.
+    // Copies the metadata of the k-tile that begins at row `first`. Past the end of K the last rows are copied again.
     static DEVICE void
     copy(uint8_t* to, const uint16_t* places, int64_t first, int64_t first_column, int64_t n, int64_t k) {
-        constexpr int LINE = TILE_N * 4;  // bytes of 32 rows
+        constexpr int LINE = TILE_N * 4;  // bytes of metadata for 32 rows
         static_assert(PLACE_BYTES % 512 == 0);
 #pragma unroll
         for (int i = threadIdx.x % 32 * 16; i < PLACE_BYTES; i += 512) {
@@ -38,7 +38,7 @@ struct Places {
             cp_async<16>(to + i, places + line * 2 * n + first_column * 2 + i % LINE / 2);
         }
     }
-    // Reads those of products number `product`, an even one, and the next of a unit.
+    // Reads the metadata of MMAs `product` (even) and `product + 1` of a unit.
     DEVICE void read(const uint8_t* from, int unit, int product) {
         const uint8_t* const line =
             from + (unit * UNIT_K + product * 16) / 32 * (TILE_N * 4) + threadIdx.x % 32 / 4 * 16;
@@ -49,7 +49,8 @@ struct Places {
             for (int j = 0; j < 4; ++j) words[4 * i + j] = four.data[j];
         }
     }
-    // Makes of `pairs`, each the two codes of the lane's quad of column (tile, j % 2), rows 2q and 2q + 1 of it, q = j / 2.
+    // Expands pairs[0] and pairs[1], the stored quants of the lane's quad in columns (tile, 0) and (tile, 1): pairs[j]
+    // becomes rows 2q and 2q + 1 of column (tile, j % 2), q = j / 2.
     DEVICE void spread(uint32_t (&pairs)[4], const codes_t& decode, const uint32_t* selectors, int product, int tile,
                        int term) const {
         const uint32_t zeros = decode.raw(ZERO_POINT * 0x10001, 0, term);

@@ -1,22 +1,23 @@
-// stream_k.cuh: the tiles of a matrix product that a block takes, those of the last round cut along K.
+// stream_k.cuh: the tile scheduler of a GEMM with stream-K for the last wave.
 //
-// Blocks take tiles in rounds, a block one tile of each. With CUT, tiles that are too few for a round are the rest: their
-// steps of K, tile after tile, are dealt to `sharers` blocks in equal runs, so that a block has steps of one tile of the
-// rest or of two neighbours. Blocks that have parts of one tile leave sums in memory; the last one to arrive adds the
-// sums of all parts up in the order of K. Warps do so each for themselves: warp w of a block has the sums of the same
-// elements as warp w of the others.
+// Full waves are data-parallel: every CTA takes one tile of each wave. With CUT, the tiles left for the last, partial
+// wave (the rest) are scheduled by stream-K: their k-tiles, tile after tile, are divided into equal runs for `sharers`
+// CTAs, so that a CTA works on one tile of the rest or on two consecutive ones. CTAs that share a tile write their
+// partial accumulators to the workspace; the last one to arrive reduces all parts in the order of K, so that the result
+// does not depend on timing. Each warp does so on its own: warp w of one CTA has the same elements as warp w of the
+// others.
 //
-// There are as many sharers as tiles of the rest at least, and as steps of the rest at most.
+// The number of sharers is at least the tiles of the rest, and at most the k-tiles of the rest.
 #pragma once
 #include "memory.cuh"
 
-// The steps first ... last - 1 of a tile, and how to come to the next.
+// The current tile of a CTA and its k-tiles first ... last - 1; `advance` moves to the next.
 template <bool CUT>
 struct CutTile {
-    int tiles, whole, steps, sharers;  // whole: tiles of rounds that are full; steps: of a tile
+    int tiles, whole, steps, sharers;  // whole: tiles of the full waves; steps: k-tiles per tile
     int number, first, last;
 
-    // The first part of the block. Without CUT, every part has these steps.
+    // The CTA's first tile. Without CUT, every tile has k-tiles first_step ... last_step - 1.
     DEVICE CutTile(int tiles, int first_step, int last_step, int sharers)
         : tiles(tiles),
           whole(tiles / int(gridDim.x) * int(gridDim.x)),
@@ -30,15 +31,17 @@ struct CutTile {
     DEVICE bool exists() const { return number < tiles; }
     DEVICE void advance() {
         const bool is_rest = CUT && number >= whole;
-        const int64_t behind = int64_t(number - whole + 1) * steps;  // the tile, in steps of the rest
+        const int64_t behind =
+            int64_t(number - whole + 1) * steps;  // the end of this tile, counted in k-tiles of the rest
         number += gridDim.x;
         if (!CUT || (!is_rest && number < whole)) return;
         take(is_rest ? behind : run_begin(blockIdx.x), run_begin(blockIdx.x + 1));
     }
 
-    // Whether the calling warp has the sums of all of the tile now, in `sums`; otherwise another block will. All lanes of
-    // the NUM_WARPS warps call. `partial` has NUM_WARPS * 32 * ROWS * SUMS floats for each part: sharers + tiles of the
-    // rest - 1 are enough. `arrived` has NUM_WARPS counters for each tile of the rest, 0 before and after.
+    // The fix-up. Returns whether `sums` of the calling warp now holds the accumulators over all of K; if not, another
+    // CTA finishes the tile. All lanes of the NUM_WARPS warps call. `partial` is the workspace: NUM_WARPS * 32 * ROWS *
+    // SUMS floats per part, and capacity for sharers + tiles of the rest - 1 parts. `arrived` has NUM_WARPS counters
+    // per tile of the rest, which are 0 before and after.
     template <int NUM_WARPS, int ROWS, int SUMS>
     DEVICE bool complete(float (&sums)[ROWS][SUMS], float* partial, uint32_t* arrived) const {
         if (!CUT || number < whole) return true;
@@ -48,11 +51,11 @@ struct CutTile {
         constexpr int FOURS = ROWS * SUMS / 4, AT_ONCE = FOURS % 8 == 0 ? 8 : 2, PART = FOURS * NUM_WARPS * 32;
         static_assert(SUMS % 4 == 0 && FOURS % AT_ONCE == 0);
         const int own = int(blockIdx.x) - first_sharer, warp = threadIdx.x / 32;
-        // From one part to the next, the sharer or the tile is another one.
+        // The index of a part is its sharer + its tile: from each part to the next, one of the two increases by 1.
         float4* const fours =
             reinterpret_cast<float4*>(partial) + int64_t(first_sharer + number - whole) * PART + threadIdx.x;
         uint32_t* const counter = arrived + (number - whole) * NUM_WARPS + warp;
-        // The order of two terms does not matter: those of the last to arrive stay in registers.
+        // Addition of two parts commutes, so the last CTA to arrive keeps its own part in registers.
         bool is_last = parts == 2 && arrivals(counter, 0) == 1;
         if (!is_last) {
             float4* const to = fours + int64_t(own) * PART;
@@ -81,21 +84,22 @@ struct CutTile {
 #pragma unroll
                     for (int j = 0; j < 4; ++j) four[j] += terms[j];
                 }
-                keep_loads_of_warp();  // loads of all sums at once have no registers
+                keep_loads_of_warp();  // hoisted loads of all iterations would not fit in registers
             }
         }
         return true;
     }
 
 private:
-    // The steps of the rest are 0 ... rest_steps() - 1.
+    // The k-tiles of the rest are numbered 0 ... rest_steps() - 1.
     DEVICE int64_t rest_steps() const { return int64_t(tiles - whole) * steps; }
-    // The first step of sharer number `block`.
+    // The first k-tile of sharer `block`.
     DEVICE int64_t run_begin(int block) const { return rest_steps() * min(block, sharers) / sharers; }
-    // The sharer that has a step: the last whose run begins no later.
+    // The sharer with k-tile `step` in its run.
     DEVICE int sharer_of(int64_t step) const { return int(((step + 1) * sharers - 1) / rest_steps()); }
 
-    // What there is of a tile from step `step` of the rest on, before step `end`.
+    // Makes the part of a tile that begins at k-tile `step` of the rest the current one; it ends with the tile or
+    // before `end`. If the run is empty, the CTA has no tile left.
     DEVICE void take(int64_t step, int64_t end) {
         if (step >= end) {
             number = tiles;
@@ -107,7 +111,8 @@ private:
         last = int(min(int64_t(steps), end - begin));
     }
 
-    // How many blocks had arrived before `more` are added. What the lanes of those wrote before can be read afterwards.
+    // Adds `more` to the counter of arrived CTAs and returns its previous value. Afterwards the lanes can read what the
+    // CTAs counted in it have written.
     static DEVICE uint32_t arrivals(uint32_t* counter, uint32_t more) {
         __threadfence();
         sync_warp();
@@ -116,7 +121,7 @@ private:
             before = atomicAdd(counter, more);
             __threadfence();
         }
-        sync_warp();  // behind the fence, for the loads of the other lanes
+        sync_warp();  // the loads of the other lanes come after lane 0's fence
         return shfl<32>(before, 0);
     }
 };

@@ -1,9 +1,10 @@
-// wq_fragment.cuh: what a lane of wq_gemm_sm80.cu multiplies in a step: codes of columns, rows of a that meet them, and the
+// wq_fragment.cuh: the register fragments of wq_gemm_sm80.cu for a k-tile: quants, the rows of a they multiply, and the
 // scales and zero points of the columns.
 //
-// In a product of 16 rows of K, lane 4g + t has two columns h, and of each two pairs q of rows, as mma.cuh's fragment a.
-// A warp has TILES such tiles of 16 columns. Which columns and rows of the unit these are is what the lane's words hold;
-// where a pair is not of the rows that mma.cuh says, `Rows` takes a in the same order. Constants are the kernel's.
+// In an MMA of 16 rows of K, lane 4g + t has two columns h, and in each two row pairs q, as in mma.cuh's A fragment. A
+// warp has TILES such blocks of 16 columns. A unit is the WORDS packed words that each lane of a warp has of
+// consecutive rows; the layout decides which columns and rows these are. Where the row pairs differ from mma.cuh's,
+// `Rows` reads a in the same permuted order, so that the sum over K is unchanged. Constants are the kernel's.
 #pragma once
 #include "async.cuh"
 #include "dequant.cuh"
@@ -13,13 +14,13 @@
 
 using codes_t = Codes<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
-constexpr bool IS_THREE = BITS == 3;  // whether 32 codes of a column have three words together
+constexpr bool IS_THREE = BITS == 3;  // 3-bit quants: 32 of a column share three words
 constexpr bool IS_SPARSE = LAYOUT == layout_marlin_24;
-// Units of a step, and words of a lane in a unit.
+// Units of a k-tile, and words of a lane in a unit.
 constexpr int UNITS = IS_THREE ? 1 : IS_SPARSE && BITS == 4 ? 2 : 4, WORDS = IS_THREE ? 24 : 8;
-constexpr int TILES = TILE_N / 16;      // of 16 columns
-constexpr int AWQ_WORDS = TILE_N / 64;  // of a row of AWQ, one after another, that a lane loads at once
-// Rows of the weight for each that has codes, of which places say what rows these are (sparse_24_metadata.cuh).
+constexpr int TILES = TILE_N / 16;      // blocks of 16 columns
+constexpr int AWQ_WORDS = TILE_N / 64;  // adjacent words of an AWQ row that a lane loads at once
+// Rows of the weight per stored row: 2 with 2:4 sparsity, where metadata gives the rows (sparse_24_metadata.cuh).
 constexpr int SPREAD = IS_SPARSE ? 2 : 1;
 constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * SPREAD, STEP_K = UNITS * UNIT_K;  // rows
 constexpr int PRODUCTS = UNIT_K / 16;                                                      // of 16 rows, for a unit
@@ -30,15 +31,16 @@ constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
 constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // of a warp
 constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // of a step
-// Of a step: rows of a, then scales of its groups, then their zero points, then codes, unless lanes hold these, then places.
+// A stage in shared memory: rows of a, scales of the groups, zero points, quants (unless HELD in registers), 2:4
+// metadata.
 constexpr int CODES_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
-constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // of one copy of scales and zero points
+constexpr int TERM_BYTES = IS_THREE ? 8 : 16;  // bytes of one cp.async of scales or zero points
 constexpr int PLACES_AT = CODES_AT + (HELD ? 0 : UNITS * UNIT_BYTES), STAGE_BYTES = PLACES_AT + PLACE_BYTES;
-// Whether a sum of a row of a is needed.
+// Whether the epilogue needs the sum of each row of a over K, to apply zero points or offsets.
 constexpr bool HAS_SHIFTS = ADDED || ZERO_CODES || ZERO_FLOATS || ZERO_POINT > 0 || codes_t::RAW_OFFSET > 0.0f;
 constexpr bool IS_GPTQ = LAYOUT == layout_gptq || LAYOUT == layout_exllama;
 constexpr bool IS_MARLIN = LAYOUT == layout_marlin || IS_SPARSE;
-// Whether codes lie in tiles, so that columns of a fragment are neighbours.
+// Whether quants are stored in tiles, so that the columns of a fragment are adjacent.
 constexpr bool IS_TILED = LAYOUT == layout_marlin || LAYOUT == layout_n32k16 || LAYOUT == layout_marlin_8;
 static_assert(TILE_N == 64 || (TILE_N == 128 && LAYOUT == layout_awq));
 static_assert(!IS_THREE || (LAYOUT == layout_exllama && GROUPS == 1), "the pairs of other layouts straddle words");
@@ -48,11 +50,11 @@ static_assert(GROUP_SIZE == 0 || GROUP_SIZE % STEP_K == 0 || STEP_K % GROUP_SIZE
 static_assert(GROUP_SIZE == 0 || GROUP_SIZE % UNIT_K == 0 || (LAYOUT == layout_marlin && GROUP_SIZE % 16 == 0));
 static_assert(TILE_M < 8 ? 8 % TILE_M == 0 : TILE_M == 8 || TILE_M % 16 == 0);
 
-// A unit of a lane of the tile of columns that begins at `first_column`.
+// A lane's unit: its packed words.
 struct Unit {
     uint32_t words[WORDS];
 
-    // Column number (tile, h) of lane 4g + t, of the tile's.
+    // The column, within the warp's tile, of block `tile` and half h, for lane 4g + t.
     static DEVICE int column(int g, int tile, int h) {
         if constexpr (IS_SPARSE) return 8 * g + 4 * h + tile;
         else if constexpr (IS_TILED) return 16 * tile + 8 * h + g;
@@ -60,9 +62,9 @@ struct Unit {
         else return TILE_N / 8 * g + 2 * tile + h;
     }
 
-    // Codes lie in lines, one after another along K: of LINES a unit, each of LINE_PIECES pieces of 16 bytes. Sizes of
-    // lines come of the pitch: columns of the weight; of layout_n32k16, where those of eight columns lie one after
-    // another from the first row to the last, rows.
+    // Quants are stored in lines along K. A unit takes LINE_PIECES pieces of 16 bytes from each of LINES lines. The
+    // pitch gives the size of a line: it is n, the columns of the weight; with layout_n32k16, which stores all rows of
+    // a column block contiguously, it is k.
     static DEVICE int64_t pitch(int64_t n, int64_t k) { return LAYOUT == layout_n32k16 ? k : n; }
     static constexpr int LINES = LAYOUT == layout_awq ? UNIT_K
                                  : IS_GPTQ            ? WORDS / 2
@@ -73,9 +75,10 @@ struct Unit {
     static DEVICE int64_t unit_words(int64_t pitch) {
         return LAYOUT == layout_n32k16 ? 16 : pitch * (UNIT_K / SPREAD * BITS / 32);
     }
-    // The line of the lane's first copy, in a unit, and where in the line it is. A copy of all lanes brings pieces 0 ... 31
-    // of the unit, the next one 32 ... 63, whoever multiplies them: eight lanes, whose addresses are looked up together,
-    // ask for 128 bytes in a row, or for whole lines. Each lane's own pieces would be 32 bytes of four lines of GPTQ.
+    // The line of the lane's first copy in a unit, and the offset in that line. One cp.async of all lanes copies pieces
+    // 0 ... 31 of the unit, the next 32 ... 63, independent of the lanes that will use them, for coalescing: eight
+    // lanes together request 128 contiguous bytes, or whole lines. With GPTQ, a lane's own pieces would be 32 bytes
+    // from each of four lines.
     static DEVICE int line() { return LINES == 1 ? 0 : first_piece() / LINE_PIECES; }
     static DEVICE int64_t place(int64_t first_column, int64_t pitch) {
         const int lane = threadIdx.x % 32, words = first_piece() % LINE_PIECES * 4;
@@ -85,23 +88,23 @@ struct Unit {
         else return first_column * (IS_MARLIN ? BITS / 2 : BITS) + words;
     }
     static DEVICE int first_piece() { return HELD ? piece(0) : threadIdx.x % 32; }
-    // Where the lane's copy number i is from the first one on.
-    static constexpr int COPY_LINES = LINES / COPIES;  // of a copy of all lanes; 0: the line has several
+    // Offset of the lane's copy i from its first one.
+    static constexpr int COPY_LINES = LINES / COPIES;  // lines per copy of all lanes; 0: several copies per line
     static DEVICE int64_t copy_at(int i, int64_t pitch) {
         if constexpr (LAYOUT == layout_n32k16) return i * 8 * pitch;
-        else if constexpr (HELD) return i * (IS_GPTQ ? 32 : 4);  // the lane's own, in one line
+        else if constexpr (HELD) return i * (IS_GPTQ ? 32 : 4);  // the lane's own pieces, in one line
         else return COPY_LINES == 0 ? i * 128 : i * COPY_LINES * line_words(pitch);
     }
-    // Where, in a unit in shared memory, a piece is, so that pieces that lanes read together lie on different banks: two
-    // neighbours for each lane, or two of each sixteen.
+    // Byte offset of a piece in a unit in shared memory, swizzled against bank conflicts: NEIGHBOURS if each lane reads
+    // two adjacent pieces, SIXTEENS if the lanes read two pieces of every sixteen.
     static constexpr bool NEIGHBOURS = IS_MARLIN && BITS == 8;
     static constexpr bool SIXTEENS = LAYOUT == layout_awq || IS_GPTQ;
     static DEVICE int piece_at(int piece) {
         return (NEIGHBOURS ? piece ^ (piece >> 3 & 1) : SIXTEENS ? piece ^ (piece >> 4) % 4 << 1 : piece) * 16;
     }
 
-    // Copies a unit to shared memory, copy number i to `places[i]`. `from` is where the lane's first copy is from. All but
-    // `lines` of the lines from there on do not exist; the last that does stands for them, whose rows meet zeros of a.
+    // Copies a unit to shared memory, copy i to offset `places[i]`. `from` is the source of the lane's first copy. Only
+    // `lines` lines from there on exist; the last one is copied in place of those past the end, where a is zero.
     static DEVICE void copy(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch, int lines) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
@@ -109,7 +112,7 @@ struct Unit {
             cp_async<16>(to + places[i], from + (exists ? copy_at(i, pitch) : (lines - 1) * line_words(pitch)));
         }
     }
-    // Copies all units of a step, and returns where the lane's first copy of the next one is from.
+    // Copies all units of a k-tile; returns the source of the lane's first copy of the next k-tile.
     static DEVICE const uint32_t*
     copy_step(uint8_t* to, const int (&places)[COPIES], const uint32_t* from, int64_t pitch) {
         const int64_t step = COPY_LINES > 0 ? COPY_LINES * line_words(pitch) : unit_words(pitch);
@@ -121,7 +124,8 @@ struct Unit {
         }
         return from;
     }
-    // A lane reads READ words of a line at a time; read number i is from here in the unit in shared memory, of this piece.
+    // A lane reads READ words at a time. `piece(i)` is the piece of read i, `read_at(i)` its byte offset in shared
+    // memory.
     static constexpr int READ = LAYOUT == layout_awq ? AWQ_WORDS : 4, READS = WORDS / READ;
     static DEVICE int piece(int i) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -130,7 +134,7 @@ struct Unit {
         else return NEIGHBOURS ? 2 * lane + i : 32 * i + lane;
     }
     static DEVICE int read_at(int i) { return piece_at(piece(i)) + threadIdx.x % 32 / 4 % (4 / READ) * (4 * READ); }
-    // Loads the lane's words from global memory. `from` is where the first of them is.
+    // Loads the lane's words from global memory; `from` is the first.
     DEVICE void load(const uint32_t* from, int64_t pitch) {
         static_assert(!HELD || IS_GPTQ || NEIGHBOURS || LAYOUT == layout_n32k16);
 #pragma unroll
@@ -140,7 +144,7 @@ struct Unit {
             for (int j = 0; j < READ; ++j) words[READ * i + j] = run.data[j];
         }
     }
-    // Reads the lane's words of a unit that is there, from `places`.
+    // Reads the lane's words of a unit in shared memory, at offsets `places`.
     DEVICE void read(const uint8_t* from, const int (&places)[READS]) {
 #pragma unroll
         for (int i = 0; i < READS; ++i) {
@@ -150,8 +154,8 @@ struct Unit {
         }
     }
 
-    // Pair q of rows of column (tile, h), in product number `product`: as codes_t::raw, times `factor` of the tile. IS_SPARSE:
-    // the pair of rows that have codes, whatever q is.
+    // Row pair q of column (tile, h) in MMA `product`: codes_t::raw, times `factor` of the tile. IS_SPARSE: the pair of
+    // stored quants, independent of q.
     static constexpr bool IN_PLACE = LAYOUT == layout_awq && codes_t::IS_HALF;
     static constexpr float factor(int tile) { return IN_PLACE && tile % 2 ? 16.0f : 1.0f; }
     DEVICE uint32_t pair(const codes_t& decode, int product, int tile, int h, int q, int term) const {
@@ -162,14 +166,15 @@ struct Unit {
             if constexpr (BITS == 4) return decode.raw(words[4 * product + tile], 2 * h + q, term);
             else return decode.raw(words[2 * tile + h], q, term);
         } else if constexpr (LAYOUT == layout_marlin_8) {
-            // Rows of a word, from the lowest code: 0 16 1 17 2 18 3 19.
+            // Row order of the nibbles of a word: 0 16 1 17 2 18 3 19.
             uint32_t word = words[2 * tile + h];
             if constexpr (RECODED) word = recoded_plus_8(word);
             return decode.raw(word, product + 2 * q, term);
         } else if constexpr (LAYOUT == layout_n32k16) {
-            return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q, term);  // rows of a pair are neighbours
+            return decode.raw(__byte_perm(words[2 * tile + h], 0, 0x3120), q,
+                              term);  // bytes 1 and 2 swap: pairs of adjacent rows
         } else if constexpr (IS_THREE) {
-            // A word has five pairs, and in the highest bits of its halves one bit each of the last pair.
+            // A word has five pairs; the top bit of each half belongs to the 16th pair, which takes one from each word.
             const int i = 2 * product + q, at = 4 * h + tile;
             if (i < 15) return decode.raw(words[i / 5 * 8 + at], i % 5, term);
             const uint32_t last = (words[at] >> 15 & 0x10001) | (words[8 + at] >> 14 & 0x20002);
@@ -177,7 +182,8 @@ struct Unit {
         } else if constexpr (IS_GPTQ) {
             return decode.raw(words[4 * h + tile], 2 * product + q, term);
         } else {
-            // Of a word, the byte of this column and a neighbour's: the nibbles of columns are 0 2 4 6 1 3 5 7.
+            // Takes the byte with this column and its neighbour from two rows; the column order of nibbles is 0 2 4 6 1
+            // 3 5 7.
             const int row = (4 * product + 2 * q) * AWQ_WORDS + tile / 4;
             const uint32_t byte = 2 * h + tile % 4 / 2, both = byte * 0x11 + (byte + 4) * 0x1100;
             const uint32_t bytes = __byte_perm(words[row], words[row + AWQ_WORDS], both);
@@ -187,8 +193,8 @@ struct Unit {
     }
 };
 
-// The rows of a of a step, in shared memory: chunks of 16 bytes, permuted so that the eight chunks that lanes read
-// together, one of eight rows or four of two rows, lie on different banks.
+// The rows of a of a k-tile in shared memory: 16-byte chunks, swizzled so that the eight chunks that lanes read
+// together (one from each of eight rows, or four from each of two rows) are on different banks.
 struct Rows {
     const uint8_t* data;
 
@@ -196,14 +202,14 @@ struct Rows {
         return (row * A_CHUNKS + (chunk ^ ((row & 1) << 2 | (row >> 1 & 3)))) * 16;
     }
 
-    // Whether what meets the pairs of one product is loaded apart from the others.
+    // Whether the B fragments of one MMA are loaded separately from the others.
     static constexpr bool BY_PRODUCT =
         LAYOUT == layout_marlin_8 || IS_SPARSE || (IS_TILED && (TILE_M > 8 || PRODUCTS == 1));
 
-    // What meets the unit's pairs: words by product and by 8 rows of a; BY_PRODUCT, those of `product`.
+    // Loads the B fragments of a unit, by MMA and block of 8 rows of a; with BY_PRODUCT only those of `product`.
     DEVICE void load(uint32_t (&b)[PRODUCTS][ROW_TILES][2], int unit, int product) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        if constexpr (LAYOUT == layout_marlin_8 || IS_SPARSE) {  // four neighbouring rows
+        if constexpr (LAYOUT == layout_marlin_8 || IS_SPARSE) {  // a lane's four adjacent elements along K
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 const int row = tile * 8 + (TILE_M < 8 ? g % TILE_M : g),
@@ -229,7 +235,7 @@ struct Rows {
 #pragma unroll
             for (int j = 0; j < 4; ++j) b[j / 2 % PRODUCTS][0][j % 2] = words[j];
         } else {
-            constexpr int PAIRS = UNIT_K / 8;  // words of a lane: rows of a word of codes
+            constexpr int PAIRS = UNIT_K / 8;  // words of a of a lane
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 uint32_t words[PAIRS];
@@ -251,7 +257,7 @@ struct Rows {
 #pragma unroll
                 for (int i = 0; i < PAIRS; ++i) {
                     uint32_t& word = b[i / 2][tile][i % 2];
-                    // Without an interleave, a pair of codes is rows i and i + PAIRS.
+                    // layout_gptq does not interleave: a pair of quants is rows i and i + PAIRS.
                     if constexpr (LAYOUT != layout_gptq) word = words[i];
                     else if (i % 2 == 0) word = pack_halves<false>(words[i / 2], words[i / 2 + PAIRS / 2]);
                     else word = pack_halves<true>(words[i / 2], words[i / 2 + PAIRS / 2]);
@@ -261,17 +267,17 @@ struct Rows {
     }
 };
 
-// What sums over a group are multiplied by, and what the sums over the rows of a alone are, these as multiples of
-// codes_t::RAW_FACTOR: a lane's columns.
+// Per-column factors of a group, for a lane's columns: `scales` multiply the accumulators over the group, `shifts`
+// (zero points and offsets, scaled) the sums of the rows of a over it. Both leave out codes_t::RAW_FACTOR.
 struct Terms {
     float scales[TILES][2], shifts[TILES][2];
 
-    // Entries of the lane's columns, from those of the tile, and what they are.
+    // Reads the values of the lane's columns from the row of the tile, and decodes them.
     template <typename T, typename Decode>
     static DEVICE void spread(float (&to)[TILES][2], const uint8_t* from, const Decode& decode) {
         const T* entries = reinterpret_cast<const T*>(from);
         const int g = threadIdx.x % 32 / 4;
-        // Whether the columns of a lane lie one after another, or by fours.
+        // Whether the stored order makes the columns of a lane contiguous.
         constexpr bool MARLIN = LAYOUT == layout_marlin && SCALE_ORDER(8) == 1 && SCALE_ORDER(63) == 63;
         constexpr bool FP4 = LAYOUT == layout_marlin && SCALE_ORDER(8) == 2 && SCALE_ORDER(1) == 8;
         constexpr bool SPARSE = IS_SPARSE && SCALE_ORDER(1) == 2;
@@ -299,11 +305,11 @@ struct Terms {
         }
     }
 
-    // Of group number `group` of the step.
+    // Loads group `group` of the k-tile.
     DEVICE void load(const uint8_t* groups, int group) {
         load(groups + group * SCALE_BYTES, groups + GROUPS * SCALE_BYTES + group * ZERO_BYTES);
     }
-    // Of a group whose scales, of the warp's columns, and zero points are there.
+    // Loads the scales and zero points of one group for this warp's columns, from shared memory.
     DEVICE void load(const uint8_t* entries, const uint8_t* points) {
         if constexpr (HAS_SCALES) {
             constexpr float FACTOR = power_of_two(GROUP_SCALE_EXPONENT);
@@ -315,11 +321,13 @@ struct Terms {
 #pragma unroll
         for (int i = 0; i < 2 * TILES; ++i) {
             const int tile = i / 2, h = i % 2;
-            // The last place of 2^23 is worth 1: or-ing a code to its bits adds the code.
+            // 2^23 has an ulp of 1: or-ing an integer into its bits adds the integer.
             constexpr uint32_t RAISE = 0x4b000000;
             uint32_t point = RAISE;
             if constexpr (ZERO_CODES && IS_THREE) {
-                const int bit = 12 * g, word = 3 * h + bit / 32;  // of the lane's four columns, in three words
+                const int bit = 12 * g,
+                          word =
+                              3 * h + bit / 32;  // first bit of the lane's four columns; 32 columns share three words
                 const uint64_t two = uint64_t(words[min(word + 1, 5)]) << 32 | words[word];
                 point |= uint32_t(two >> bit % 32) >> 3 * tile & 7;
             } else if constexpr (ZERO_CODES && IS_GPTQ) {
@@ -327,7 +335,7 @@ struct Terms {
                 const int first = 32 * h + 4 * g;
                 point |= words[first / FIELDS] >> (first % FIELDS + tile) * BITS & ((1 << BITS) - 1);
             } else if constexpr (ZERO_CODES) {
-                // Even columns of a word are in its lower half.
+                // The lower half of a word has the even columns.
                 point |= words[AWQ_WORDS * g + tile / 4] >> (tile % 4 + 4 * h) * 4 & 15;
             }
             const float offset = 8388608.0f - ZERO_POINT - codes_t::RAW_OFFSET;

@@ -1,21 +1,21 @@
-// wq_gemm_sm90_small_m: a product with a weight of packed codes, for up to 16 rows, on Hopper's tensor cores.
+// wq_gemm_sm90_small_m: the weight-only quantized GEMM for small M (up to 16 rows) on Hopper's tensor cores.
 //
-//     w[k, n] = scale[g, n] * (code[k, n] - zero[g, n])    g: the group of row k; not rounded
-//     ADDED: w[k, n] = scale[g, n] * (code[k, n] - ZERO_POINT) + zeros[g, n]
-//     out[m, n] = what gemm_epilogue.cuh makes of sum_k a[m, k] * w[k, n], in float32
+//     w[k, n] = scale[g, n] * (quant[k, n] - zero[g, n])    g: the group of row k; not rounded
+//     ADDED: w[k, n] = scale[g, n] * (quant[k, n] - ZERO_POINT) + zeros[g, n]
+//     out[m, n] = the epilogue of gemm_epilogue.cuh applied to sum_k a[m, k] * w[k, n], in float32
 //
-// Bound by the bandwidth of reading the codes. Operands are swapped: columns of w are the 64 rows of a wgmma, which come
-// from registers, and rows of a its 16 columns. Codes are multiplied as they are (Codes::raw); scales and zero points are
-// applied to the sums of a step and to those of rows of a.
+// The kernel is bound by the bandwidth of reading the quants. Operands are swapped (swap-AB): 64 columns of w are the M
+// of a WGMMA, read from registers, and 16 rows of a are its N. The MMAs take raw quants (Codes::raw); scales and zero
+// points are applied to the accumulators of a k-tile and to the sums of the rows of a.
 //
-// A block has a tile of 16 rows and 256 columns of out, a step is 128 rows of w. One thread loads, ahead by STAGES steps.
-// Four warpgroups take steps in turn; warp w of each multiplies the columns from 64 w on. At the end the first warpgroup
-// adds up the sums of all, in their order.
+// A CTA has a tile of 16 rows and 256 columns of out; a k-tile is 128 rows of w. One producer thread runs up to STAGES
+// k-tiles ahead. Four consumer warpgroups take k-tiles round-robin; warp w of each multiplies the columns from 64 w on.
+// At the end the first warpgroup reduces the accumulators of all four, in their order.
 //
 // Constants
-//     those of wq_gemm_sm80.cu, of which BITS is 4, LAYOUT layout_marlin, layout_awq or layout_exllama, TILE_M 16,
-//     TILE_N, the columns of a warp, 64, HELD false, and GROUP_SIZE 0 or a multiple of a step; and
-//     STAGES        steps of K in shared memory: a multiple of the warpgroups
+//     those of wq_gemm_sm80.cu, with BITS 4, LAYOUT layout_marlin, layout_awq or layout_exllama, TILE_M 16,
+//     TILE_N, the columns of a warp, 64, HELD false, and GROUP_SIZE 0 or a multiple of the k-tile; and
+//     STAGES        k-tiles of the ring in shared memory: a multiple of the four consumer warpgroups
 
 #include "pipeline.cuh"
 #include "wq_fragment.cuh"
@@ -26,10 +26,10 @@ constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // of 64 columns o
 constexpr int CODE_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_CODES_AT = BOXES * BOX_BYTES;
 constexpr int SCALES_AT = BLOCK_CODES_AT + CODE_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
 constexpr int LOAD_BYTES = ZEROS_AT + 4 * ZERO_BYTES, BLOCK_STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
-constexpr int SLICES = STEP_K / 16, SUMS = TILE_M / 2;  // products along K of a step; sums of a lane in a product
-constexpr int FOURS = TILES * SUMS / 4;                 // of a lane's sums
-constexpr int LEFT = 1;  // the named barrier behind which sums of the other warpgroups are there
-// Whether a lane has registers for the words of no more than two products.
+constexpr int SLICES = STEP_K / 16, SUMS = TILE_M / 2;  // WGMMAs along K of a k-tile; accumulators of a lane in one
+constexpr int FOURS = TILES * SUMS / 4;                 // float4s of a lane's accumulators
+constexpr int LEFT = 1;  // named barrier: the accumulators of the other warpgroups are written
+// Whether a lane holds the words of only two WGMMAs at a time, for lack of registers.
 constexpr bool BY_HALVES = LAYOUT == layout_exllama;
 static_assert(BITS == 4 && (LAYOUT == layout_marlin || LAYOUT == layout_awq || LAYOUT == layout_exllama));
 static_assert(STAGES % TURNS == 0, "a warpgroup waits for every phase of the barriers that it waits for");
@@ -37,12 +37,12 @@ static_assert(TILE_N == 64 && TILE_M == 16 && !HELD && GROUPS == 1 && !GROUPED &
               AZP == 0);
 static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0), "floats have no zero points");
 
-// What a warp reads of a step.
+// A k-tile in shared memory, as a warp reads it.
 struct Step {
     const uint8_t* data;
 
-    // Words of a unit that are of slice number `slice` of 16 rows. Of layout_exllama, those of two products side by side,
-    // from number `first` on: a word has eight rows of a column, of which four lanes have a pair each.
+    // Words of a unit that are of slice number `slice` of 16 rows. Of layout_exllama, those of two products side by
+    // side, from number `first` on: a word has eight rows of a column, of which four lanes have a pair each.
     DEVICE void read(Unit& unit, int slice, int first) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
         uint32_t* const words = unit.words + slice % PRODUCTS * 4;

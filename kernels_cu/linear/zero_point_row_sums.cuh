@@ -1,14 +1,14 @@
-// zero_point_row_sums.cuh: sums over K of rows of a, which wq_gemm_sm80.cu multiplies by zero points.
+// zero_point_row_sums.cuh: sums of the rows of a over K, which wq_gemm_sm80.cu multiplies by zero points.
 //
-// They are products with ones. Where four words of a lane lie one after another, of two products of 16 rows of K or of two
-// tiles of eight rows of a, they are the first operand of a product: its rows g and g + 8 have the sums of two of the words,
-// and its columns those that ones of the second operand choose. So there are half as many products as with ones first.
+// The sums are MMAs with a matrix of ones. Four adjacent words of a lane, from two MMAs of 16 rows of K or from two
+// blocks of eight rows of a, serve as the A operand: rows g and g + 8 of the result sum two words each, and the
+// positions of the ones in B select which. This takes half the MMAs that ones as the A operand would.
 #pragma once
 #include "wq_fragment.cuh"
 
 struct RowSums {
     static constexpr bool BY_TILES = Rows::BY_PRODUCT && ROW_TILES % 2 == 0;
-    // Not where a group may end between the two products.
+    // Not if a group may end between the two MMAs.
     static constexpr bool BY_PRODUCTS = !Rows::BY_PRODUCT && PRODUCTS % 2 == 0 && STEP_K / GROUPS % 32 == 0;
     static constexpr int COUNT = BY_TILES ? ROW_TILES / 2 : ROW_TILES;
     float sums[COUNT][4] = {};
@@ -25,7 +25,7 @@ struct RowSums {
 #pragma unroll
         for (int i = 0; i < COUNT * 4; ++i) sums[i / 4][i % 4] = 0.0f;
     }
-    // Adds rows of product number `product` of a unit; BY_PRODUCTS, with an even one the next as well.
+    // Adds the rows of MMA `product` of a unit; with BY_PRODUCTS, an even `product` adds the next one, too.
     DEVICE void add(const uint32_t (&a)[PRODUCTS][ROW_TILES][2], int product) {
         if (BY_PRODUCTS && product % 2 != 0) return;
 #pragma unroll
