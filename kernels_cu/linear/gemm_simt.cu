@@ -1,19 +1,20 @@
-// gemm_simt: a matrix product by fused multiply-adds: of float32, and of any type where no matrix units are.
+// gemm_simt: a GEMM by fused multiply-adds: for float32, and for every type on devices without matrix units.
 //
-//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
-//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//     accum[m, n] = sum_k a[m, k] * b[n, k], in float32; int8 operands in int32
+//     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
-// elements of K).
+// SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
+// partial[j] sums over the j-th SCALE_BLOCK elements of K.
 //
-// A block takes a tile of TILE_M x TILE_N sums, a thread 4 x 4 of them, or with GATED as many gates and their ups. For
-// every STEP elements of K the block copies a tile of a and of b to shared memory, as sum_t and transposed.
+// A block takes an output tile of TILE_M x TILE_N, and a thread 4 x 4 elements of it. For every k-tile of STEP elements
+// the block copies a and b to shared memory, converted to sum_t and transposed; with GATED also a second tile of b, the
+// ups.
 //
 // Constants
 //     scalar_t      element type of a and b
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
-//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh
-//     SCALE_BLOCK   elements under one scale, or 0
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    the epilogue (gemm_epilogue.cuh)
+//     SCALE_BLOCK   elements that share a block scale, or 0
 //     TILE_M, TILE_N    multiples of 4
 
 #include "gemm_epilogue.cuh"
@@ -23,7 +24,7 @@ constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>;
 template <bool INTEGER> struct sum_of { using type = float; };
 template <> struct sum_of<true> { using type = int32_t; };
 using sum_t = sum_of<IS_INTEGER>::type;
-constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // has no effect without block scales
 static_assert(SCALE_BLOCK % STEP == 0);
 
 template <typename T>
@@ -58,7 +59,7 @@ gemm_simt(out_t* out,                 // [M, N]
 
     sum_t sums[HALVES][4][4] = {};
     float scaled[HALVES][4][4] = {};
-    // Adds what was summed since the last call to `scaled`, times the scales of block number `block` of K.
+    // Promotes the accumulators of K block `block` to `scaled`, multiplied by the block scales, and clears them.
     const auto scale = [&](int64_t block) {
 #pragma unroll
         for (int i = 0; i < HALVES * 16; ++i) {

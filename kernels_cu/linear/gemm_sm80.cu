@@ -1,39 +1,40 @@
-// gemm_sm80: a matrix product on tensor cores, by product.cuh: sm_80 and later, gfx90a and later, gfx11 and gfx12.
+// gemm_sm80: a GEMM on tensor cores, by product.cuh: sm_80 and later, gfx90a and later, gfx11 and gfx12.
 //
-//     sum[m, n] = sum_k a[m, k] * b[n, k], in float32; integers in int32
-//     out[m, n] = what gemm_epilogue.cuh makes of sum[m, n]
+//     accum[m, n] = sum_k a[m, k] * b[n, k], in float32; int8 operands in int32
+//     out[m, n] = the epilogue of gemm_epilogue.cuh applied to accum[m, n]
 //
-// SCALE_BLOCK: sum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * (sum over the j-th SCALE_BLOCK
-// elements of K).
+// SCALE_BLOCK: blockwise scaling. accum[m, n] = sum_j a_scales[m, j] * b_scales[j, n / SCALE_BLOCK] * partial[j], where
+// partial[j] sums over the j-th SCALE_BLOCK elements of K.
 //
-// Blocks: a block takes a tile of TILE_M x TILE_N sums. blockIdx.x counts tiles: GROUP_ROWS tiles below each other come
-// before the next column of tiles, so that blocks that run together read the same rows. SPLITS blocks along y share a
-// tile, each with a part of K; they leave their sums in `partial`, and the last block to arrive adds them up in order.
+// Blocks: a block takes an output tile of TILE_M x TILE_N. blockIdx.x counts tiles: GROUP_ROWS row tiles come before
+// the next column tile, so that concurrent blocks read the same rows of a and b. Split-K: SPLITS blocks along y share a
+// tile, each takes a part of K and writes its accumulators to `partial`, and the last block to arrive reduces them in
+// the order of the splits.
 //
-// Steps: the block goes through K in steps of 128 bytes of each row. Rows of a and b come to shared memory by
-// asynchronous copies, STAGES - 1 steps ahead. Rows and elements that do not exist count as zeros.
+// A k-tile is 128 bytes of each row. Asynchronous copies (async.cuh) bring rows of a and b to shared memory, STAGES - 1
+// k-tiles ahead. Rows and elements out of range are zeros.
 //
 // Warps: WARPS_M x WARPS_N warps divide the tile. GATED: columns of a tile alternate, GATE_COLUMNS gates and then their
 // ups, so that one thread has both.
 //
-// fp8 becomes float16, which holds every code, where the device does not multiply fp8.
+// On devices without fp8 MMA, fp8 operands are converted to float16, which represents every fp8 value exactly.
 //
 // Constants
 //     scalar_t      element type of a and b: half_t, bf16_t, fp8 or int8_t
 //     out_t, A_SCALES, B_SCALES, AZP, BIAS, ACTIVATION, GATED,
-//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    of gemm_epilogue.cuh
-//     SCALE_BLOCK   elements under one scale: as many as a step has, or 0
-//     VEC_SIZE      elements of one access to a and b; divides K; 1 where elements of a row lie apart
+//     a_scale_t, b_scale_t, SCALE_EXPONENT, COLUMN_ORDER    the epilogue (gemm_epilogue.cuh)
+//     SCALE_BLOCK   elements that share a block scale: those of a k-tile, or 0
+//     VEC_SIZE      elements of one access to a and b; divides K; 1 if the elements of a row are not contiguous
 //     OUT_ACCESS    elements of one access to out: 1 or 2
 //     TILE_M, TILE_N, WARPS_M, WARPS_N    the tile of a block, and its warps along both
-//     STAGES        steps in shared memory
-//     SPLITS        blocks that share a tile
-//     GROUP_ROWS    tiles below each other whose blocks run together
+//     STAGES        k-tiles in shared memory
+//     SPLITS        split-K: blocks that share a tile
+//     GROUP_ROWS    row tiles that the tile order takes before the next column tile
 
 #include "gemm_tile.cuh"
 
 using total_t = sum_of<IS_INTEGER && SCALE_BLOCK == 0>::type;
-constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // without scales of blocks, of no meaning
+constexpr int BLOCK = SCALE_BLOCK > 0 ? SCALE_BLOCK : STEP;  // has no effect without block scales
 static_assert(SCALE_BLOCK == 0 || SCALE_BLOCK == STEP);
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
@@ -63,7 +64,7 @@ gemm_sm80(out_t* out,                 // [M, N]
     const int64_t group_rows = min(int64_t(GROUP_ROWS), row_tiles - group * GROUP_ROWS);
     const int64_t first_row = (group * GROUP_ROWS + within % group_rows) * TILE_M;
     const int64_t first_column = within / group_rows * (GATED ? TILE_N / 2 : TILE_N);  // of out
-    // The column of out of column `local` of the tile. GATED: of a gate or an up.
+    // Maps column `local` of the tile to its column of out. GATED: a gate and its up map to the same column.
     const auto column_of = [&](int local) {
         return first_column + (GATED ? local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS : local);
     };
@@ -74,7 +75,7 @@ gemm_sm80(out_t* out,                 // [M, N]
     const auto stage_of = [&](int step) {
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
-    // Rows of a lie above those of b. A thread copies the same chunk of several rows.
+    // A stage holds the rows of a, then the rows of b. A thread copies the same chunk of several rows.
     HeldChunks<TILE_M, NUM_THREADS> held_a;
     HeldChunks<TILE_N, NUM_THREADS> held_b;
     const auto load = [&](int step) {
@@ -128,7 +129,7 @@ gemm_sm80(out_t* out,                 // [M, N]
             }
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES * RUNS; ++j) {
-                // Gates of a product lie under one scale, and so do its ups.
+                // All gate columns of one MMA share a block scale, and so do all its up columns.
                 const int local = warp_column + j / RUNS * PRODUCT_COLUMNS;
                 const int64_t column = min(column_of(local), n - 1) + (GATED && j % 2 ? n : 0);
                 const float column_scale =

@@ -1,37 +1,38 @@
-// gemm_step.cuh: a step of K of a matrix product by product.cuh: 128 bytes of each row of both operands in shared memory.
+// gemm_step.cuh: one k-tile of a GEMM by product.cuh: 128 bytes of each row of both operands in shared memory.
 //
-// fp8 becomes float16, which holds every code, where the device does not multiply fp8.
+// On devices without fp8 MMA, fp8 operands are converted to float16, which represents every fp8 value exactly.
 //
-// A kernel defines before: scalar_t, the element type of both operands, half_t, bf16_t, fp8 or int8_t.
+// The kernel defines before the include: scalar_t, the element type of both operands: half_t, bf16_t, fp8 or int8_t.
 #pragma once
 #include "async.cuh"
 #include "product.cuh"
 
-constexpr int STEP = 128 / sizeof(scalar_t), CHUNK = 16 / sizeof(scalar_t);  // elements of a step, and of 16 bytes
+constexpr int STEP = 128 / sizeof(scalar_t), CHUNK = 16 / sizeof(scalar_t);  // elements of a k-tile, and of 16 bytes
 constexpr bool IS_INTEGER = is_same<scalar_t, int8_t>, IS_BYTE = sizeof(scalar_t) == 1;
 template <bool INTEGER> struct sum_of { using type = float; };
 template <> struct sum_of<true> { using type = int32_t; };
 using sum_t = sum_of<IS_INTEGER>::type;
-// Words of float16 that take the place of one word of a fragment.
+// Words per fragment word after conversion: 2 if fp8 is converted to float16, else 1.
 constexpr int PARTS = MULTIPLIES<scalar_t> ? 1 : 2;
-// Parts of a step at a time: conversions of more, and gfx11's operands, take more registers than there are.
+// Unroll factor over the parts of a k-tile. Converted operands, and those of gfx11, would spill if more were unrolled.
 constexpr int UNROLL = MATRIX_CORE == WMMA_11 ? 1 : PARTS == 2 ? 2 : 4;
 
 using tile_t = SwizzledTile<uint16_t, 8>;  // rows of 128 bytes
 
-// Columns of gates, before as many of their ups, where the two alternate: products of gates and of ups by turns, or, of
-// a lane with more than two sums in a row, gates and ups in one product.
+// GATED tiles alternate GATE_COLUMNS gate columns with their GATE_COLUMNS up columns. With two accumulators per lane
+// and row, MMAs alternate between gates and ups; with more, one MMA covers both.
 constexpr int GATE_COLUMNS = ROW_SUMS == 2 ? PRODUCT_COLUMNS : ROW_SUMS / 2;
 
-// What a thread of a block holds of ROWS rows of a step, where copies are held: its chunk of every STRIDE-th row.
+// The registers that stage one thread's part of a k-tile on devices without cp.async (HOLDS_COPIES): its chunk of every
+// STRIDE-th of ROWS rows.
 template <int ROWS, int NUM_THREADS>
 struct HeldChunks {
     static constexpr int STRIDE = NUM_THREADS / 8, COUNT = ceil_div(ROWS, STRIDE);
     uint32_t chunks[HOLDS_COPIES ? COUNT : 1][4];
 
     DEVICE uint32_t* of(int row) { return chunks[HOLDS_COPIES ? (row - int(threadIdx.x) / 8) / STRIDE : 0]; }
-    // Stores what is held to the rows of a stage from `first` on: after products that hide the latency of the loads, and
-    // behind a barrier after the last products that read the stage.
+    // Stores the held chunks to the rows of a stage, from `first` on. The caller puts MMAs between the loads and this
+    // call to hide the latency, and a barrier between the last MMAs that read the stage and this call.
     DEVICE void store(const tile_t& stage, int first) const {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -47,8 +48,9 @@ struct HeldChunks {
     }
 };
 
-// Copies the elements from `from` on of a row to a chunk of shared memory, or of `held`; zeros where there are none. The
-// row has `size` elements, `step` apart, and is read VEC_SIZE at a time: one at a time where they lie apart.
+// Copies one chunk of a row, from element `from` on, to shared memory, or to the registers `held`; elements out of
+// range are zeros. The row has `size` elements of stride `step`, read VEC_SIZE at a time; VEC_SIZE is 1 if the stride
+// is not.
 template <int VEC_SIZE>
 DEVICE void copy_chunk(uint32_t* held, uint16_t* to, const scalar_t* row, int64_t step, int64_t from, int64_t size) {
     constexpr int ACCESS_BYTES = VEC_SIZE * sizeof(scalar_t);
@@ -73,7 +75,7 @@ DEVICE void copy_chunk(uint32_t* held, uint16_t* to, const scalar_t* row, int64_
     }
 }
 
-// The fragment `words` as operands of products: itself, or the first and the second half of its elements as float16.
+// The fragment `words` as MMA operands: itself, or the first and the second half of its elements as float16.
 template <int N>
 DEVICE void expand(uint32_t (&operands)[PARTS][N], const uint32_t (&words)[N]) {
 #pragma unroll
@@ -89,7 +91,7 @@ DEVICE void expand(uint32_t (&operands)[PARTS][N], const uint32_t (&words)[N]) {
     }
 }
 
-// Adds the products of operands that `expand` has made.
+// sums += a * b^T, for operands made by `expand`.
 DEVICE void multiply(sum_t (&sums)[PRODUCT_SUMS], const uint32_t (&a)[PARTS][LOAD_WORDS],
                      const uint32_t (&b)[PARTS][LOAD_WORDS], int half) {
     using operand_t = conditional_t<PARTS == 1, scalar_t, half_t>;
@@ -97,8 +99,8 @@ DEVICE void multiply(sum_t (&sums)[PRODUCT_SUMS], const uint32_t (&a)[PARTS][LOA
     for (int part = 0; part < PARTS; ++part) product<operand_t>(sums, a[part], b[part], half);
 }
 
-// Adds the products of a warp of a step: rows of a from `a_row` on of the stage by rows of b from `b_row` on, which are
-// 16 times ROW_TILES and PRODUCT_COLUMNS times COLUMN_TILES.
+// The warp's MMAs of one k-tile: 16 * ROW_TILES rows of a, from row `a_row` of the stage on, times PRODUCT_COLUMNS *
+// COLUMN_TILES rows of b, from row `b_row` of the stage on.
 template <int ROW_TILES, int COLUMN_TILES>
 DEVICE void
 multiply_step(sum_t (&sums)[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS], const tile_t& stage, int a_row, int b_row) {

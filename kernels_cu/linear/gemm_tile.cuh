@@ -1,14 +1,13 @@
-// gemm_tile.cuh: the tile of a block of a matrix product by product.cuh: how blocks that share the tile add up
-// their sums, and how sums become elements of out.
+// gemm_tile.cuh: the end of a GEMM tile by product.cuh: the split-K reduction, and the epilogue that writes the tile.
 //
-// A kernel defines before: SPLITS, OUT_ACCESS, and the constants of tile_shape.cuh and gemm_epilogue.cuh.
+// The kernel defines before the include: SPLITS, OUT_ACCESS, and the constants of tile_shape.cuh and gemm_epilogue.cuh.
 #pragma once
 #include "gemm_epilogue.cuh"
 #include "tile_shape.cuh"
 
-// Adds up, in order, the sums of the SPLITS blocks along y that share tile number blockIdx.x, and returns true in the last
-// of them to arrive. `partial` has [tiles, SPLITS, SUMS / 4, NUM_THREADS, 4] sums, `arrived` a counter of each tile, 0
-// before and after; `is_last` lies in shared memory.
+// Split-K: reduces, in the order of the splits, the accumulators of the SPLITS blocks along y that share tile
+// blockIdx.x, and returns true in the last block to arrive. `partial` has shape [tiles, SPLITS, SUMS / 4, NUM_THREADS,
+// 4]; `arrived` has one counter per tile, 0 before and after the kernel; `is_last` is in shared memory.
 template <typename Sum>
 DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uint32_t* is_last) {
     if constexpr (SPLITS > 1) {
@@ -38,15 +37,15 @@ DEVICE bool add_splits(Sum (&result)[SUMS], Sum* partial, uint32_t* arrived, uin
     return true;
 }
 
-// Writes the tile to out, whose rows have n columns. The thread's first sum is in row own_row and column own_column of the
-// tile. row_of(local, more) is the row of out that row `local + more` of the tile becomes; exists(row) is whether out has
-// it. column_of(local) is the column of out that a column of the tile becomes, or, GATED, that of a gate or an up. `Terms`
-// is an Epilogue, or has the members of one.
+// Applies the epilogue and writes the tile to out, which has n columns. The thread's first accumulator is at row
+// own_row and column own_column of the tile. row_of(local, more) maps row `local + more` of the tile to its row of out;
+// exists(row) tells whether that row is in range. column_of(local) maps a column of the tile to its column of out;
+// GATED: a gate and its up map to the same column. `Terms` is an Epilogue, or has its members.
 template <typename Terms, typename Sum, typename RowOf, typename Exists, typename ColumnOf>
 DEVICE void
 write_tile(out_t* out, int64_t out_stride, int64_t n, const Terms& epilogue, const Sum (&result)[SUMS], int own_row,
            int own_column, const RowOf& row_of, const Exists& exists, const ColumnOf& column_of) {
-    // Of products of a warp, or of pairs of columns in one: gates, and the ups behind them.
+    // MMA tiles per gate / up pair: 2 if one MMA tile holds the gates and the next their ups, else 1.
     constexpr int HALVES = GATED && RUNS == 1 ? 2 : 1;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j += HALVES) {

@@ -1,18 +1,17 @@
-// gemv: a linear layer for few tokens, bound by the bandwidth of reading weight.
+// gemv: a linear layer for decode (small M), bound by the bandwidth of reading the weight.
 //
 //     out[t, n] = T(sum_k input[t, k] * weight[n, k] + bias[n]), summed in float32    T: dtype of all tensors
 //
-// SPLIT warps share a row of weight. The row is cut into chunks; of each chunk, each of the warps has a part: BATCH
-// vectors per lane, neighbouring lanes with neighbouring vectors. y of the grid counts groups of TOKENS tokens; blocks
-// along x stride over the rows together. A warp issues the loads of its next chunk before it multiplies the current
-// one; input stays in the L1 cache. While the kernel before still runs, each warp prefetches its first chunk to L2
-// without using it.
+// SPLIT warps share a row of the weight. The row is divided into chunks, and each warp takes a part of every chunk:
+// BATCH vectors per lane, adjacent lanes take adjacent vectors. blockIdx.y counts groups of TOKENS tokens; blocks along
+// x stride over the rows together. A warp issues the loads of its next chunk before it multiplies the current one; the
+// input stays in the L1 cache. While the previous kernel still runs, each warp prefetches its first chunk to L2.
 //
 // Constants:
-//     HIDDEN_SIZE   terms of each sum
+//     HIDDEN_SIZE   K, the length of each dot product
 //     TOKENS        tokens of a block
-//     SPLIT         warps that share a row of weight; divides the warps of a block
-//     BATCH         vectors of a chunk per lane
+//     SPLIT         warps that share a row of the weight; divides the warps of a block
+//     BATCH         vectors per lane in a chunk
 //     HAS_BIAS      false when bias is null
 
 #include "reduce.cuh"
@@ -22,11 +21,11 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE, BLOCK_ROWS = NUM_WARPS / SPLIT;
 constexpr int VECS = HIDDEN_SIZE / VEC_SIZE, CHUNK = SPLIT * BATCH * WARP_SIZE, CHUNKS = ceil_div(VECS, CHUNK);
 
-// The warp's row of weight in a step of the block. A step is one chunk of one row.
+// The warp's row of the weight in step `step` of the block. A step is one chunk of one row.
 DEVICE int64_t row_of(int step) {
     return (int64_t(step / CHUNKS) * gridDim.x + blockIdx.x) * BLOCK_ROWS + threadIdx.x / WARP_SIZE / SPLIT;
 }
-// The number in the row of the thread's vector `b` of a chunk.
+// The index within the row of the thread's vector `b` of chunk `chunk`.
 DEVICE int vector_of(int chunk, int b) {
     return chunk * CHUNK + (int(threadIdx.x) / WARP_SIZE % SPLIT * BATCH + b) * WARP_SIZE +
            int(threadIdx.x) % WARP_SIZE;
@@ -56,8 +55,8 @@ gemv(scalar_t* out,           // [num_tokens, output_size]
     const int64_t row_groups = output_size / BLOCK_ROWS + (output_size % BLOCK_ROWS > 0);
     const int steps = blockIdx.x < row_groups ? int((row_groups - 1 - blockIdx.x) / gridDim.x + 1) * CHUNKS : 0;
 
-    // Loads the vectors of a step. A row or vector that does not exist is replaced by one that does, so that loads need
-    // no branch; the result is not used.
+    // Loads the vectors of a step. Rows and vectors out of range are clamped to valid ones, so that the loads need no
+    // branch; their results are not used.
     const auto load = [&](int step, vec_t(&w)[BATCH]) {
         const int64_t row = row_of(step);
         const scalar_t* address = weight + (row < output_size ? row : output_size - 1) * weight_stride;
@@ -94,7 +93,7 @@ gemv(scalar_t* out,           // [num_tokens, output_size]
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) sums[t] = lane_reduce<Sum, WARP_SIZE>(sums[t]);
         if constexpr (SPLIT > 1) {
-            // Rows take turns: other warps may still read the sums of the row before.
+            // `partial` is double-buffered: other warps may still read the partial sums of the previous row.
             float (&warp_sums)[NUM_WARPS][TOKENS] = partial[step / CHUNKS % 2];
             if (lane == 0) {
 #pragma unroll

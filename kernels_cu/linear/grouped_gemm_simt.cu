@@ -71,12 +71,12 @@ grouped_gemm_simt(out_t* out,                          // [num_rows, N]
     const int thread_row = threadIdx.x / (TILE_N / 4) * 4, thread_column = threadIdx.x % (TILE_N / 4) * 4;
     const scalar_t* expert_b = b + int64_t(expert) * b_rows * b_stride;
     const float* expert_scales = b_scales + expert * b_scale_expert_step;
-    // The row of b[e] of a column of out, of its gate or of its up.
+    // The row of b[e] that yields a column of out; GATED: half 0 is its gate, half 1 its up.
     const auto b_row_of = [&](int half, int column) { return GATED == 2 ? 2 * column + half : half * int(n) + column; };
 
     sum_t sums[HALVES][4][4] = {};
     float scaled[HALVES][4][4] = {};
-    // Adds what was summed since the last call to `scaled`, times the scales of block number `block` of K.
+    // Promotes the accumulators of K block `block` to `scaled`, multiplied by the block scales, and clears them.
     const auto scale = [&](int64_t block) {
 #pragma unroll
         for (int i = 0; i < HALVES * 16; ++i) {

@@ -9,8 +9,8 @@
 // A block takes a tile of TILE_M rows of one expert and TILE_N rows of its weight. blockIdx.x counts tiles in the order
 // of grouped.cuh, down the rows of an expert first; blocks past the last tile exit.
 //
-// A k-tile is 128 bytes of each row. cp.async gathers the rows of a and copies those of b to shared memory, STAGES - 1
-// k-tiles ahead. Rows and elements out of range are zeros.
+// A k-tile is 128 bytes of each row. Asynchronous copies (async.cuh) gather the rows of a and bring those of b to
+// shared memory, STAGES - 1 k-tiles ahead. Rows and elements out of range are zeros.
 //
 // Warps: WARPS_M x WARPS_N warps divide the tile. GATED 1: its columns alternate, GATE_COLUMNS gates and then their
 // ups; GATED 2: a gate and its up. Either way one thread has both.
@@ -67,7 +67,7 @@ grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     const auto stage_of = [&](int step) {
         return tile_t{reinterpret_cast<uint16_t*>(memory) + step % STAGES * (STAGE_BYTES / 2)};
     };
-    // Rows of a lie above those of b. A thread copies the same chunk of several rows.
+    // A stage holds the rows of a, then the rows of b. A thread copies the same chunk of several rows.
     HeldChunks<TILE_M, NUM_THREADS> held_a;
     HeldChunks<TILE_N, NUM_THREADS> held_b;
     const auto load = [&](int step) {
@@ -118,7 +118,7 @@ grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
             }
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES; ++j) {
-                // The rows of b that a lane has in a product lie under two scales, or gates and ups do.
+                // A lane's rows of b in one MMA tile can have different block scales: gates and ups do.
                 float column_scales[ROW_SUMS];
 #pragma unroll
                 for (int i = 0; i < ROW_SUMS; ++i) {

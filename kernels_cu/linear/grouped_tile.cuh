@@ -1,24 +1,26 @@
-// grouped_tile.cuh: the tile of a block of a product by product.cuh with the weights of an expert: which rows of the weight
-// its columns are, and how sums become elements of out.
+// grouped_tile.cuh: the tile of a grouped GEMM by product.cuh: the map from its columns to rows of the expert's weight,
+// and the epilogue that writes the tile.
 //
-// A kernel defines before: the constants of tile_shape.cuh, and those of the epilogue (grouped.cuh).
+// The kernel defines before the include: the constants of tile_shape.cuh and of the epilogue (grouped.cuh).
 #pragma once
 #include "grouped.cuh"
 #include "tile_shape.cuh"
 
-// The row of b[e] that column `local` of a tile is that begins at row `first`, or b_rows or more if there is none.
+// Maps column `local` of the tile that begins at weight row `first` to its row of b[e]; b_rows or more if out of range.
 DEVICE int expert_row(int first, int local, int n, int b_rows) {
     if constexpr (GATED != 1) return first + local;
     const int column = first / 2 + local / (2 * GATE_COLUMNS) * GATE_COLUMNS + local % GATE_COLUMNS;
     return column >= n ? b_rows : column + (local / GATE_COLUMNS % 2 ? n : 0);
 }
 
-// Writes the tile to out, of n columns. The thread's first sum is of row rows[0] of out and column own_column of the tile,
-// whose rows of b are b_row_of(column); rows that are negative do not exist. sum_at(i, j, l) is sum l of its product (i, j).
+// Applies the epilogue and writes the tile to out, which has n columns. The thread's first accumulator is at row
+// rows[0] of out and column own_column of the tile; a negative row is padding. b_row_of(column) maps a column of the
+// tile to its row of b[e]. sum_at(i, j, l) is accumulator l of the thread's MMA tile (i, j).
 template <typename Terms, typename RowOf, typename SumAt>
 DEVICE void write_expert_tile(out_t* out, int64_t out_stride, int n, int b_rows, const Terms& epilogue, const int* rows,
                               int own_column, const RowOf& b_row_of, const SumAt& sum_at) {
-    // Products of gates and then one of their ups, or gates and ups in one; gates of a thread in a row.
+    // HALVES: MMA tiles per gate / up pair, 2 if one holds the gates and the next their ups. WIDTH: columns of the tile
+    // per column of out within an MMA tile, 2 if a gate and its up are adjacent.
     constexpr int HALVES = GATED == 1 && RUNS == 1 ? 2 : 1, WIDTH = GATED == 2 ? 2 : 1;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j += HALVES) {

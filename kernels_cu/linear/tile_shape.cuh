@@ -1,17 +1,17 @@
-// tile_shape.cuh: the tile of a block of a matrix product by product.cuh, and which of its sums a thread has.
+// tile_shape.cuh: the tile of a block of a GEMM by product.cuh, and the accumulators that each thread holds.
 //
-// WARPS_M x WARPS_N warps divide a tile of TILE_M x TILE_N sums. A thread has SUMS of them: those of the ROW_TILES x
-// COLUMN_TILES products of its warp, one product after another.
+// WARPS_M x WARPS_N warps divide an output tile of TILE_M x TILE_N. A thread holds SUMS accumulators: those of the
+// ROW_TILES x COLUMN_TILES MMA tiles of its warp, one MMA tile after another.
 //
-// A kernel defines before: TILE_M, TILE_N, WARPS_M, WARPS_N, GATED (1: GATE_COLUMNS gates, and then their ups), and the
-// constants of gemm_step.cuh.
+// The kernel defines before the include: TILE_M, TILE_N, WARPS_M, WARPS_N, GATED (1: columns alternate, GATE_COLUMNS
+// gates and then their ups), and the constants of gemm_step.cuh.
 #pragma once
 #include "gemm_step.cuh"
 
 constexpr int NUM_THREADS = WARPS_M * WARPS_N * WARP_SIZE;
 constexpr int WARP_M = TILE_M / WARPS_M, WARP_N = TILE_N / WARPS_N;
-constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;     // products of a warp
-constexpr int ROWS = ROW_TILES * LANE_ROWS, SUMS = ROWS * COLUMN_TILES * ROW_SUMS;  // of a thread
-// Runs of ROW_RUN columns of a thread in a row of a product: gates, or gates and their ups.
+constexpr int ROW_TILES = WARP_M / 16, COLUMN_TILES = WARP_N / PRODUCT_COLUMNS;     // MMA tiles of a warp
+constexpr int ROWS = ROW_TILES * LANE_ROWS, SUMS = ROWS * COLUMN_TILES * ROW_SUMS;  // rows and accumulators of a thread
+// A thread's columns in a row of an MMA tile: RUNS runs of ROW_RUN; 2 runs if one is gates and the other their ups.
 constexpr int RUNS = GATED == 1 && GATE_COLUMNS < ROW_SUMS ? 2 : 1, ROW_RUN = ROW_SUMS / RUNS;
-constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);  // rows of a, and below them rows of b
+constexpr int STAGE_BYTES = tile_t::bytes(TILE_M + TILE_N);  // rows of a, then rows of b
