@@ -1,25 +1,27 @@
-// ggml_mma.cuh: codes of GGUF's types as elements of a tensor core's products, and the steps of rows that these need.
+// ggml_mma.cuh: dequantizes the quants of GGUF types to MMA fragments, and sums X per group for minima and offsets.
 #pragma once
 #include "ggml_tile.cuh"
 #include "product.cuh"
 
-// What `pairs_of_codes` adds to codes less OFFSET if it does not subtract what makes codes numbers: 128, whose last place
-// in bfloat16 is worth 1, as that of 1024 in float16; which is too much beside codes, and is subtracted. Elsewhere 0.
+// A quant becomes an exact number by OR-ing it into the mantissa of 128.0 (bfloat16) or 1024.0 (float16), where the ulp
+// is 1. With RAISE, `pairs_of_codes` leaves bfloat16 values raised by RAISED = 128 + OFFSET. RAISED is 0, and the bias
+// is always subtracted, for float16, where 1024 is too large compared with the quants, and for bfloat16 quants of 8
+// bits.
 template <typename FORMAT_T, typename T>
 constexpr int RAISED = is_same<T, bf16_t> && FORMAT_T::LARGEST < 128 ? 128 + FORMAT_T::OFFSET : 0;
 
-// Four codes less OFFSET, plus RAISED if `RAISE`, as two pairs of T, exactly.
+// Converts four quants to two pairs of T, exactly: quant - OFFSET, plus RAISED if RAISE.
 template <typename FORMAT_T, typename T, bool RAISE>
 DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
     constexpr bool IS_HALF = is_same<T, half_t>, IS_WIDE = !IS_HALF && FORMAT_T::LARGEST > 127;
-    const uint32_t places = IS_WIDE ? codes & 127 * ONES : codes;  // the last ones of a number
+    const uint32_t places = IS_WIDE ? codes & 127 * ONES : codes;  // the low bits of the mantissa
     low = byte_perm(places, IS_HALF ? 0x64 : 0x43, 0x4140);
     high = byte_perm(places, IS_HALF ? 0x64 : 0x43, 0x4342);
     if constexpr (RAISE && RAISED<FORMAT_T, T> != 0) return;
     Vec<T, 2> pairs[2], offsets[2];
     pairs[0].template word<2>(0) = low;
     pairs[1].template word<2>(0) = high;
-    if constexpr (IS_WIDE) {  // the eighth bit of a code is worth 128: the offset is 128 with it, or 256, twice as much
+    if constexpr (IS_WIDE) {  // bit 7 of a quant does not fit: subtract 128 if it is set, else 256
         static_assert(FORMAT_T::OFFSET == 128);
         const uint32_t exponents = ~codes & 128 * ONES;
         offsets[0].template word<2>(0) = byte_perm(exponents, 0x43, 0x4140);
@@ -31,23 +33,23 @@ DEVICE void pairs_of_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
     high = (pairs[1] - offsets[1]).template word<2>(0);
 }
 
-// A tile of ones.
+// Two ones of type T in a word.
 template <typename T>
 constexpr uint32_t ONE_PAIR = is_same<T, half_t> ? 0x3c003c00 : 0x3f803f80;
 
-// Sums of X in GROUPS groups, and what minima times these sums are. A lane has sums of LANE_GROUPS groups, from group
-// first_group() on, and needs the minima of its rows of W in these groups.
+// Sums X over each of GROUPS groups by MMA, and subtracts minima times these sums. A lane holds the sums of LANE_GROUPS
+// groups, from first_group() on, and supplies the minima of its rows of W in these groups.
 template <typename T, int TILES, bool = ON_MATRIX_CORES>
 struct GroupSums;
 
-// On matrix cores of one group, as products of X and ones.
+// AMD matrix cores: one group at a time, by an MMA of ones and X.
 template <typename T, int TILES>
 struct GroupSums<T, TILES, true> {
     static constexpr int GROUPS = 1, LANE_GROUPS = 1;
     static DEVICE int first_group(int) { return 0; }
     float sums[TILES][PRODUCT_SUMS] = {};
 
-    // Adds the group's elements of each row of X, which b has.
+    // Adds the group's elements of each row of X; b holds them as fragments.
     template <int WORDS>
     DEVICE void add(const uint32_t (&b)[TILES][WORDS], int, int) {
         uint32_t ones[WORDS];
@@ -69,18 +71,19 @@ struct GroupSums<T, TILES, true> {
     }
 };
 
-// By mma.sync of eight groups. A lane's four words of row g of X, which are two operands b, are one operand a: its row g has
-// the first word of either operand b, its row g + 8 the second, and column c of the other factor is ones where elements
-// are of group c. So the lane gets both parts of row g's sums in groups 2t and 2t + 1, t = lane % 4: two elements of an
-// operand b, whose K is groups, in the product with minima. Factors of that product are sums of two numbers of TF32, which
-// hold 22 bits; the product of both smaller numbers is left out.
+// mma.sync: eight groups at a time. A lane's four words of row g of X, two B fragments, also form one A fragment: row g
+// of that holds the first word of either B fragment, and row g + 8 the second. Column c of the other operand is ones at
+// the elements of group c, and zeros elsewhere. So the lane gets both parts of row g's sums in groups 2t and 2t + 1, t
+// = lane % 4. Added up, they are the two elements of a B fragment with K = groups, for the MMA with the minima. Each
+// operand of that MMA is split into two TF32 numbers, 22 bits of mantissa together; the MMA of both low parts is
+// omitted.
 template <typename T, int TILES>
 struct GroupSums<T, TILES, false> {
     static constexpr int GROUPS = 8, LANE_GROUPS = 2;
     static DEVICE int first_group(int lane) { return lane % 4 * 2; }
     float sums[TILES][4] = {};
 
-    // Adds 32 elements of each row of X, which b has, the first 16 of group number `first`, the others of number `second`.
+    // Adds 32 elements of each row of X, which b holds: the first 16 to group `first`, the others to group `second`.
     DEVICE void add(const uint32_t (&b)[TILES][4], int first, int second) {
         const int g = lane_row(threadIdx.x % 32);
         const uint32_t columns[2] = {g == first ? ONE_PAIR<T> : 0, g == second ? ONE_PAIR<T> : 0};

@@ -1,39 +1,38 @@
-// ggml_mul_mat: rows times a matrix in one of GGUF's quantised types, on tensor cores, by product.cuh: sm_80 and later,
-// gfx90a and later, gfx11 and gfx12.
+// ggml_mul_mat: a GEMM with a GGUF-quantized weight on tensor cores, by product.cuh: sm_80 and later, gfx90a and later,
+// gfx11 and gfx12.
 //
 //     out[m, n] = T(sum over groups g of K of
-//                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
+//                   scale[n, g] * (sum over k in g of (quant[n, k] - OFFSET) * X[m, k])
 //                   - minimum[n, g] * (sum over k in g of X[m, k]))                      T: dtype of X and out
 //
-// Codes less OFFSET are integers that T holds, so that products are exact; all sums are float32. Scales multiply sums of
-// groups, not weights.
+// quant - OFFSET is an integer that T represents exactly, so the MMA operands are exact; accumulators are float32. The
+// scale multiplies the accumulator of a group, not the weights.
 //
-// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. SPLITS blocks along y share
-// these, each with a part of K; they leave their sums in `partial`, and the last block to arrive adds them up in order.
-// Blocks count tiles of rows of W, then tiles of rows of X.
+// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. blockIdx.x counts tiles of rows
+// of W, then tiles of rows of X. Split-K: SPLITS blocks along y share a tile, each takes a part of K and writes its
+// accumulators to `partial`, and the last block to arrive reduces them in the order of the splits.
 //
-// Steps: the block goes through its part of K in steps of K_WARPS units of 256 elements, each of which is one warp's of
-// each sixteen rows of W. The format blocks come to shared memory as they are, STAGES steps at a time, with the rows of
-// X. While the kernel before still runs, the block brings the format blocks of its first step to L2. Where copies are
-// held (async.cuh) there is one stage, and registers hold the next step while warps multiply.
+// A k-tile is K_WARPS units of 256 elements; each of the K_WARPS warps that share sixteen rows of W takes one unit. The
+// GGUF blocks come to shared memory unchanged, STAGES k-tiles at a time, with the rows of X. While the previous kernel
+// still runs, the block prefetches the GGUF blocks of its first k-tile to L2. With HOLDS_COPIES (async.cuh) there is
+// one stage, and registers hold the next k-tile during the MMAs.
 //
-// Fragments: in a product, row r of the tile of codes is row r of W, and the columns of a lane are 4 * CODE_WORDS
-// neighbouring elements, since the order of K is free. Then words of codes are what a lane needs. Sums of X, and what
-// minima times these are, come from more products (GroupSums). Rows of X that do not exist are zeros in shared memory; on
-// matrix cores they are other rows, whose sums nobody writes. There a product takes a whole group, by as many instructions
-// as that needs.
+// Fragments: row r of the A fragment is row r of W. The order of K within an MMA is free, so a lane's columns are 4 *
+// CODE_WORDS adjacent elements, whole words of quants. Further MMAs sum X per group and multiply the sums by the minima
+// (GroupSums). Padding rows of X are zeros in shared memory; on matrix cores they repeat a valid row, and the results
+// are not written. On matrix cores one `product` covers a whole group, with several instructions if needed.
 //
-// Rows of X, of out and of W are those of ggml_rows.cuh.
+// ggml_rows.cuh maps blocks to rows of X, out and W.
 //
 // Constants
-//     CHOICES       how rows belong to experts (ggml_rows.cuh)
+//     CHOICES       how rows map to experts (ggml_rows.cuh)
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
-//     WHOLE         whether rows are whole units
+//     WHOLE         whether K is a multiple of a unit
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
-//     STAGES        steps in shared memory; 1 where copies are held
-//     SPLITS        blocks that share rows
+//     STAGES        k-tiles in shared memory; 1 with HOLDS_COPIES
+//     SPLITS        split-K: blocks that share a tile
 //     ACCESS        bytes of one access to W
 //     X_ACCESS      elements of one access to X
 
@@ -43,32 +42,32 @@
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * WARP_SIZE, ROWS = ROW_WARPS * 16;
 constexpr int TILES = ceil_div(TOKENS, PRODUCT_COLUMNS);
 static_assert(TILES == 1 || TOKENS % PRODUCT_COLUMNS == 0);
-constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + (ON_MATRIX_CORES ? 8 : 16);  // tokens on different banks
+constexpr int STEP = K_WARPS * UNIT, X_PITCH = STEP + (ON_MATRIX_CORES ? 8 : 16);  // the pad spreads tokens over banks
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE);
 constexpr int GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
-constexpr int PRODUCT_K = ON_MATRIX_CORES ? GROUP : 16, PRODUCTS = GROUP / PRODUCT_K;  // of a group
-// Words of a lane in one product: of an operand, of codes of a row, of X.
+constexpr int PRODUCT_K = ON_MATRIX_CORES ? GROUP : 16, PRODUCTS = GROUP / PRODUCT_K;  // MMAs per group
+// 32-bit words per lane and MMA: of a fragment, of the quants of one row, of X.
 constexpr int WORDS = PRODUCT_K / 16 * SHORT_WORDS, CODE_WORDS = ON_MATRIX_CORES ? WORDS / 2 : 1;
 constexpr int X_WORDS = 2 * CODE_WORDS, X_RUN = X_WORDS < 4 ? X_WORDS : 4;
-constexpr int PARTS = WORDS / X_WORDS;  // products whose words of X fill an operand
+constexpr int PARTS = WORDS / X_WORDS;  // MMAs that share one fragment of X
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
 constexpr int X_BYTES = TOKENS * X_PITCH * 2, STAGE_BYTES = tile_t::SIZE + X_BYTES;
 constexpr int SUM_PITCH = ROWS + 4;
 static_assert(!HOLDS_COPIES || STAGES == 1);
 using rows_t = TokenRows<CHOICES, TOKENS, index_t>;
-// Codes are raised where minima need the sums of X anyway. On matrix cores all codes are that can be: these wait for codes,
-// not codes for them, and AMD has no instruction that subtracts bfloat16.
+// Quants stay raised (ggml_mma.cuh) if the minima need the sums of X anyway. On matrix cores they stay raised whenever
+// possible: there the MMAs wait for dequantization, and AMD has no instruction that subtracts bfloat16.
 constexpr bool RAISES = FORMAT::HAS_MINIMUM || (ON_MATRIX_CORES && RAISED<FORMAT, scalar_t> != 0);
 using sums_t = GroupSums<scalar_t, TILES>;
-constexpr int GROUPS = UNIT / GROUP, SET = sums_t::GROUPS;  // of a unit; whose sums of X a warp has at a time
-// What times the sum of X in a group is subtracted from its products.
+constexpr int GROUPS = UNIT / GROUP, SET = sums_t::GROUPS;  // groups of a unit; groups of one GroupSums
+// The factor of a group's sum of X that is subtracted: the minimum, plus RAISED * scale to undo the raise.
 DEVICE float raised_minimum(const uint8_t* block, int group) {
     const float minimum = FORMAT::minimum(block, group);
     if constexpr (RAISED<FORMAT, scalar_t> == 0) return minimum;
     return fmaf(float(RAISED<FORMAT, scalar_t>), FORMAT::scale(block, group), minimum);
 }
 
-// The first step of blocks number `split` of those that share rows.
+// The first k-tile of split `split`.
 DEVICE int64_t step_of(int64_t k, unsigned split) {
     const int64_t steps = (k + STEP - 1) / STEP;
     return steps * split / SPLITS;
@@ -80,10 +79,11 @@ DEVICE void prefetch_weight(const uint8_t* W, int64_t n, int64_t k, int64_t row_
     }
 }
 
-// Of a row of X in a step.
+// Threads that share a row of X, and pieces of X_ACCESS elements in the row's part of a k-tile.
 constexpr int X_THREADS = NUM_THREADS / TOKENS, X_PIECES = STEP / X_ACCESS;
-// Calls f(to, from, count, thread), as copy_row has it, for elements `from` to `from` + STEP - 1 of the caller's row of X,
-// as far as the row reaches. Not for a row that does not exist; on matrix cores the first row of X takes its place.
+// Calls f(to, from, count, thread), with the arguments of copy_row, for elements `from` to `from` + STEP - 1 of the row
+// of X that this thread copies, cut off at the end of the row. A padding row is skipped; on matrix cores it is replaced
+// by choice 0.
 template <typename F>
 DEVICE void
 with_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64_t stride, int64_t from, F f) {
@@ -95,7 +95,7 @@ with_input(scalar_t* to, const scalar_t* X, const rows_t& rows, int64_t k, int64
       reinterpret_cast<const uint8_t*>(X + rows.row_of(choice) * stride + from),
       int(min(int64_t(X_PIECES), (k - from) / X_ACCESS)), threadIdx.x % X_THREADS);
 }
-// Rows of X that do not exist are zeros, in a stage where nothing is ever copied to them.
+// Clears the padding rows of X in a stage. Copies skip these rows, so they stay zero.
 DEVICE void clear_absent(scalar_t* to, const rows_t& rows) {
     const int token = threadIdx.x / X_THREADS;
     if (rows.choice(token) >= 0) return;
@@ -122,7 +122,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     uint8_t* const shared = reinterpret_cast<uint8_t*>(memory);
     const uint16_t* grid = reinterpret_cast<const uint16_t*>(shared);
     const int warp = threadIdx.x / WARP_SIZE, lane = threadIdx.x % WARP_SIZE, g = lane_row(lane);
-    // The lane's row of X in a product, and its run of K. Columns beyond TOKENS, which nobody reads, repeat the last.
+    // The lane's row of X in an MMA, and its run of K. Columns past TOKENS repeat the last row; they are never read.
     const int x_row = min(ON_MATRIX_CORES ? matrix_row(lane) : g, TOKENS - 1);
     const int t = ON_MATRIX_CORES ? matrix_run(lane) : lane % 4;
     const int row_warp = warp / K_WARPS, k_warp = warp % K_WARPS;
@@ -139,7 +139,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     const auto stage_of = [&](int step) { return shared + GRID_BYTES + step % STAGES * STAGE_BYTES; };
     typename tile_t::template held_t<NUM_THREADS> held_weight;
     HeldRow<X_ACCESS * 2, X_PIECES, X_THREADS> held_input;
-    // Calls f(held, to, from, count, thread) for the caller's rows of W and of X in a step.
+    // Calls f(held, to, from, count, thread) for the rows of W and of X that this thread copies in k-tile `step`.
     const auto with_rows = [&](int step, auto f) {
         const int64_t unit = int64_t(first_step + step) * K_WARPS;
         tile_t::at(stage_of(step), unit)
@@ -161,14 +161,14 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
     for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
         if constexpr (HOLDS_COPIES) {
-            __syncthreads();  // the step before is done with
+            __syncthreads();  // all warps have read the previous k-tile
             with_rows(step, [](const auto& held, auto... row) { held.store(row...); });
             cp_async_wait<0>();  // for the grid, and for pieces too small to be held
             __syncthreads();
             load(step + 1);
         } else {
             if (step > 0) {
-                if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+                if (step - 1 + STAGES < steps) __syncthreads();  // all warps have read the stage
                 load(step - 1 + STAGES);
             }
             cp_async_wait<STAGES - 1>();
@@ -179,7 +179,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
         const scalar_t* const x = reinterpret_cast<const scalar_t*>(stage_of(step) + tile_t::SIZE) + x_row * X_PITCH +
                                   k_warp * UNIT + 4 * CODE_WORDS * t;
-        // Groups of a unit that the row has, and whether it has one.
+        // Groups of the unit that lie within the row.
         const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const auto block_of = [&](int half, int group) {
             return tile.block(row_warp * 16 + half * 8 + g, k_warp, group * GROUP);
@@ -187,7 +187,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
 #pragma unroll
         for (int set = 0; set < GROUPS; set += SET) {
             sums_t x_sums;
-            // Found before products, so that nothing waits for them at the end of a unit.
+            // Loaded before the MMAs, so that nothing waits for the minima at the end of a unit.
             float minima[LANE_ROWS][sums_t::LANE_GROUPS];
 #pragma unroll
             for (int half = 0; half < LANE_ROWS && RAISES; ++half) {
@@ -249,7 +249,8 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         }
     }
 
-    // Warps leave their sums in shared memory, where stages were; threads add those of the warps along K.
+    // Reduce over the warps along K: warps store their accumulators to the shared memory of the stages, and threads add
+    // them up.
     cp_async_wait<0>();
     __syncthreads();
     float* const of_warps = reinterpret_cast<float*>(shared);
@@ -263,7 +264,7 @@ ggml_mul_mat(scalar_t* out,                          // [M, N]
         }
     }
     __syncthreads();
-    constexpr int RESULTS = ceil_div(TOKENS * ROWS, NUM_THREADS);  // of a thread
+    constexpr int RESULTS = ceil_div(TOKENS * ROWS, NUM_THREADS);  // results of a thread
     float results[RESULTS];
 #pragma unroll
     for (int i = 0; i < RESULTS; ++i) {

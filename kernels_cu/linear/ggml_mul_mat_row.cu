@@ -1,33 +1,34 @@
-// ggml_mul_mat_row: one row times a matrix in one of GGUF's quantised types, by mma.sync of bytes: sm_80 and later.
+// ggml_mul_mat_row: a GEMV (M = 1) with a GGUF-quantized weight, by int8 mma.sync: sm_80 and later.
 //
 //     out[m, n] = T(sum over groups g of K of
-//                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
+//                   scale[n, g] * (sum over k in g of (quant[n, k] - OFFSET) * X[m, k])
 //                   - minimum[n, g] * (sum over k in g of X[m, k]))                      T: dtype of X and out
 //
-// Products are of codes and the digits of X (int8_split.cuh). Sums over a group are integers, exact; other sums are float32.
+// The MMA operands are the quants and the int8 digits of X (int8_split.cuh). Accumulators over a group are int32,
+// exact; sums over groups are float32.
 //
-// Blocks: a block takes 16 rows of W (columns of out) and one row of X. It goes through K in steps of K_WARPS units of 256
-// elements, each of which is one warp's. The format blocks come to shared memory as they are, STAGES steps at a time. Each
-// thread makes the digits of eight elements of X in a step: those of the first two steps while the weight is on its way,
-// then those of the next step before it multiplies. While the kernel before still runs, the block brings the format
-// blocks of its first step to L2.
+// Blocks: a block takes 16 rows of W (columns of out) and one row of X. A k-tile is K_WARPS units of 256 elements, and
+// each warp takes one unit. The GGUF blocks come to shared memory unchanged, STAGES k-tiles at a time. Each thread
+// splits eight elements of X per k-tile into digits: for the first two k-tiles while the weight is in flight, then for
+// the next k-tile before the MMAs of the current one. While the previous kernel still runs, the block prefetches the
+// GGUF blocks of its first k-tile to L2.
 //
-// Fragments: the 32 columns of codes in a product are 16 elements of each half of a unit, of which lane t of a row has four
-// neighbours. Columns 0, 1 and 3 of X are digits 0, 1 and 2 of the first half's elements, and zeros for the second half's;
-// columns 4, 5 and 7 are those of the second half. So lanes t and t + 1 get, for rows g and g + 8, sums of the upper two
-// digits and of the last in a group of the half t / 2. Each sends the other what it has of the other's row: lane t has row
-// g + t % 2 * 8, and scales of no other.
+// Fragments: K of an MMA is 16 elements of the first half of a unit and 16 of the second half; lane t of a row holds
+// four adjacent elements of each. Columns 0, 1 and 3 of B are digits 0, 1 and 2 of X in the first half, and zeros in
+// the second half; columns 4, 5 and 7 are the digits in the second half. So for rows g and g + 8, in a group of half t
+// / 2, an even lane t accumulates the upper two digits and lane t + 1 the last digit. The two lanes exchange one row
+// each: lane t ends up with row g + t % 2 * 8 alone, and loads only the scales of that row.
 //
-// Rows of X, of out and of W are those of ggml_rows.cuh.
+// ggml_rows.cuh maps blocks to rows of X, out and W.
 //
 // Constants
-//     CHOICES       how rows belong to experts (ggml_rows.cuh): 0 or 1
+//     CHOICES       how rows map to experts (ggml_rows.cuh): 0 or 1
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
-//     WHOLE         whether rows are whole units
+//     WHOLE         whether K is a multiple of a unit
 //     TOKENS        rows of X of a block: 1
 //     K_WARPS       warps, along K
-//     STAGES        steps of the weight in shared memory
+//     STAGES        k-tiles of the weight in shared memory
 //     ACCESS        bytes of one access to W
 //     X_ACCESS      elements of one access to X
 
@@ -38,8 +39,8 @@
 
 constexpr int NUM_THREADS = K_WARPS * 32, ROWS = 16, STEP = K_WARPS * UNIT;
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE), GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
-constexpr int GROUPS = UNIT / GROUP, SETS = GROUPS / 2;  // of a unit; set i of sums is of groups i and SETS + i
-// Codes that reach 255 are signed bytes when 128, their OFFSET, is taken off.
+constexpr int GROUPS = UNIT / GROUP, SETS = GROUPS / 2;  // groups of a unit; set i is groups i and SETS + i
+// Quants of up to 255 become signed bytes when their OFFSET, 128, is subtracted.
 constexpr bool IS_SIGNED = FORMAT::OFFSET == 128;
 constexpr int OFFSET = IS_SIGNED ? 0 : FORMAT::OFFSET;
 using code_t = conditional_t<IS_SIGNED, int8_t, uint8_t>;
@@ -91,7 +92,7 @@ ggml_mul_mat_row(scalar_t* out,       // [M, N]
         }
         cp_async_commit();
     };
-    // The caller's elements of X in a step, zeros behind the end of the row; and their digits.
+    // Loads this thread's elements of X in k-tile `step`, zeros past the end of the row; store_digits splits them.
     using vec_t = Vec<scalar_t, 8>;
     const auto load_vec = [&](vec_t& vec, int step) {
         const int64_t first = int64_t(step) * STEP + threadIdx.x * 8;
@@ -121,32 +122,32 @@ ggml_mul_mat_row(scalar_t* out,       // [M, N]
     load_vec(vecs[0], DIGIT_STAGES);
 
     const int column = g % 4, digit = min(column, 2), row = g + t % 2 * 8;
-    const bool has_first = column != 2 && g < 4, has_second = column != 2 && g >= 4;  // else it reads zeros
-    const bool is_first = t % 2 == 0;  // the lane has the first eight rows, and upper digits
+    const bool has_first = column != 2 && g < 4, has_second = column != 2 && g >= 4;  // else the lane reads zeros
+    const bool is_first = t % 2 == 0;  // the lane keeps one of the first eight rows, and has the upper digits
     float sum = 0.0f;
     for (int step = 0; step < steps; ++step) {
         if (step > 0) {
-            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+            if (step - 1 + STAGES < steps) __syncthreads();  // all warps have read the stage
             load(step - 1 + STAGES);
         }
         cp_async_wait<STAGES - 1>();
         __syncthreads();
-        if (step > 0 && step + 1 < steps) {  // behind the barrier nobody needs the digits of the step before
+        if (step > 0 && step + 1 < steps) {  // after the barrier no warp reads the previous k-tile's digits
             store_digits(vecs[0], step + 1);
             load_vec(vecs[0], step + 2);
         }
         const int unit = step * K_WARPS + warp;
         if (unit >= units) continue;
-        // Groups of a unit that the row has, and whether it has one.
+        // Groups of the unit that lie within the row.
         const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const tile_t tile = tile_t::at(stage_of(step), unit - warp);
         const digits_t digits{shared + digits_at(step)};
-        const int at = digits_at(step) + digit * digits_t::PITCH + warp * UNIT + 4 * t;  // of the lane's column
+        const int at = digits_at(step) + digit * digits_t::PITCH + warp * UNIT + 4 * t;  // the lane's column of B
         const int first_at = has_first ? at : GRID_BYTES, second_at = has_second ? at + UNIT / 2 : GRID_BYTES;
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
             if (!WHOLE && set >= groups) break;
-            if constexpr (!WHOLE) sync_warp();  // a product needs all lanes, of which some left out the set before
+            if constexpr (!WHOLE) sync_warp();  // mma.sync needs all lanes; some skipped the end of the previous set
             int32_t products[4] = {};
 #pragma unroll
             for (int element = set * GROUP; element < (set + 1) * GROUP; element += 16) {

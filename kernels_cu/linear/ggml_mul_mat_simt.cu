@@ -1,18 +1,18 @@
-// ggml_mul_mat_simt: rows times a matrix in one of GGUF's quantised types, on every platform.
+// ggml_mul_mat_simt: a GEMM with a GGUF-quantized weight by fused multiply-adds, on every platform.
 //
-//     out[m, n] = T(sum_k W[n, k] * X[m, k]), W decoded in float32, summed in float32    T: dtype of X and out
+//     out[m, n] = T(sum_k W[n, k] * X[m, k]), W dequantized to float32, summed in float32    T: dtype of X and out
 //
-// A warp takes a row of W and TOKENS rows of X. The block goes through K in steps of UNITS units of 256 elements, whose
-// format blocks it copies to shared memory as they are. Lanes decode vectors of eight elements, neighbouring lanes
-// neighbouring vectors; X stays in the L1 cache. Blocks count groups of rows of W, then groups of rows of X. Rows are
-// those of ggml_rows.cuh.
+// A warp takes a row of W and TOKENS rows of X. A k-tile is UNITS units of 256 elements; the block copies its GGUF
+// blocks to shared memory unchanged. Lanes dequantize vectors of eight elements, adjacent lanes take adjacent vectors;
+// X stays in the L1 cache. blockIdx.x counts tiles of rows of W, then tiles of rows of X. ggml_rows.cuh maps blocks to
+// rows.
 //
 // Constants
-//     CHOICES     how rows belong to experts (ggml_rows.cuh)
+//     CHOICES     how rows map to experts (ggml_rows.cuh)
 //     index_t     element type of ids
 //     FORMAT      the GGUF type, a struct of ggml.cuh
 //     TOKENS      rows of X of a block
-//     UNITS       units of a step
+//     UNITS       units of a k-tile
 //     ACCESS      bytes of one access to W
 //     VEC_SIZE    elements of one access to X
 
@@ -44,7 +44,7 @@ ggml_mul_mat_simt(scalar_t* out,                          // [M, N]
     float sums[TOKENS] = {};
     copy_grid<FORMAT, NUM_THREADS>(shared);
     for (int64_t unit = 0; unit < units; unit += UNITS) {
-        __syncthreads();  // the step before is done with
+        __syncthreads();  // all warps have read the previous k-tile
         const tile_t tile = tile_t::at(shared + GRID_BYTES, unit);
         tile.copy<NUM_THREADS>(W, first_row, n, row_bytes, unit);
         cp_async_commit();

@@ -1,32 +1,33 @@
-// ggml_mul_mat_vec: very few rows times a matrix in one of GGUF's quantised types, by mma.sync: sm_80 and later.
+// ggml_mul_mat_vec: a GEMM with a GGUF-quantized weight for very small M (decode), by mma.sync: sm_80 and later.
 //
 //     out[m, n] = T(sum over groups g of K of
-//                   scale[n, g] * (sum over k in g of (code[n, k] - OFFSET) * X[m, k])
+//                   scale[n, g] * (sum over k in g of (quant[n, k] - OFFSET) * X[m, k])
 //                   - minimum[n, g] * (sum over k in g of X[m, k]))                      T: dtype of X and out
 //
-// Codes less OFFSET are integers that T holds, so that products are exact; all sums are float32.
+// quant - OFFSET is an integer that T represents exactly, so the MMA operands are exact; accumulators are float32.
 //
-// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. It goes through K in steps of
-// K_WARPS units of 256 elements, each of which is one warp's of each sixteen rows of W. The format blocks come to shared
-// memory as they are, STAGES steps at a time, with the rows of X. While the kernel before still runs, the block brings
-// the format blocks of its first step to L2.
+// Blocks: a block takes ROW_WARPS * 16 rows of W (columns of out) and TOKENS rows of X. A k-tile is K_WARPS units of
+// 256 elements; each of the K_WARPS warps that share sixteen rows of W takes one unit. The GGUF blocks come to shared
+// memory unchanged, STAGES k-tiles at a time, with the rows of X. While the previous kernel still runs, the block
+// prefetches the GGUF blocks of its first k-tile to L2.
 //
-// Fragments: tiles of 16 rows of W and 8 groups are sums of products: the codes of group c times a matrix that has the
-// elements of X in column c, and zeros elsewhere. So a lane has the sums of two rows and two groups of each eight, and
-// needs no other scales. The four columns of codes that lane t holds are four neighbouring elements. A tile of ones
-// times the elements of X in the columns of all groups gives the sums of X. Codes are raised by RAISED, and the sums
-// lowered by as many sums of X, where that costs less.
+// Fragments: an accumulator tile is 16 rows of W by 8 groups, for one row of X. The MMA of group c multiplies its
+// quants by a B fragment that holds the elements of X in column c, and zeros elsewhere. So of every eight groups a lane
+// holds the accumulators of two groups for two rows, and loads only their scales. The four columns of quants that lane
+// t holds are four adjacent elements. An A fragment of ones times the elements of X, each group in its own column, sums
+// X per group. If it costs less, quants stay raised by RAISED (ggml_mma.cuh), and RAISED times the sum of X is
+// subtracted.
 //
-// Rows of X, of out and of W are those of ggml_rows.cuh.
+// ggml_rows.cuh maps blocks to rows of X, out and W.
 //
 // Constants
-//     CHOICES       how rows belong to experts (ggml_rows.cuh)
+//     CHOICES       how rows map to experts (ggml_rows.cuh)
 //     index_t       element type of ids
 //     FORMAT        the GGUF type, a struct of ggml.cuh
-//     WHOLE         whether rows are whole units
+//     WHOLE         whether K is a multiple of a unit
 //     TOKENS        rows of X of a block
 //     ROW_WARPS, K_WARPS    warps along the rows of W and along K
-//     STAGES        steps in shared memory
+//     STAGES        k-tiles in shared memory
 //     ACCESS        bytes of one access to W
 //     X_ACCESS      elements of one access to X
 
@@ -35,8 +36,8 @@
 
 constexpr int NUM_THREADS = ROW_WARPS * K_WARPS * 32, ROWS = ROW_WARPS * 16, STEP = K_WARPS * UNIT;
 constexpr int GRID_BYTES = bytes_of_grid(FORMAT::GRID_SIZE), GROUP = FORMAT::GROUP, LENGTH = FORMAT::LENGTH;
-constexpr int GROUPS = UNIT / GROUP, TILES = GROUPS / 8, PARTS = GROUP / 16;  // of a unit, of a unit, of a group
-// Sums of a tile that do not wait for each other: a product takes 33 cycles, and those of a group would be in turn.
+constexpr int GROUPS = UNIT / GROUP, TILES = GROUPS / 8, PARTS = GROUP / 16;  // per unit, unit, group
+// Independent chains of MMAs per accumulator tile: an MMA takes 33 cycles, and in one chain each waits for the last.
 constexpr int CHAINS = PARTS > 1 ? 2 : 1;
 constexpr bool HAS_X_SUMS = FORMAT::HAS_MINIMUM || RAISED<FORMAT, scalar_t> != 0;
 using tile_t = RowTile<FORMAT, ROWS, K_WARPS, ACCESS>;
@@ -91,8 +92,9 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
         cp_async_commit();
     };
 
-    // Whether the lane's column has the elements of group number i of a tile, as a factor: logic and selections have half
-    // of the rate of products. blockIdx.z is 0, and the compiler, which would select, does not know it.
+    // is_own[i] is 1 if the lane's column holds the elements of group i of a tile, else 0. It is used as a factor,
+    // since multiplications have twice the rate of logic and selects. The XOR with blockIdx.z, which is 0, keeps the
+    // compiler from turning the multiplication into a select.
     uint32_t is_own[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) is_own[i] = uint32_t(g == i) ^ blockIdx.z;
@@ -101,18 +103,18 @@ ggml_mul_mat_vec(scalar_t* out,                          // [M, N]
     for (int step = 0; step < STAGES; ++step) load(step);
     for (int step = 0; step < steps; ++step) {
         if (step > 0) {
-            if (step - 1 + STAGES < steps) __syncthreads();  // the stage of the step before is done with
+            if (step - 1 + STAGES < steps) __syncthreads();  // all warps have read the stage
             load(step - 1 + STAGES);
         }
         cp_async_wait<STAGES - 1>();
         __syncthreads();
         const int unit = step * K_WARPS + k_warp;
         if (unit >= units) continue;
-        // Groups of a unit that the row has, and whether it has one.
+        // Groups of the unit that lie within the row.
         const int groups = WHOLE ? GROUPS : int(min(int64_t(GROUPS), (k - int64_t(unit) * UNIT) / GROUP));
         const tile_t tile = tile_t::at(stage_of(step), unit - k_warp);
 
-        // Part u of the elements of the lane's group of each tile.
+        // x[token][j][u]: part u of the elements of X in the lane's group of tile j.
         uint2 x[TOKENS][TILES][PARTS] = {};
         float products[TOKENS][TILES][CHAINS][4] = {}, x_sums[TOKENS][TILES][4] = {};
 #pragma unroll

@@ -1,13 +1,14 @@
-// ggml_rows.cuh: which rows of X and out a block takes, and of which expert its weight is.
+// ggml_rows.cuh: the map from a block to its rows of X and out, and to the expert that supplies its weight.
 //
-// Rows of out are choices: choice c is the product of row c / top_k of X and the weight of an expert.
+// A row of out is a choice, one (token, expert) pair: choice c is row c / top_k of X times the weight of its expert.
 //
 //     CHOICES 0    no experts: rows in order, one weight
 //     CHOICES 1    ids[c] is the expert of choice c; a block has one choice
-//     CHOICES 2    ids are choices in the order of their experts, TOKENS of them to a block, whose expert expert_ids has;
-//                  `num_ids` of them count. A number that is no choice stands for nothing.
+//     CHOICES 2    ids holds choices sorted by expert, TOKENS per block (moe_align_block_size); expert_ids holds the
+//                  expert of each block. An out-of-range id is padding.
 //
-// Blocks of the same rows of out lie side by side: one for each tile of ROWS rows of the weight, which are columns of out.
+// Blocks with the same rows of out are adjacent in the grid: one for each tile of ROWS rows of the weight (columns of
+// out).
 #pragma once
 #include "platform.cuh"
 
@@ -30,13 +31,13 @@ struct TokenRows {
         const int64_t number = CHOICES == 1 ? ids[tile] : expert_ids[tile];
         return number >= 0 && number < num_experts ? number : -1;
     }
-    // Row `i` of the block in out, or -1.
+    // The row of out of the block's row `i`, or -1 for padding.
     DEVICE int64_t choice(int i) const {
         const int64_t at = tile * TOKENS + i;
-        if constexpr (TOKENS == 1 && CHOICES != 2) return at;  // a block for each
+        if constexpr (TOKENS == 1 && CHOICES != 2) return at;  // one block per choice
         const int64_t found = CHOICES == 2 ? int64_t(ids[at]) : at;
         return found >= 0 && found < num_choices ? found : -1;
     }
-    // The row of X that this choice multiplies.
+    // The row of X that the choice reads.
     DEVICE int64_t row_of(int64_t choice) const { return CHOICES == 0 ? choice : choice / top_k; }
 };

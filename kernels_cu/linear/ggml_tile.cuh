@@ -1,11 +1,11 @@
-// ggml_tile.cuh: rows of a matrix in one of GGUF's types, a part at a time in shared memory as they are.
+// ggml_tile.cuh: tiles of a GGUF-quantized matrix in shared memory, in the GGUF block format.
 #pragma once
 #include "async.cuh"
 #include "ggml.cuh"
 
 constexpr int UNIT = 256;  // elements of a row that are copied together: one format block, or eight
 
-// Copies pieces AT, AT + THREADS, ... below `count` of a row, ACCESS bytes each, of which there are at most PIECES.
+// Copies pieces AT, AT + THREADS, ... below `count` of a row. A piece is ACCESS bytes; a row has at most PIECES.
 template <int AT, int ACCESS, int PIECES, int THREADS>
 DEVICE void copy_pieces(uint8_t* to, const uint8_t* from, int count) {
     if constexpr (AT < PIECES) {
@@ -14,8 +14,8 @@ DEVICE void copy_pieces(uint8_t* to, const uint8_t* from, int count) {
     }
 }
 
-// Copies pieces 0 to `count` - 1 of a row, ACCESS bytes each, of which there are at most PIECES. The caller is thread
-// `thread` of THREADS threads that share the row.
+// Copies pieces 0 to `count` - 1 of a row. A piece is ACCESS bytes; a row has at most PIECES. The caller is thread
+// `thread` of the THREADS threads that share the row.
 template <int ACCESS, int PIECES, int THREADS>
 DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
     to += thread * ACCESS;
@@ -31,8 +31,8 @@ DEVICE void copy_row(uint8_t* to, const uint8_t* from, int count, int thread) {
     }
 }
 
-// The copy of pieces 0 to `count` - 1 of a row, as copy_row makes it, in two parts: `load` begins it, and behind a barrier
-// after the last use of the shared memory `store` ends it. Where copies are held, pieces wait in registers in between.
+// copy_row in two parts: `load` begins the copy of pieces 0 to `count` - 1 of a row, and `store`, after a barrier after
+// the last use of the shared memory, completes it. With HOLDS_COPIES the pieces stay in registers in between.
 template <int ACCESS, int PIECES, int THREADS>
 struct HeldRow {
     static constexpr bool HOLDS = HOLDS_COPIES && ACCESS >= 4;
@@ -42,7 +42,7 @@ struct HeldRow {
         if constexpr (HOLDS) {
 #pragma unroll
             for (int i = 0; i < ceil_div(PIECES, THREADS); ++i) {
-                // Beyond the row's end its last piece, instead of a branch: nobody reads what is stored there.
+                // Past the end of the row this loads the last piece again, which avoids a branch; it is never read.
                 hold<ACCESS>(words[i], from + min(thread + i * THREADS, count - 1) * ACCESS, true);
             }
         } else if constexpr (!HOLDS_COPIES) {
@@ -65,31 +65,32 @@ struct HeldRow {
     }
 };
 
-// UNITS units of each of ROWS rows, which ACCESS bytes at a time come from memory. Rows begin at multiples of ACCESS
-// bytes. A part of a row need not: then the pieces that its ends lie in are copied whole.
+// UNITS units of each of ROWS rows, copied ACCESS bytes at a time. Rows begin at multiples of ACCESS bytes. The tile's
+// part of a row may not: then the pieces at its two ends are copied whole.
 template <typename FORMAT_T, int ROWS, int UNITS, int ACCESS>
 struct RowTile {
     static constexpr int UNIT_BYTES = UNIT / FORMAT_T::LENGTH * FORMAT_T::BYTES;
     static constexpr int PART = UNITS * UNIT_BYTES;  // bytes of a row
     static constexpr int PIECES = ceil_div(PART, ACCESS) + (PART % ACCESS != 0);
-    // An odd number of 16 bytes: what eight neighbouring rows have at one place lies on different banks.
+    // An odd multiple of 16 bytes: eight adjacent rows have the same offset on different banks.
     static constexpr int PITCH = (PIECES * ACCESS + 15) / 32 * 32 + 16;
     static constexpr int SIZE = ROWS * PITCH;
 
     uint8_t* data;
-    int skew;  // bytes of the first piece in front of the part
+    int skew;  // bytes of the first piece before the part
 
     // The tile at `data` whose parts begin at unit `unit` of the rows.
     static DEVICE RowTile at(uint8_t* data, int64_t unit) { return {data, int(unit * UNIT_BYTES % ACCESS)}; }
 
     template <int NUM_THREADS> using held_t = HeldRow<ACCESS, PIECES, NUM_THREADS / ROWS>;
 
-    // Calls f(to, from, count, thread), as copy_row has it, for the caller's row among the rows from `first_row` on, as
-    // far as that row reaches. Beyond the last row come copies of the last row. All threads of the block call.
+    // Calls f(to, from, count, thread), with the arguments of copy_row, for the row that this thread copies, counted
+    // from `first_row` and cut off at the end of the row. Rows past the last one repeat the last row. All threads of
+    // the block call.
     template <int NUM_THREADS, typename F>
     DEVICE void
     with_row(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit, F f) const {
-        constexpr int THREADS = NUM_THREADS / ROWS;  // of a row
+        constexpr int THREADS = NUM_THREADS / ROWS;  // threads that share a row
         static_assert(NUM_THREADS % ROWS == 0);
         const int row = threadIdx.x / THREADS;
         const int64_t begin = unit * UNIT_BYTES - skew;
@@ -97,7 +98,7 @@ struct RowTile {
         f(data + row * PITCH, W + min(first_row + row, num_rows - 1) * row_bytes + begin, count, threadIdx.x % THREADS);
     }
 
-    // Copies the parts of these rows.
+    // Copies the tile's parts of the rows from `first_row` on.
     template <int NUM_THREADS>
     DEVICE void copy(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t unit) const {
         with_row<NUM_THREADS>(W, first_row, num_rows, row_bytes, unit,
@@ -112,8 +113,8 @@ struct RowTile {
     }
 };
 
-// Brings to L2 what ROWS rows have from byte `begin` on, at most BYTES each. All threads of the block call. A kernel asks for
-// its first step: DRAM, asked for more, would bring the first step later.
+// Prefetches to L2 at most BYTES bytes of each of ROWS rows, from byte `begin` on. All threads of the block call. A
+// kernel prefetches only its first k-tile: further requests would delay that one in DRAM.
 template <int NUM_THREADS, int ROWS, int BYTES>
 DEVICE void prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows, int64_t row_bytes, int64_t begin) {
     constexpr int THREADS = NUM_THREADS / ROWS, LINE = 128;
@@ -129,7 +130,7 @@ DEVICE void prefetch_rows(const uint8_t* W, int64_t first_row, int64_t num_rows,
 
 constexpr int bytes_of_grid(int entries) { return entries * int(sizeof(uint16_t)); }
 
-// Copies the grid of a type to shared memory, for all threads of the block.
+// Copies the codebook grid of a type to shared memory. All threads of the block call.
 template <typename FORMAT_T, int NUM_THREADS>
 DEVICE void copy_grid(uint8_t* shared) {
     if constexpr (FORMAT_T::GRID_SIZE > 0) {
