@@ -1,17 +1,20 @@
-// all_reduce: the sum of a tensor over the ranks that share a node.
+// all_reduce: the all-reduce (sum) of a tensor over the ranks of one node, in one shot or two shots.
 //
 //     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once
 //
-// Thread t of block b takes the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, UNROLL of them at a
-// time: the loads in flight bound the rate over the links. In one shot each rank reads all inputs. In two shots rank r sums slice r, a WORLD_SIZE-th of the vectors, and fetches the other slices
-// from the ranks that summed them: 2 (W - 1) / W of the bytes cross the links instead of W - 1 times as many. A vector of a
-// slice is fetched by the thread of the index that summed it, so that blocks of one index need only meet each other.
+// Thread t of block b takes vector b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, UNROLL of them at a
+// time: the loads in flight bound the rate over the links.
+//
+// One shot: each rank reads all inputs. Two shots: rank r sums slice r, 1 / WORLD_SIZE of the vectors (reduce-scatter),
+// and then reads the other slices from the ranks that summed them (all-gather): 2 (W - 1) / W of the bytes cross the
+// links instead of W - 1 times the bytes. A vector is read by the thread with the index of the thread that summed it,
+// so only blocks with the same index meet (signals.cuh).
 //
 // Constants
 //     WORLD_SIZE     ranks
-//     TWO_SHOT       sum slices, then fetch them
-//     SIGNAL_BYTES   from a rank's signals to its packets
-//     PACKET_BYTES   from its packets to its scratch memory
+//     TWO_SHOT       reduce-scatter, then all-gather
+//     SIGNAL_BYTES   offset of a rank's packets from its signals
+//     PACKET_BYTES   offset of its scratch memory from its packets
 //     UNROLL         vectors that a thread loads from every rank before it sums them
 //     NUM_THREADS    threads in the block
 //     VEC_SIZE       elements in 16 bytes

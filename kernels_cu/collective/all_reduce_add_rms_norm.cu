@@ -1,15 +1,15 @@
-// all_reduce_add_rms_norm: the sum of a matrix over ranks, added to the residual and normalised, in one kernel.
+// all_reduce_add_rms_norm: all-reduce, residual add and RMS norm in one kernel, by packets.cuh.
 //
 //     x = T(sum_p float(input_p[r, i]));  z = T(x + residual[r, i]);  residual[r, i] = z
 //     out[r, i] = T(T(z / sqrt(mean_i(z^2) + epsilon)) * weight[i])    T: dtype of all tensors
 //
-// A block takes row blockIdx.x and every gridDim.x-th after it: it sends all of them to every rank, and then sums a row,
-// which it holds in registers, as the packets come. Every rank sums all rows. The input may be the output.
+// A block takes row blockIdx.x and every gridDim.x-th after it. It sends all its rows to every rank, and then sums row
+// after row in registers as the packets arrive. Every rank computes all rows. out may alias input.
 //
 // Constants
 //     WORLD_SIZE     ranks
-//     SIGNAL_BYTES   from a rank's signals to its packets
-//     PACKET_BYTES   of a rank's packets
+//     SIGNAL_BYTES   offset of a rank's packets from its signals
+//     PACKET_BYTES   bytes of a rank's packets
 
 #include "norm.cuh"
 #include "packets.cuh"
@@ -54,7 +54,7 @@ all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
             z.get(i, column).to_floats(v);
             scale_and_weigh<vec_t>(v, scale, vec_t::load(weight + column)).store(out + r * HIDDEN_SIZE + column);
         });
-        __syncthreads();  // `partial` is free again
+        __syncthreads();  // all warps have read `partial`
     }
     world.leave();
 }

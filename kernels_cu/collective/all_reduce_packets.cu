@@ -1,14 +1,15 @@
-// all_reduce_packets: the sum of a short tensor over the ranks that share a node, each of which sends its input to all.
+// all_reduce_packets: the all-reduce of a short tensor within a node by the low-latency protocol (packets.cuh): each
+// rank sends its input to all ranks.
 //
 //     out[i] = T(sum_r float(input_r[i]))    in the order of ranks, rounded once
 //
-// Thread t of block b sends the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, and then sums
-// those vectors as their packets come. The input may be the output.
+// Thread t of block b sends vector b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, and then sums those
+// vectors as their packets arrive. out may alias input.
 //
 // Constants
 //     WORLD_SIZE     ranks
-//     SIGNAL_BYTES   from a rank's signals to its packets
-//     PACKET_BYTES   of a rank's packets
+//     SIGNAL_BYTES   offset of a rank's packets from its signals
+//     PACKET_BYTES   bytes of a rank's packets
 //     NUM_THREADS    threads in the block
 //     VEC_SIZE       elements in 16 bytes
 

@@ -1,18 +1,20 @@
-// allreduce_rms: RMS norms of rows that are divided among ranks: the squares of a row are summed over all ranks.
+// allreduce_rms: RMS norm of rows whose columns are sharded over ranks (tensor parallelism): the sum of squares of a
+// row is reduced over all ranks.
 //
 //     s = sum_p sum_i float(x_p[r, i])^2    in the order of ranks
 //     out[r, i] = T(x[r, i] / sqrt(s / (SIZE * WORLD_SIZE) + epsilon) * weight[i])    for x the first Q_SIZE columns of
 //     input, and for the next K_SIZE, each with sums of its own
 //
-// A block takes row blockIdx.x and every gridDim.x-th after it. It leaves the sums of its rows in the scratch memory of its
-// rank, meets the blocks of its index, and reads theirs. Sums lie in two halves of that memory in turn: a rank that is a
-// kernel ahead writes to the other half, and no rank can be two ahead. So one meeting is enough. All launches have the same
-// grid, whatever the number of rows, so that all blocks count the same meetings.
+// A block takes row blockIdx.x and every gridDim.x-th after it. It writes the sums of squares of its rows to the
+// scratch memory of its rank, meets the blocks with its index (signals.cuh), and reads theirs. The scratch memory is
+// double-buffered: a rank that is one kernel ahead writes to the other half, and no rank can be two ahead, so one
+// meeting is enough. All launches have the same grid for any number of rows, so that all blocks count the same
+// meetings.
 //
 // Constants
 //     WORLD_SIZE      ranks
 //     Q_SIZE, K_SIZE  columns that are normalised; K_SIZE may be 0
-//     SIGNAL_BYTES    from a rank's signals to its scratch memory
+//     SIGNAL_BYTES    offset of a rank's scratch memory from its signals
 
 #include "reduce.cuh"
 #include "signals.cuh"
@@ -29,7 +31,7 @@ DEVICE float sum_of_squares(const scalar_t* x, float* partial) {
         for (int j = 0; j < VEC_SIZE; ++j) sum += v[j] * v[j];
     }
     sum = row_reduce<Sum, NUM_THREADS>(sum, partial);
-    __syncthreads();  // `partial` is free again
+    __syncthreads();  // all warps have read `partial`
     return sum;
 }
 

@@ -1,17 +1,17 @@
-// expert_combine: the sum of a token's results over the ranks that hold one of its experts.
+// expert_combine: sums the results of every token over the ranks that hold its experts.
 //
-//     out[t] = T(sum_p float(row t * W + rank of rank p))    over these ranks in their order, rounded once; else 0
+//     out[t] = T(sum_p float(row t * W + rank of rank p))    over these ranks in order, rounded once; 0 without ranks
 //
-// Thread t of block b sums the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, which it reads
-// where the ranks hold them. expert_rows.cuh has the order of ranks.
+// Thread t of block b sums vector b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it, which it reads from
+// the memory of the ranks. expert_rows.cuh explains the memory and the synchronization.
 //
 // Constants
 //     WORLD_SIZE     W, ranks
-//     SIGNAL_BYTES   from a rank's signals to its rows
+//     SIGNAL_BYTES   offset of a rank's rows from its signals
 //     TOP_K          choices of a token
 //     NUM_EXPERTS    on all ranks
 //     id_t           element type of topk_ids
-//     CODES, code_t  of the dispatch: of no interest here
+//     CODES, code_t  used by the dispatch only
 
 #include "expert_rows.cuh"
 

@@ -1,19 +1,19 @@
-// expert_dispatch: every token's row goes to the ranks that hold one of its experts, with its ids and weights.
+// expert_dispatch: sends every token's row, with its ids and weights, to the ranks that hold its experts.
 //
-//     row t * W + r of rank p = row t of x of rank r    where one of its ids is an expert of p; with CODES, as codes
-//     ids[t * W + r, k] of rank p = topk_ids[t, k] - p * E / W of rank r, -1 where that is no expert of p
+//     row t * W + r of rank p = row t of x of rank r    if one of its ids is an expert of p; CODES: quantized
+//     ids[t * W + r, k] of rank p = topk_ids[t, k] - p * E / W of rank r, or -1 if that is not an expert of p
 //
-// Thread t of block b sends the vectors b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it; then ids and
-// weights, likewise. expert_rows.cuh has the order of ranks.
+// Thread t of block b sends vector b * NUM_THREADS + t, and every gridDim.x * NUM_THREADS after it; then ids and
+// weights in the same order. expert_rows.cuh explains the memory and the synchronization.
 //
 // Constants
 //     WORLD_SIZE     W, ranks
-//     SIGNAL_BYTES   from a rank's signals to its rows
+//     SIGNAL_BYTES   offset of a rank's rows from its signals
 //     TOP_K          choices of a token
 //     NUM_EXPERTS    E, on all ranks
 //     id_t           element type of topk_ids
-//     CODES          rows are codes, with a scale for 128 elements
-//     code_t         element type of codes
+//     CODES          whether rows are quantized, with one scale per 128 elements
+//     code_t         element type of quantized rows
 
 #include "expert_rows.cuh"
 

@@ -1,22 +1,24 @@
-// expert_rows.cuh: rows of tokens go to the ranks that hold their experts, and results are fetched from there.
+// expert_rows.cuh: expert parallelism: the dispatch of token rows to the ranks of their experts, and the combine.
 //
-// Rank r holds the experts r * E / W to (r + 1) * E / W - 1, of E on W ranks. In memory that all ranks access, every rank
-// has a row for each token of each rank, and beside it an id and a weight for each of the token's choices. Token t of rank
-// r has row t * W + r on every rank, whatever the number of tokens: no place is claimed, and no count crosses the links.
+// Rank r holds experts r * E / W to (r + 1) * E / W - 1 of the E experts on W ranks. In memory that all ranks access,
+// every rank has a row for each token of each rank, with an id and a weight for each of the token's choices. Token t of
+// rank r has row t * W + r on every rank, for any number of tokens: no slots are allocated, and no counts cross the
+// links.
 //
-// A call is a dispatch, the experts' products in place, and a combine. Each of the two kernels has one meeting, and the
-// other one orders what it leaves open. A rank writes its rows to rank p before it meets p in a dispatch: it has met p in
-// the combine before, which p began when its products were done, and it has fetched its own results. Products write rows
-// that their rank has fetched in the combine before that dispatch. Nobody else uses the rows of a rank.
+// A call is a dispatch, the grouped GEMMs of the experts in place, and a combine. Dispatch and combine have one meeting
+// each (signals.cuh), and this is enough. A dispatch writes rows to rank p before it meets p: it has met p in the
+// previous combine, which p began after its GEMMs, and it has read its own results there. The GEMMs of a rank overwrite
+// a row after its owner has read the previous result, in the combine before this dispatch. No other kernel uses these
+// rows.
 //
 // Constants
 //     WORLD_SIZE     W, ranks
-//     SIGNAL_BYTES   from a rank's signals to its rows
+//     SIGNAL_BYTES   offset of a rank's rows from its signals
 //     TOP_K          choices of a token
 //     NUM_EXPERTS    E, on all ranks; a multiple of W
 //     id_t           element type of topk_ids
-//     CODES          rows cross the links as codes; results do not
-//     code_t         element type of codes
+//     CODES          whether dispatch quantizes the rows; results are never quantized
+//     code_t         element type of quantized rows
 
 #pragma once
 #include "quant.cuh"
@@ -27,11 +29,11 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 struct ExpertRows {
     static constexpr int ROW_VECS = HIDDEN_SIZE / VEC_SIZE, RANK_EXPERTS = NUM_EXPERTS / WORLD_SIZE;
-    static constexpr int BATCH = WORLD_SIZE > 4 ? 1 : 8 / WORLD_SIZE;  // vectors of a thread: up to 8 loads in flight
-    static constexpr int GROUP_SIZE = 128, GROUPS = HIDDEN_SIZE / GROUP_SIZE;  // of a row's codes, under one scale each
+    static constexpr int BATCH = WORLD_SIZE > 4 ? 1 : 8 / WORLD_SIZE;  // vectors per thread: up to 8 loads in flight
+    static constexpr int GROUP_SIZE = 128, GROUPS = HIDDEN_SIZE / GROUP_SIZE;  // quantization groups of a row
 
     World<WORLD_SIZE>& world;
-    int first, step;  // vectors of this thread
+    int first, step;  // this thread takes vectors first, first + step, ...
 
     DEVICE ExpertRows(World<WORLD_SIZE>& world) : world(world) {
         first = int(blockIdx.x * NUM_THREADS + threadIdx.x);
@@ -41,11 +43,12 @@ struct ExpertRows {
     DEVICE T* memory(int other, int64_t offset) const {
         return reinterpret_cast<T*>(reinterpret_cast<char*>(world.of(other)) + offset);
     }
-    // The row of vector i of this rank's tokens, on every rank, and where the vector lies in the rows.
+    // The row of vector i of this rank's tokens, which is the same on every rank, and the offset of the vector in the
+    // rows.
     DEVICE int64_t row_of(int i) const { return int64_t(i / ROW_VECS) * WORLD_SIZE + world.rank; }
     DEVICE int64_t place(int i) const { return row_of(i) * HIDDEN_SIZE + i % ROW_VECS * VEC_SIZE; }
-    // Of the vectors at `base` and every `step` behind it, a bit for each rank with an expert of the token. Ids that name no
-    // expert name no rank.
+    // For the vectors base, base + step, ...: sets ranks[b] to a bit mask of the ranks that hold an expert of the
+    // token. Out-of-range ids are ignored.
     DEVICE void find_ranks(uint32_t (&ranks)[BATCH], int base, const id_t* topk_ids, int num_vecs) const {
 #pragma unroll
         for (int b = 0; b < BATCH; ++b) {
@@ -59,15 +62,16 @@ struct ExpertRows {
             }
         }
     }
-    // Stores a vector to the ranks that have a bit.
+    // Stores a vector to the ranks in the mask.
     DEVICE void send(const vec_t& vec, uint32_t ranks, int i, scalar_t* const (&rows)[WORLD_SIZE]) const {
 #pragma unroll
         for (int other = 0; other < WORLD_SIZE; ++other) {
             if (ranks >> other & 1) vec.store(rows[other] + place(i));
         }
     }
-    // Stores the vector's codes where its row begins, and the scale of its group, which is that of group_quant.cu. Threads
-    // of a group are neighbours. Every lane of the warp takes part.
+    // Quantizes the vector as group_quant.cu does, and stores it and the scale of its group to the ranks in the mask.
+    // The quantized row begins at the offset of the unquantized row. The threads of a group are adjacent. Every lane of
+    // the warp calls.
     DEVICE void send_codes(const vec_t& vec, uint32_t ranks, int i, scalar_t* const (&rows)[WORLD_SIZE],
                            int64_t scales_offset) const {
         constexpr float LARGEST = Codes<code_t>::largest;
@@ -88,16 +92,16 @@ struct ExpertRows {
             memory<float>(other, scales_offset)[row_of(i) * GROUPS + column / GROUP_SIZE] = scale;
         }
     }
-    // Writes every token's row to the ranks of its experts, and meets. The ids of a row are numbers of experts of the rank
-    // that gets them, or -1 for experts of others; those of tokens from `num_tokens` to `most_tokens` are -1. Ids, weights
-    // and scales lie at these offsets from a rank's signals, in bytes.
+    // Writes every token's row to the ranks of its experts, and meets. The ids that a rank receives are local expert
+    // indices, or -1 for experts of other ranks and for tokens from `num_tokens` to `most_tokens` - 1. The offsets of
+    // ids, weights and scales are in bytes from a rank's signals.
     DEVICE void dispatch(const scalar_t* x, const id_t* topk_ids, const float* topk_weights, int num_tokens,
                          int most_tokens, int64_t ids_offset, int64_t weights_offset, int64_t scales_offset) {
         const int num_vecs = num_tokens * ROW_VECS;
         scalar_t* rows[WORLD_SIZE];
 #pragma unroll
         for (int other = 0; other < WORLD_SIZE; ++other) rows[other] = memory<scalar_t>(other, SIGNAL_BYTES);
-        const int lane = threadIdx.x % WARP_SIZE;  // a warp goes on while its first lane has a vector
+        const int lane = threadIdx.x % WARP_SIZE;  // a warp loops while its first lane has a vector
         for (int base = first; base - lane < num_vecs; base += BATCH * step) {
             vec_t vecs[BATCH];
             uint32_t ranks[BATCH];
@@ -129,7 +133,7 @@ struct ExpertRows {
         }
         world.meet<Flagged::ALL>();
     }
-    // Meets, and sums the results of every token in float32, in the order of ranks.
+    // Meets, and sums the results of every token over its ranks in float32, in the order of ranks.
     DEVICE void combine(scalar_t* out, const id_t* topk_ids, int num_tokens) {
         const int num_vecs = num_tokens * ROW_VECS;
         uint32_t ranks[BATCH];
@@ -137,7 +141,7 @@ struct ExpertRows {
         const scalar_t* rows[WORLD_SIZE];
 #pragma unroll
         for (int other = 0; other < WORLD_SIZE; ++other) rows[other] = memory<scalar_t>(other, SIGNAL_BYTES);
-        world.meet<Flagged::START>();  // results were written by the kernels before
+        world.meet<Flagged::START>();  // earlier kernels wrote the results
         for (int base = first; base < num_vecs; base += BATCH * step) {
             vec_t vecs[BATCH][WORLD_SIZE];
 #pragma unroll

@@ -1,21 +1,22 @@
-// packets.cuh: values that cross the links together with the number of their meeting, and need neither flag nor fence.
+// packets.cuh: the low-latency protocol (LL in NCCL): data is stored together with the number of its meeting
+// (signals.cuh), and needs neither flag nor fence.
 //
-// A packet is 8 bytes that are stored at once and loaded at once: 4 bytes of a value, and the number. A rank stores its
-// input as packets into the memory of every other rank, and takes theirs from its own memory as soon as they bear the
-// number. So a value comes by one store, where a meeting before a read takes a fence, a flag, and the read's way there and
-// back; the price is twice the bytes. (NCCL calls this its LL protocol, for low latency.)
+// A packet is 8 bytes, stored and loaded atomically: 4 bytes of data and the meeting number. A rank stores its input as
+// packets into the memory of every other rank, and polls its own memory until their packets have the number. So data
+// takes one store, whereas a read after a meeting takes a fence, a flag, and the round trip of the read; the price is
+// twice the bytes.
 //
-// Packets of even and of odd numbers have memory of their own. A rank that has all packets of a meeting knows that every
-// other rank has begun the kernel, so has ended the kernel before, and with that has read what lies where the packets of
-// the next meeting go.
+// Packets are double-buffered by the parity of the meeting number. A rank that has all packets of a meeting knows that
+// every other rank has begun this kernel, so that rank's previous kernel has ended and has read the buffer that the
+// next meeting overwrites.
 //
 // Constants
-//     PACKET_BYTES   behind the signals of a rank, for packets
+//     PACKET_BYTES   bytes for packets after the signals of a rank
 
 #pragma once
 #include "signals.cuh"
 
-// Two packets, 16 bytes of which each half is stored at once.
+// Stores two packets; each 8-byte half is stored atomically.
 DEVICE void store_packets(uint64_t* address, uint64_t first, uint64_t second) {
 #if PYOPS_CUDA
     asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(address), "l"(first), "l"(second) : "memory");
@@ -27,7 +28,8 @@ DEVICE void store_packets(uint64_t* address, uint64_t first, uint64_t second) {
     host::store_packet(address + 1, second);
 #endif
 }
-// On the host, waits until both packets bear `meeting` or more, or will not come; rank `from` stores them.
+// Loads two packets. The host backend waits until both have number `meeting` or more, or until rank `from`, which
+// stores them, can no longer do so.
 DEVICE void load_packets(const uint64_t* address, uint32_t meeting, int from, uint64_t& first, uint64_t& second) {
 #if PYOPS_CUDA
     asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(address) : "memory");
@@ -40,12 +42,12 @@ DEVICE void load_packets(const uint64_t* address, uint32_t meeting, int from, ui
 #endif
 }
 
-// The packets of a message of `num_vecs` vectors of 16 bytes. A vector is four packets, of which two lie side by side in
-// each half of a rank's message. A rank sends to itself, too.
+// The packets of a message of `num_vecs` vectors of 16 bytes. A vector is four packets: two adjacent ones in each half
+// of the rank's message. A rank also sends to itself.
 template <int WORLD_SIZE, typename T, int VEC_SIZE>
 struct Packets {
     using vec_t = Vec<T, VEC_SIZE>;
-    static constexpr int PACKED = 4 / int(sizeof(T));  // elements of a packet
+    static constexpr int PACKED = 4 / int(sizeof(T));  // elements per packet
 
     const World<WORLD_SIZE>& world;
     int64_t num_vecs;
@@ -55,7 +57,7 @@ struct Packets {
 #pragma unroll
         for (int i = 0; i < WORLD_SIZE; ++i) ranks[i] = world.of(i);
     }
-    // In the memory of `owner`: a half of vector i of rank `from`.
+    // The address in the memory of `owner` of half `half` of vector i of rank `from`.
     DEVICE uint64_t* place(Signals* owner, int from, int half, int64_t i) const {
         char* packets = reinterpret_cast<char*>(owner) + SIGNAL_BYTES + world.meeting % 2 * (PACKET_BYTES / 2);
         return reinterpret_cast<uint64_t*>(packets) + ((from * 2 + half) * num_vecs + i) * 2;
@@ -72,7 +74,7 @@ struct Packets {
             store_packets(place(ranks[other], world.rank, 1, i), packets[2], packets[3]);
         }
     }
-    // x = the sum of vector i of every rank in float32, in the order of ranks. Waits for its packets.
+    // x = the sum of vector i over the ranks in float32, in the order of ranks. Waits for the packets.
     DEVICE void sum(float (&x)[VEC_SIZE], int64_t i) const {
         uint64_t packets[WORLD_SIZE][4];
         Patience patience;

@@ -1,22 +1,22 @@
-// quick_all_reduce: the sum of a tensor over ranks, whose parts cross the links in codes of a few bits.
+// quick_all_reduce: an all-reduce (sum) that quantizes the data on the links to 4, 6 or 8 bits.
 //
 //     sum[i] = D(E(input_0[i])) + D(E(input_1[i])) + ...    each sum rounded to T
-//     out[i] = D(E(sum[i]))                                 T: dtype that is computed in
-//     E, D: s = T(-e / 2^(BITS-1)), q = clip(round(x / s)), x ~ T(q * s); e: element of largest magnitude of a block, the
-//     negative one of two; q = 0 where s = 0. So e itself has the code -2^(BITS-1), exactly. A block with an
-//     element that is not finite is NaN.
+//     out[i] = D(E(sum[i]))                                 T: compute dtype
+//     E, D: s = T(-e / 2^(BITS-1)), q = clip(round(x / s)), x ~ T(q * s); e: the element of largest magnitude in a
+//     quantization block, the negative one in a tie; q = 0 if s = 0. So e is quantized to -2^(BITS-1), exactly. A
+//     quantization block with a NaN or an infinity becomes NaN.
 //
-// A tile is 8 neighbouring vectors of 8 elements, held by 8 neighbouring threads; its elements at even positions are one
-// block, those at odd positions the other. Rank r sums slice r, a WORLD_SIZE-th of the tiles. In the scratch memory of a
-// rank, section p has the codes of slice p of its input, and section WORLD_SIZE those of the sum of its own slice. A section
-// is the low four bits of 8 codes as a word, for each vector; their high bits; two scales for each tile. With BITS = 16 it
-// is the elements themselves. Thread t of block b takes the vectors b * NUM_THREADS + t of a slice, and every gridDim.x *
-// NUM_THREADS after it, in every phase.
+// A tile is 8 adjacent vectors of 8 elements, held by 8 adjacent threads; its elements at even positions are one
+// quantization block, and those at odd positions the other. Rank r sums slice r, 1 / WORLD_SIZE of the tiles. In the
+// scratch memory of a rank, section p holds slice p of its input, quantized, and section WORLD_SIZE holds the quantized
+// sum of its own slice. A section is, for each vector, a word with the low four bits of its 8 quants; then their high
+// bits; then two scales for each tile. With BITS = 16 it is the unquantized elements. Thread t of block b takes vector
+// b * NUM_THREADS + t of a slice, and every gridDim.x * NUM_THREADS after it, in every phase.
 //
 // Constants
 //     WORLD_SIZE     ranks
-//     BITS           4, 6 or 8; or 16
-//     SIGNAL_BYTES   from a rank's signals to its scratch memory
+//     BITS           4, 6 or 8; 16 for no quantization
+//     SIGNAL_BYTES   offset of a rank's scratch memory from its signals
 //     NUM_THREADS    threads in the block
 //     compute_t      T: scalar_t, or float16 for bfloat16
 
@@ -25,11 +25,11 @@
 
 using input_t = Vec<scalar_t, 8>;
 using vec_t = Vec<compute_t, 8>;
-constexpr int HIGH_BITS = BITS == 16 ? 0 : BITS - 4;  // of a code
-constexpr int HALF = 1 << (BITS - 1);                 // codes are stored with this added
+constexpr int HIGH_BITS = BITS == 16 ? 0 : BITS - 4;  // high bits of a quant
+constexpr int HALF = 1 << (BITS - 1);                 // quants are stored with this offset
 using high_t = word_of<BITS == 8 ? 4 : 2>::type;
 
-// The part of scratch memory with one slice.
+// One section of the scratch memory: a slice.
 struct Section {
     char* memory;
     int64_t num_vecs;
@@ -41,7 +41,7 @@ struct Section {
     DEVICE high_t* high() const { return reinterpret_cast<high_t*>(memory + num_vecs * 4); }
     DEVICE compute_t* scales() const { return reinterpret_cast<compute_t*>(memory + num_vecs * (4 + HIGH_BITS)); }
 
-    // Every thread of the warp calls; one that is not active stores nothing.
+    // Quantizes and stores vector i. Every thread of the warp calls; only active threads store.
     DEVICE void store(int64_t i, const float (&x)[8], bool active) const {
         if constexpr (BITS == 16) {
             if (active) vec_t::from_floats(x).store(reinterpret_cast<compute_t*>(memory) + i * 8);

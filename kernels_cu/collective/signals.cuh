@@ -1,11 +1,15 @@
-// signals.cuh: how the blocks of one index of several ranks wait for each other, and sums over ranks.
+// signals.cuh: the barrier across ranks for blocks with the same index, called a meeting here, and sums over ranks.
 //
-// Every rank has a `Signals` that all ranks can access. Block b of rank r tells rank p that it has come by storing the
-// number of the meeting to flags[b][r] of p. Numbers only grow, so a flag need not be reset. A flag is stored with release
-// and read with acquire, in the scope of the system; the barriers of the block carry both from and to its other threads.
-// A release costs 0.65 us for its fence. A flag that publishes no writes of its own kernel does without: what earlier kernels
-// wrote is visible since they ended, and loads whose values were used need no fence.
-// All ranks launch the same grid, and each kernel counts its meetings in `meetings`, for every block, before it ends.
+// Every rank has a `Signals` that all ranks can access. Block b of rank r arrives at rank p by storing the number of
+// the meeting to flags[b][r] of p. Numbers only grow, so a flag is never reset. A flag is stored with release and read
+// with acquire semantics at system scope; __syncthreads before and after extends both to the other threads of the
+// block.
+//
+// The fence of a release costs 0.65 us. A flag that publishes no writes of its own kernel is stored relaxed: the writes
+// of earlier kernels are visible since those kernels ended, and completed loads need no fence.
+//
+// All ranks launch the same grid, and each kernel stores the number of its last meeting to `meetings`, for every block,
+// before it ends.
 
 #pragma once
 #include "vec.cuh"
@@ -21,7 +25,8 @@ struct Signals {
 #if PYOPS_HOST
 using host::Flagged;
 #else
-// What a flag publishes: ALL that its block did; that its kernel has begun (START); that its block's reads are over (READS).
+// What a flag publishes. ALL: the writes of its block. START: only that its kernel has begun. READS: only that the
+// reads of its block are complete.
 enum class Flagged { ALL, START, READS };
 #endif
 
@@ -40,7 +45,7 @@ DEVICE void store_signal(uint32_t* flag, uint32_t value) {
 #endif
 }
 
-// What a kernel says of a rank that it gives up waiting for, in memory of the host, which outlives the kernel's trap.
+// The report on a rank that a kernel gave up waiting for. It is in host memory, which survives the kernel's trap.
 struct LostRank {
     uint32_t block;    // 1 + the block that has waited; 0: the rank was not given up
     uint32_t meeting;  // the number of the meeting to which the rank did not come
@@ -53,16 +58,16 @@ DEVICE void tell_lost(LostRank* lost, uint32_t meeting) {
 #endif
 }
 
-// How long a thread has waited for ranks. One that has not come after SIGNAL_SECONDS will not come: the thread says so in
-// `lost`, and after TELLING_SECONDS, in which other threads may say so of other ranks, the kernel ends with a trap, which
-// the next call of the device's runtime reports. A rank that comes meanwhile is not lost.
+// The timeout of a thread that waits for ranks. After SIGNAL_SECONDS the thread reports the missing ranks in `lost`.
+// After TELLING_SECONDS more, in which other threads can report other ranks, the kernel ends with a trap, which the
+// next CUDA runtime call returns as an error. A rank that arrives in between is taken off the report.
 constexpr uint64_t SIGNAL_SECONDS = 30, TELLING_SECONDS = 1;
 struct Patience {
 #if PYOPS_CUDA
     uint64_t start = 0;
     uint32_t tries = 0, told = 0;  // a bit for each rank
 #endif
-    // After each look: `missing` has a bit for each rank that has not come to the meeting.
+    // Called after each poll; `missing` has a bit for each rank that has not arrived at the meeting.
     DEVICE void spend(uint32_t missing, uint32_t meeting, LostRank* lost) {
 #if PYOPS_CUDA
         if (++tries % 1024) return;
@@ -80,7 +85,7 @@ struct Patience {
         host::give_up();
 #endif
     }
-    // When every rank has come.
+    // Called once every rank has arrived: withdraws the reports.
     DEVICE void end(LostRank* lost) {
 #if PYOPS_CUDA
         for (; told; told &= told - 1) lost[__ffs(told) - 1].block = 0;
@@ -112,12 +117,12 @@ DEVICE void await_signal(const uint32_t* flag, uint32_t meeting, int from, LostR
     patience.end(lost);
 }
 
-// The ranks, as the block of one of them sees them.
+// The ranks, from the point of view of one block of rank `rank`.
 template <int WORLD_SIZE>
 struct World {
-    const uint64_t* addresses;  // of the signals of each rank
-    Signals *own, *others;      // `others`: thread t < WORLD_SIZE has those of rank t
-    LostRank* lost;             // [MAX_RANKS], of each rank
+    const uint64_t* addresses;  // address of the Signals of each rank
+    Signals *own, *others;      // `others`: in thread t < WORLD_SIZE, the Signals of rank t
+    LostRank* lost;             // [MAX_RANKS], the report on each rank
     int rank;
     uint32_t meeting;  // number of the last meeting
 
@@ -127,7 +132,7 @@ struct World {
         others = of(threadIdx.x < WORLD_SIZE ? threadIdx.x : 0);
     }
     DEVICE Signals* of(int other) const { return reinterpret_cast<Signals*>(addresses[other]); }
-    // Waits for the block of this index of every rank, and sees what their flags publish. Every thread calls.
+    // Waits for the block with this index on every rank; what their flags publish is then visible. Every thread calls.
     template <Flagged WHAT>
     DEVICE void meet() {
         ++meeting;
@@ -138,20 +143,20 @@ struct World {
         }
         __syncthreads();
     }
-    // Before the kernel ends. Every thread calls, behind the last meeting. Blocks that a launch lacks are counted, too, so
-    // that the next kernel has the same number in all of its blocks.
+    // Stores the meeting number before the kernel ends. Every thread calls, after the last meeting. It also stores the
+    // number for blocks beyond this grid, so that the next kernel starts from the same number in all of its blocks.
     DEVICE void leave() const {
         const uint32_t block = blockIdx.x + threadIdx.x * gridDim.x;
         if (block < MAX_RANK_BLOCKS) own->meetings[block] = meeting;
     }
-    // Memory behind the signals of a rank, for results that other ranks fetch.
+    // The memory after the signals of a rank, for results that other ranks read.
     template <typename T>
     DEVICE T* scratch(int other) const {
         return reinterpret_cast<T*>(reinterpret_cast<char*>(of(other)) + SIGNAL_BYTES);
     }
 };
 
-// x = the sum of vectors, one of every rank, in float32, in the order of ranks.
+// x = the sum of the vectors of all ranks, in float32, in the order of ranks.
 template <typename T, int VEC_SIZE, int WORLD_SIZE>
 DEVICE void sum_in_order(float (&x)[VEC_SIZE], const Vec<T, VEC_SIZE> (&vecs)[WORLD_SIZE]) {
     vecs[0].to_floats(x);
