@@ -27,7 +27,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 all_reduce(scalar_t* out,            // [num_vecs * VEC_SIZE]
            const uint64_t* peers,    // [8]: address of the input of each rank
            const uint64_t* signals,  // [8]: address of the signals of each rank
-           LostRank* lost,           // [8]: each rank, if the kernel gives it up
+           LostRank* lost,           // [8]: report on each rank that the kernel gave up
            Signals* own_signals, int64_t num_vecs, int rank) {
     await_previous_kernel();
     World<WORLD_SIZE> world(signals, own_signals, lost, rank);

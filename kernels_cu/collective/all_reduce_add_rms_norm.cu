@@ -23,7 +23,7 @@ all_reduce_add_rms_norm(scalar_t* out,            // [num_rows, HIDDEN_SIZE]
                         const scalar_t* weight,   // [HIDDEN_SIZE]
                         const scalar_t* input,    // [num_rows, HIDDEN_SIZE]
                         const uint64_t* signals,  // [8]: address of the signals of each rank
-                        LostRank* lost,           // [8]: each rank, if the kernel gives it up
+                        LostRank* lost,           // [8]: report on each rank that the kernel gave up
                         Signals* own_signals, int64_t num_rows, int rank, float epsilon) {
     await_previous_kernel();
     constexpr int ROW_VECS = HIDDEN_SIZE / VEC_SIZE;

@@ -2,8 +2,8 @@
 // row is reduced over all ranks.
 //
 //     s = sum_p sum_i float(x_p[r, i])^2    in the order of ranks
-//     out[r, i] = T(x[r, i] / sqrt(s / (SIZE * WORLD_SIZE) + epsilon) * weight[i])    for x the first Q_SIZE columns of
-//     input, and for the next K_SIZE, each with sums of its own
+//     out[r, i] = T(x[r, i] / sqrt(s / (SIZE * WORLD_SIZE) + epsilon) * weight[i])
+//     x: the first Q_SIZE columns of input, and separately, with their own s and weight, the next K_SIZE columns
 //
 // A block takes row blockIdx.x and every gridDim.x-th after it. It writes the sums of squares of its rows to the
 // scratch memory of its rank, meets the blocks with its index (signals.cuh), and reads theirs. The scratch memory is
@@ -55,7 +55,7 @@ allreduce_rms(scalar_t* q_out,           // [num_rows, Q_SIZE]
               const scalar_t* q_weight,  // [Q_SIZE]
               const scalar_t* k_weight,  // [K_SIZE]
               const uint64_t* signals,   // [WORLD_SIZE]: address of the signals of each rank
-              LostRank* lost,            // [8]: each rank, if the kernel gives it up
+              LostRank* lost,            // [8]: report on each rank that the kernel gave up
               int64_t num_rows, int64_t input_stride, int rank, float epsilon) {
     await_previous_kernel();
     __shared__ float partial[NUM_THREADS / WARP_SIZE];

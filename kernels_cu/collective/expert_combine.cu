@@ -19,7 +19,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 expert_combine(scalar_t* out,            // [num_tokens, HIDDEN_SIZE]
                const id_t* topk_ids,     // [num_tokens, TOP_K]
                const uint64_t* signals,  // [8]: address of the signals of each rank
-               LostRank* lost,           // [8]: each rank, if the kernel gives it up
+               LostRank* lost,           // [8]: report on each rank that the kernel gave up
                Signals* own_signals, int num_tokens, int rank) {
     await_previous_kernel();
     World<WORLD_SIZE> world(signals, own_signals, lost, rank);

@@ -22,7 +22,7 @@ expert_dispatch(const scalar_t* x,          // [num_tokens, HIDDEN_SIZE]
                 const id_t* topk_ids,       // [num_tokens, TOP_K]
                 const float* topk_weights,  // [num_tokens, TOP_K]
                 const uint64_t* signals,    // [8]: address of the signals of each rank
-                LostRank* lost,             // [8]: each rank, if the kernel gives it up
+                LostRank* lost,             // [8]: report on each rank that the kernel gave up
                 Signals* own_signals, int num_tokens, int most_tokens, int64_t ids_offset, int64_t weights_offset,
                 int64_t scales_offset, int rank) {
     await_previous_kernel();

@@ -2,9 +2,9 @@
 // (signals.cuh), and needs neither flag nor fence.
 //
 // A packet is 8 bytes, stored and loaded atomically: 4 bytes of data and the meeting number. A rank stores its input as
-// packets into the memory of every other rank, and polls its own memory until their packets have the number. So data
-// takes one store, whereas a read after a meeting takes a fence, a flag, and the round trip of the read; the price is
-// twice the bytes.
+// packets into the memory of every rank, itself included, and polls its own memory until the packets of all ranks have
+// the number. So data takes one store, whereas a read after a meeting takes a fence, a flag, and the round trip of the
+// read; the price is twice the bytes.
 //
 // Packets are double-buffered by the parity of the meeting number. A rank that has all packets of a meeting knows that
 // every other rank has begun this kernel, so that rank's previous kernel has ended and has read the buffer that the
@@ -43,7 +43,7 @@ DEVICE void load_packets(const uint64_t* address, uint32_t meeting, int from, ui
 }
 
 // The packets of a message of `num_vecs` vectors of 16 bytes. A vector is four packets: two adjacent ones in each half
-// of the rank's message. A rank also sends to itself.
+// of the rank's message.
 template <int WORLD_SIZE, typename T, int VEC_SIZE>
 struct Packets {
     using vec_t = Vec<T, VEC_SIZE>;

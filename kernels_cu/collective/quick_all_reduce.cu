@@ -98,7 +98,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
 quick_all_reduce(scalar_t* out,            // [num_vecs * 8]
                  const scalar_t* input,    // [num_vecs * 8]
                  const uint64_t* signals,  // [8]: address of the signals of each rank
-                 LostRank* lost,           // [8]: each rank, if the kernel gives it up
+                 LostRank* lost,           // [8]: report on each rank that the kernel gave up
                  Signals* own_signals, int64_t num_vecs, int64_t slice, int rank) {
     await_previous_kernel();
     World<WORLD_SIZE> world(signals, own_signals, lost, rank);

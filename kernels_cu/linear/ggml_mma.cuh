@@ -73,8 +73,8 @@ struct GroupSums<T, TILES, true> {
 
 // mma.sync: eight groups at a time. A lane's four words of row g of X, two B fragments, also form one A fragment: row g
 // of that holds the first word of either B fragment, and row g + 8 the second. Column c of the other operand is ones at
-// the elements of group c, and zeros elsewhere. So the lane gets both parts of row g's sums in groups 2t and 2t + 1, t
-// = lane % 4. Added up, they are the two elements of a B fragment with K = groups, for the MMA with the minima. Each
+// the elements of group c, and zeros elsewhere. So the lane gets both parts of row g's sums in groups 2t and 2t + 1 (t
+// is lane % 4). Added up, they are the two elements of a B fragment with K = groups, for the MMA with the minima. Each
 // operand of that MMA is split into two TF32 numbers, 22 bits of mantissa together; the MMA of both low parts is
 // omitted.
 template <typename T, int TILES>

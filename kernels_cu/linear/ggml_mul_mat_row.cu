@@ -1,4 +1,4 @@
-// ggml_mul_mat_row: a GEMV (M = 1) with a GGUF-quantized weight, by int8 mma.sync: sm_80 and later.
+// ggml_mul_mat_row: a GEMV with a GGUF-quantized weight by int8 mma.sync, one row of X per block: sm_80 and later.
 //
 //     out[m, n] = T(sum over groups g of K of
 //                   scale[n, g] * (sum over k in g of (quant[n, k] - OFFSET) * X[m, k])
@@ -15,9 +15,10 @@
 //
 // Fragments: K of an MMA is 16 elements of the first half of a unit and 16 of the second half; lane t of a row holds
 // four adjacent elements of each. Columns 0, 1 and 3 of B are digits 0, 1 and 2 of X in the first half, and zeros in
-// the second half; columns 4, 5 and 7 are the digits in the second half. So for rows g and g + 8, in a group of half t
-// / 2, an even lane t accumulates the upper two digits and lane t + 1 the last digit. The two lanes exchange one row
-// each: lane t ends up with row g + t % 2 * 8 alone, and loads only the scales of that row.
+// the second half; columns 4, 5 and 7 are the digits in the second half. So lanes 0 and 1 accumulate a group of the
+// first half, and lanes 2 and 3 a group of the second half, for rows g and g + 8: the even lane the upper two digits,
+// the odd lane the last digit. The two lanes exchange one row each: lane t ends up with row g + t % 2 * 8 alone, and
+// loads only the scales of that row.
 //
 // ggml_rows.cuh maps blocks to rows of X, out and W.
 //

@@ -25,7 +25,7 @@ struct TokenRows {
     const index_t* expert_ids;
     int64_t tile, num_choices, top_k;
 
-    // The block's expert; -1 for none.
+    // The block's expert, or -1 if the id is out of range.
     DEVICE int64_t expert(int64_t num_experts) const {
         if constexpr (CHOICES == 0) return 0;
         const int64_t number = CHOICES == 1 ? ids[tile] : expert_ids[tile];

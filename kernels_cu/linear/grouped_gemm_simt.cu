@@ -57,7 +57,7 @@ grouped_gemm_simt(out_t* out,                          // [num_rows, N]
     await_previous_kernel();
     __shared__ sum_t a_tile[STEP][TILE_M + 4];
     __shared__ sum_t b_tile[HALVES][STEP][TILE_N + 4];
-    __shared__ int rows_of_tile[TILE_M];  // -1 for none
+    __shared__ int rows_of_tile[TILE_M];  // the row of out of each tile row; -1: padding
     const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                    block_tiles, max_tiles);
     const int columns = int((n + TILE_N - 1) / TILE_N);

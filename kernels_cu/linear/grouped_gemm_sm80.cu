@@ -47,7 +47,7 @@ grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                   int64_t b_scale_block_step) {
     await_previous_kernel();
     extern __shared__ uint4 memory[];
-    __shared__ int rows_of_tile[TILE_M];  // -1 for none
+    __shared__ int rows_of_tile[TILE_M];  // the row of out of each tile row; -1: padding
     const ExpertTiles<TILE_M> rows(sorted_token_ids, expert_ids, num_tokens_post_pad, num_rows, num_experts,
                                    block_tiles, max_tiles);
     const int b_rows = int(GATED ? 2 * n : n), columns = (b_rows + TILE_N - 1) / TILE_N;
