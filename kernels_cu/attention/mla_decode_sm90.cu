@@ -41,9 +41,9 @@
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64;
-// Named barriers: each says what has been written to shared memory.
+// Named barriers: each signals that its data is in shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
-// Registers per thread. The loaders release what the consumers take (setmaxnreg).
+// Registers per thread. The loaders release the registers that the consumers take (setmaxnreg).
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
 static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
 static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
