@@ -5,8 +5,8 @@
 namespace host {
 
 constexpr uint32_t TENSOR_MAP_MAGIC = 0x70616d74;
-constexpr unsigned CHUNK =
-    16;  // bytes: a swizzle keeps a chunk contiguous, and addresses and sizes are multiples of it
+// Bytes of a chunk: a swizzle keeps a chunk contiguous, and addresses and sizes are multiples of it.
+constexpr unsigned CHUNK = 16;
 
 // Returns the swizzled position of the chunk at this offset of shared memory.
 inline size_t swizzled(size_t offset, Swizzle swizzle) {

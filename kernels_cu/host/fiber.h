@@ -74,8 +74,7 @@ namespace host {
 // Returns the stack pointer of a new fiber, for pyops_host_switch. The fiber starts in `entry`, which must not return.
 inline void* new_fiber(char* stack_end, void (*entry)()) {
 #if defined(__x86_64__)
-    void** frame =
-        reinterpret_cast<void**>(stack_end) - 8;  // six registers, the return address, and padding for its alignment
+    void** frame = reinterpret_cast<void**>(stack_end) - 8;  // six registers, the return address, and padding
     memset(frame, 0, 8 * sizeof(void*));
     frame[6] = reinterpret_cast<void*>(entry);
 #else

@@ -49,11 +49,10 @@ struct Memory {
     Byte* bytes;   // records of these bytes
     size_t static_used;
     char* dynamic;
-    uint32_t epoch, first_epoch,
-        launch_epoch;     // current epoch; epoch at the start of the block; epoch at the start of the launch
-    uint32_t max_epochs;  // number of epochs after first_epoch that the block may use
-    uint32_t reserved;    // the last epoch reserved for a block of a cluster
-    bool synchronised;    // the block has met an atomic operation of an earlier block
+    uint32_t epoch, first_epoch, launch_epoch;  // now; at the start of the block; at the start of the launch
+    uint32_t max_epochs;                        // number of epochs after first_epoch that the block may use
+    uint32_t reserved;                          // the last epoch reserved for a block of a cluster
+    bool synchronised;                          // the block has met an atomic operation of an earlier block
     uint32_t warp_epoch[MAX_THREADS / 32];
 };
 inline Memory memory;

@@ -47,8 +47,7 @@ inline Machine machine_state(void* context) {
 }
 
 inline void on_signal(int signal, siginfo_t* info, void* context) {
-    if (!state.running ||
-        this_thread() != launching_thread) {  // no kernel caused the signal: restore the previous handlers
+    if (!state.running || this_thread() != launching_thread) {  // no kernel is the cause: restore previous handlers
         for (int i = 0; i < NUM_SIGNALS; ++i) {
             if (SIGNALS[i] == signal) sigaction(signal, &previous_actions[i], nullptr);
         }
