@@ -1,5 +1,5 @@
-// attention.cuh: what the attention kernels share: split-KV (splits.cuh), parts of the online softmax, and the combine
-// of partial results.
+// attention.cuh: code shared by the attention kernels: split-KV (splits.cuh), parts of the online softmax, and the
+// combine of partial results.
 //
 // Split-KV: the tokens of a sequence are divided into splits, and one CTA computes one split. For every query head the
 // CTA stores a partial result: the row max, the sum of the exponentials relative to it (row sum), and the mean of the

@@ -198,7 +198,7 @@ private:
 #pragma unroll
         for (int chunk = BOTH; chunk < chunks_of(NEXT) && !waits_in_shared(NEXT); ++chunk) load<NEXT>(chunk, next);
         sync_warp();
-        if (lane() == 0) {  // the other CTA's warp stores as many bytes here as this warp there
+        if (lane() == 0) {  // the other CTA's warp stores the same number of bytes here as this warp stores there
             uint64_t* const full = tiles.full_of(STAGE, HALF * HALF_PANELS);
             if constexpr (CLUSTER == 1) mbarrier_arrive(full);
             else mbarrier_arrive_expect_tx(full, chunks_of(STEP) * WARP_SIZE * 2 * CHUNK);

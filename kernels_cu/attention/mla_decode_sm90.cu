@@ -3,16 +3,14 @@
 //     l_i = scale * (q_nope . c_i + q_pe . r_i)                       0 <= i < length
 //     out = sum_i exp(l_i - m) c_i / (sum_i exp(l_i - m) + 1e-6),     m = max_i l_i
 //
-// A latent entry of the cache is a latent vector c_i followed by a rotated key r_i (RoPE). It is the key of every head,
-// and its latent vector is the value of every head: an entry is read once.
+// An entry of the cache is a latent vector c_i and a rotated key r_i (RoPE): the key of every head. c_i is the value.
 //
 // Grid: blockIdx.x counts sequences and groups of CLUSTER * HEADS heads; blockIdx.y counts splits (split-KV,
 // splits.cuh) and, fastest, the CTAs of a cluster. A CTA has HEADS heads. The CTAs of a cluster go through the same
 // entries, and each converts a part of them for all.
 //
 // Warp specialisation: the last warpgroup loads pairs of tiles of TOKENS entries (mla_tiles.cuh). Each of the other two
-// computes the scores of one tile of a pair, and the left or right half of the output columns, with the probabilities
-// of both tiles:
+// computes the scores of one tile of a pair, and half of the output columns from the probabilities of both tiles:
 //
 //     warpgroup 0                                         warpgroup 1
 //     S0 = Q K0^T,  m0 = max(m, S0)           -- m0 -->   S1 = Q K1^T
@@ -41,16 +39,15 @@
 #include "wgmma.cuh"
 
 constexpr int HEADS = 64;
-// Named barriers: each says what has been written to shared memory.
+// Named barriers: each signals that its data is in shared memory.
 constexpr int EVEN_MAX = 1, ODD_PROBABILITIES = 2, EVEN_PROBABILITIES = 3, OWN_TILE = 4, EXP_SUMS = 6, QUERIES = 8;
-// Registers per thread. The loaders release what the consumers take (setmaxnreg).
+// Registers per thread. The loaders release the registers that the consumers take (setmaxnreg).
 constexpr int LOADER_REGISTERS = IS_FP8 ? 88 : 24, REGISTERS = IS_FP8 ? 208 : 240;
 static_assert(IS_FP8 || (!IS_DS_MLA && PAGE_SIZE % BOX_TOKENS == 0));
 static_assert(TOKENS % BOX_TOKENS == 0 && BOX_TOKENS % 8 == 0);
 
 extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_sm90(
-    const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; boxes of 1 x HEADS
-                                                  // x a panel, swizzled
+    const __grid_constant__ TensorMap nope_map,   // [num_seqs, num_heads, LATENT_SIZE]; 1 x HEADS x a panel
     const __grid_constant__ TensorMap pe_map,     // [num_seqs, num_heads, 64]; likewise
     const __grid_constant__ TensorMap cache_map,  // [num_pages, PAGE_SIZE, 576]; 1 x BOX_TOKENS x a panel
     const __grid_constant__ TensorMap half_map,   // [num_pages, PAGE_SIZE / 8, 9, 8, 64]; boxes of 1 x
@@ -300,8 +297,7 @@ extern "C" __global__ void CLUSTER_OF(CLUSTER) LAUNCH_BOUNDS(384, 1) mla_decode_
         }
     }
 
-    // Adds the row sums of both warpgroups. The combine adds the formula's epsilon of 1e-6 to partial results; 1e-20
-    // only guards against 0 / 0.
+    // Adds the row sums of both warpgroups. The combine adds the formula's epsilon; 1e-20 only guards against 0 / 0.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         exp_sum[half] += shfl_xor(exp_sum[half], 1);

@@ -51,7 +51,8 @@ DEVICE void store_queries(uint8_t* operands, F load) {
     for (int i = 0; i < ENTRY_SIZE / 64; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
-            // Elements 16t to 16t + 15 of panel i. For each MMA a lane has two pairs of heads g and g + 8.
+            // Elements 16t to 16t + 15 of panel i. For each MMA a lane holds two pairs of elements for each of the
+            // heads g and g + 8.
             const int t = part / 2, product = i * 4 + part % 2 * 2 + j / 4, lane = head % 8 * 4 + t;
             *reinterpret_cast<uint32_t*>(operands + product * RUN + lane * 16 + (j / 2 % 2 * 2 + head / 8) * 4) =
                 x[i].template word<2>(j);

@@ -87,8 +87,8 @@ DEVICE void load_queries(uint8_t* queries, uint64_t* full, const TensorMap* nope
     }
 }
 
-// Converts the queries for an fp8 cache to product_t in place. Each row is divided by a power of two, units[row], by
-// which its scores are to be multiplied. 256 threads call it, four per row.
+// Converts the queries for an fp8 cache to product_t in place. Each row is divided by a power of two, units[row]; the
+// kernel multiplies the row's scores by it. 256 threads call it, four per row.
 template <typename Q>
 DEVICE void convert_queries(uint8_t* queries, float* units) {
     const int row = threadIdx.x / 4, t = threadIdx.x % 4;

@@ -1,5 +1,5 @@
-// prefill_softmax.cuh: the online softmax of prefill_sm90 and prefill_sm90_fp8: turns the scores S = Q K^T of a KV tile
-// into the probabilities P that the second WGMMA takes. Reads the constants of the kernel that includes it.
+// prefill_softmax.cuh: the online softmax of prefill_sm90 and prefill_sm90_fp8. It converts the scores S = Q K^T of a
+// KV tile to the probabilities P that the second WGMMA takes. Reads the constants of the kernel that includes it.
 //
 //     p = exp2(logit(q . k) - row_max)     logit: scale, logits soft cap, ALiBi and masks, in units of log 2
 //
@@ -13,7 +13,7 @@
 #include "prefill_epilogue.cuh"
 #include "prefill_scheduler.cuh"
 
-// SHORT_SERIES: a polynomial of two terms replaces the soft cap of small scores.
+// SHORT_SERIES: for small scores, a polynomial of two terms approximates the logits soft cap.
 constexpr bool SHORT_SERIES = BY_MAGNITUDE && !HAS_ALIBI && !HAS_LSE;
 // FIRST_CHUNK: keys per chunk of a work item's first tile. Chunks that no row sees are skipped.
 constexpr int FIRST_CHUNK = TOKENS % 32 == 0 ? 32 : 16;
@@ -57,7 +57,7 @@ constexpr bool HAS_FAST_PATH = HAS_REGISTERS && !OF_E4M3 && !HAS_ALIBI && (!HAS_
 //     HAS_FAST_PATH      here: HAS_REGISTERS  here, sm90 kernel            later tiles ask takes_fast_path()
 struct Softmax {
     // Constant for the call. The logit of a score is logit_of(score, scale_log2, soft_cap). Each series approximates it
-    // for scores up to the series' limit.
+    // for scores up to the limit of the series.
     const Window& window;
     const float soft_cap;
     float scale_log2;  // the kernels set it for each work item if scales differ between KV heads

@@ -26,7 +26,7 @@ DEVICE void transpose_codes(uint8_t* to, const uint8_t* from, const Codes& kind)
     constexpr int GROUPS = TOKENS / 32, CHUNKS = HEAD_SIZE / 16,
                   PART_CHUNKS = CHUNKS / KEY_PARTS;  // chunks of 16 elements
     const int lane = threadIdx.x % WARP_SIZE, warp = shfl<WARP_SIZE>(int(threadIdx.x % 128 / WARP_SIZE), 0) - 1;
-    const int matrix = lane / 8, row = lane % 8;  // the row whose address this lane passes to ldmatrix
+    const int matrix = lane / 8, row = lane % 8;  // each lane passes the address of one matrix row to ldmatrix
     const int element = 2 * row + ((row >= 4) != (matrix % 2));
     const uint32_t first = lane < WARP_SIZE / 2 ? 0x6420 : 0x7531, second = first ^ (0x6420 ^ 0x7531);
     const int read_at = matrix * ValueTile::TOKEN_STRIDE + swizzle_128b(row, 0),

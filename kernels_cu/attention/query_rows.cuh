@@ -7,8 +7,8 @@
 #include "widen.cuh"
 
 // Converts a row of queries of type Q to float16 in place. The row lies in PANELS swizzled panels at `row`, and is
-// divided by a power of two; returns that power, by which scores of the row are to be multiplied. Four adjacent lanes t
-// = 0 ... 3 call it. `number` is the index of the row: even and odd rows start with different halves of 128 bytes,
+// divided by a power of two. Returns that power; the caller multiplies the scores of the row by it. Four adjacent lanes
+// t = 0 ... 3 call it. `number` is the index of the row: even and odd rows start with different halves of 128 bytes,
 // which avoids bank conflicts.
 template <typename Q, int PANELS, int PANEL_BYTES>
 DEVICE float convert_query_row(uint8_t* row, int number, int t) {

@@ -4,8 +4,8 @@
 
 constexpr int TILE_TOKENS = 16;  // alignment of a split's first token, unless a plan passes another unit
 
-// The splits of one sequence. Attention is paid to the tokens first <= i < length. Split s holds the tokens
-// origin + s * size <= i < origin + (s + 1) * size among them, for 0 <= s < count.
+// The splits of one sequence. The tokens first <= i < length are attended. Of these, split s takes the tokens
+// origin + s * size <= i < origin + (s + 1) * size, for 0 <= s < count.
 struct Splits {
     int first, length, origin, size, count;
 
@@ -13,7 +13,7 @@ struct Splits {
     // window: number of tokens at the end of the sequence that are attended; 0: all tokens.
     // partition: tokens of every split, counted from token 0. 0: at most max_splits splits of equal size, min_split
     // tokens or more.
-    // unit: every split begins at a multiple of `unit`; min_split is one, too.
+    // unit: every split begins at a multiple of `unit`; min_split is a multiple of it, too.
     DEVICE Splits(int64_t seq_len, int64_t max_tokens, int64_t window, int partition, int max_splits, int min_split,
                   int unit = TILE_TOKENS) {
         length = int(min(max(seq_len, int64_t(0)), max_tokens));
@@ -36,19 +36,19 @@ struct Splits {
 // Sequences of mixed lengths get splits in proportion to their length, and at most whole waves of them: a last wave
 // with few CTAs leaves memory bandwidth idle. More than two waves of sequences need no balancing. All lanes of a warp
 // must call every function.
-constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves pay
+constexpr float LONG_TOKENS = 4096.0f;  // mean length from which two waves are faster
 // Mixed lengths, by the tokens per split if one wave takes all: below SHORT_SPLIT, one wave is fastest if it has two
 // splits for each sequence. From LONG_SPLIT on, three waves are fastest, and also if there are more sequences than
 // splits in a wave. docs/performance/decode.md, "Mixed lengths run in whole waves"
 constexpr float SHORT_SPLIT = 768.0f, LONG_SPLIT = 4096.0f;
-constexpr int MIN_WHOLE_HEAD = 128;  // elements of a head from which whole waves pay
+constexpr int MIN_WHOLE_HEAD = 128;  // head size from which whole waves are faster
 
 template <typename L>
 struct Balance {
     const L* seq_lens;
     int64_t step, num_seqs, max_attended;
     float max_splits;
-    float splits_per_token;  // of mixed lengths, before rounding up
+    float splits_per_token;  // for mixed lengths; splits_of multiplies by the length and rounds up
     int equal_splits;        // splits of every sequence if all have about one length, else 0
 
     DEVICE Balance(const L* seq_lens, int64_t step, int64_t num_seqs, int64_t max_tokens, int64_t window,
@@ -85,8 +85,8 @@ struct Balance {
     DEVICE int mixed_splits(float tokens, float per_token) const {
         return int(fminf(fmaxf(ceilf(tokens * per_token), 1.0f), max_splits));
     }
-    // Sets splits_per_token for whole waves. Each sequence is rounded up by less than a split: of TRIES shares of them
-    // the first that leaves no more splits than the waves have.
+    // Sets splits_per_token for whole waves. Rounding up adds less than one split per sequence, so TRIES values are
+    // tested; the first one with a total that fits in the waves is taken.
     DEVICE void fill_waves(float wave_splits, float total) {
         constexpr int TRIES = 4;
         const float seqs = float(num_seqs), wave_tokens = total / wave_splits;
@@ -118,7 +118,7 @@ struct Balance {
         }
         const int lane = threadIdx.x % WARP_SIZE;
         for (int first = 0; first < num_seqs; first += WARP_SIZE) {
-            const int splits = first + lane < num_seqs ? splits_of(first + lane) : 0;  // of the lane's sequence
+            const int splits = first + lane < num_seqs ? splits_of(first + lane) : 0;  // splits of the lane's sequence
             int prefix_sum = splits;
 #pragma unroll
             for (int distance = 1; distance < WARP_SIZE; distance *= 2) {
@@ -127,7 +127,8 @@ struct Balance {
             }
             const int total = shfl<WARP_SIZE>(prefix_sum, WARP_SIZE - 1);
             if (split < total) {
-                int hit = split < prefix_sum ? lane : WARP_SIZE;  // becomes the first such lane
+                // The minimum over lanes is the first lane with a prefix sum above `split`.
+                int hit = split < prefix_sum ? lane : WARP_SIZE;
 #pragma unroll
                 for (int mask = WARP_SIZE / 2; mask > 0; mask /= 2) hit = min(hit, shfl_xor(hit, mask));
                 split -= shfl<WARP_SIZE>(prefix_sum - splits, hit);

@@ -9,31 +9,31 @@ namespace host {
 
 struct Index { unsigned x, y, z; };
 
-// Indices of the running thread. They never change for a thread, so the compiler may call once and keep the result.
+// Indices of the running thread. They are constant for a thread, so the compiler may call once and keep the result.
 HOST_API __attribute__((const)) Index thread_index();
 HOST_API __attribute__((const)) Index block_index();
 HOST_API __attribute__((const)) Index block_size();
 HOST_API __attribute__((const)) Index grid_size();
 HOST_API __attribute__((const)) unsigned lane_index();
 
-// Wait for every thread of the block.
+// Waits for every thread of the block.
 HOST_API void block_barrier(const char* file, int line);
 
-// Wait for every thread of the cluster, which is a run of consecutive blocks in y.
+// Waits for every thread of the cluster, which is a run of consecutive blocks in y.
 HOST_API void cluster_barrier(const char* file, int line);
-// Copy bytes of shared memory from block `rank` of the cluster, from the address that `own` has in the calling block.
+// Copies bytes from shared memory of block `rank` of the cluster, from the address that `own` has in the calling block.
 HOST_API void read_of_block(void* to, const void* own, unsigned rank, size_t bytes);
 
-// Wait for the lanes of the warp whose bits are set in `lanes`. The last to arrive calls combine(payloads, lanes), with
+// Waits for the lanes of the warp that `lanes` selects. The last lane to arrive calls combine(payloads, lanes), with
 // the payload of each lane at its index.
 using Combine = void (*)(void* const* payloads, uint64_t lanes);
 HOST_API void
 warp_collective(const char* name, uint64_t lanes, void* payload, Combine combine, const char* file, int line);
-// Wait for the lanes of the warp whose bits are set in `lanes`; this also orders their memory accesses.
+// Waits for the lanes of the warp that `lanes` selects, and orders their memory accesses.
 HOST_API void warp_barrier(uint64_t lanes, const char* file, int line);
 
-// Shared memory. A Slot is the offset of one static array, found anew in each launch; dynamic_shared is the memory
-// whose size the launch gives.
+// Shared memory. A Slot is the offset of one static array, determined again in each launch. dynamic_shared is the
+// memory with the size that the launch gives.
 struct Slot {
     uint64_t launch;
     size_t offset;
@@ -41,8 +41,8 @@ struct Slot {
 HOST_API void* static_shared(Slot& slot, size_t bytes, size_t alignment);
 HOST_API void* dynamic_shared();
 
-// Flags of collective/signals.cuh, by which ranks tell each other what they have done (ranks.h).
-// What a flag publishes: ALL that its block did, by a release; or, relaxed, that its rank's kernel has begun (START), and
+// Flags of collective/signals.cuh, by which ranks signal progress to each other (ranks.h). A flag publishes one of
+// these: everything that its block did, by a release (ALL); or, relaxed, that its rank's kernel has begun (START), and
 // that the block's reads are over (READS).
 enum class Flagged : uint8_t { ALL, START, READS };
 HOST_API void store_flag(uint32_t* flag, uint32_t value, Flagged what);
@@ -51,23 +51,23 @@ HOST_API void store_packet(void* address, unsigned long long packet);
 HOST_API unsigned long long await_packet(const void* address, uint32_t meeting, unsigned from);
 HOST_API void give_up();
 
-// Check and record an access that the compiler does not instrument.
+// Checks and records an access that the compiler does not instrument.
 enum class Access : uint8_t { READ, WRITE, ATOMIC };
 HOST_API void record_access(const void* address, size_t bytes, Access kind);
-// Check the address of a load that a device makes and the host does not.
+// Checks the address of a load that a device performs and the host does not.
 HOST_API void check_load(const void* address, size_t bytes);
-// Check that an address is one of global memory, for an instruction that takes no other.
+// Checks that an address is in global memory, for an instruction that accepts no other.
 HOST_API void expect_global(const void* address);
-// Copy bytes without recording an access.
+// Copies bytes without recording an access.
 HOST_API void copy_unrecorded(void* to, const void* from, size_t bytes);
 
-// Asynchronous copies to shared memory. A copy happens when the thread waits for its group, no sooner.
+// Asynchronous copies to shared memory. A copy happens only when the thread waits for its group.
 HOST_API void copy_async(void* to, const void* from, unsigned bytes, unsigned valid_bytes);
 HOST_API void commit_copies();
 HOST_API void wait_for_copies(unsigned groups_in_flight);
 
-// Barriers of include/barrier.cuh. An mbarrier is known by its address in the calling block; `rank` is a block of the
-// cluster.
+// Barriers of include/barrier.cuh. An mbarrier is identified by its address in the calling block; `rank` is a block of
+// the cluster.
 HOST_API unsigned elected_lane();
 HOST_API void mbarrier_init(const void* barrier, unsigned arrivals);
 HOST_API void mbarrier_arrive(const void* barrier, unsigned announced_bytes);
@@ -78,11 +78,11 @@ HOST_API void fence_mbarrier_init();
 HOST_API void fence_proxy_async();
 HOST_API void named_barrier(unsigned number, unsigned num_threads, bool waits);
 
-// Copies of include/tma.cuh. `map` is a TensorMap, `at` has `rank` coordinates from the fastest on, and `blocks` a bit
-// for each block of the cluster.
+// TMA copies of include/tma.cuh. `map` is a TensorMap, `at` holds `rank` coordinates, innermost first, and `blocks` has
+// a bit for each block of the cluster.
 enum class Swizzle : uint32_t { NONE, BYTES32, BYTES64, BYTES128 };
 constexpr unsigned MAX_DIMENSIONS = 5;
-// The 128 bytes of a tensor map on the host, as tensor_map.py writes them: dimensions from the fastest on, strides in
+// The 128 bytes of a tensor map on the host, as tensor_map.py writes them: dimensions innermost first, strides in
 // bytes.
 struct TensorMap {
     uint64_t address;
@@ -106,13 +106,13 @@ HOST_API void store_async(void* to, const void* barrier, unsigned rank, const ui
 HOST_API void bulk_commit();
 HOST_API void bulk_wait(unsigned groups_in_flight);
 
-// Products of include/wgmma.cuh.
+// Warpgroup MMAs of include/wgmma.cuh.
 enum class Element : uint32_t { HALF, BF16, E4M3, E5M2, INT8 };
 struct Product {
     Element element;
     unsigned columns;
     bool a_transposed, b_transposed, accumulate;
-    const uint32_t* a_registers;  // null: a_descriptor says where A is
+    const uint32_t* a_registers;  // fragment of A in registers; null: A is in shared memory at a_descriptor
     uint64_t a_descriptor, b_descriptor;
 };
 HOST_API uint64_t shared_offset(const void* address);
@@ -122,7 +122,7 @@ HOST_API void wgmma_commit();
 HOST_API void wgmma_wait(unsigned groups_in_flight);
 HOST_API void set_registers(unsigned count, bool more);
 
-// End the launch with a fault.
+// Ends the launch with a fault.
 [[noreturn]] HOST_API void fail(const char* kind, const char* message, const char* file, int line);
 
 }  // namespace host

@@ -1,8 +1,9 @@
 // barriers.h: mbarriers and named barriers.
 //
-// The runtime keeps the state of an mbarrier; its eight bytes of shared memory hold nothing, and kernels may not access
-// them. A phase ends when all arrivals have come and all announced bytes have landed. Threads that wait for the phase can
-// run then. If the next phase ends as well before such a thread runs, a device's thread might miss both: a fault.
+// The runtime keeps the state of an mbarrier outside shared memory. Its eight bytes there hold nothing, and kernels may
+// not access them. A phase ends when all arrivals have come and all announced bytes have landed; then threads that wait
+// for the phase can run. If the next phase also ends before such a thread runs, a thread on a device might miss both: a
+// fault.
 #pragma once
 #include "schedule.h"
 
@@ -12,24 +13,24 @@ constexpr unsigned MAX_MBARRIERS = MAX_AGENTS;
 
 struct Mbarrier {
     size_t offset;
-    unsigned arrivals, missing;  // of each phase; of the open phase, those that have yet to come
-    int64_t bytes;               // announced in the open phase, and not landed
-    uint32_t phase;              // that is open
+    unsigned arrivals, missing;  // arrivals that complete a phase; arrivals that the open phase still expects
+    int64_t bytes;               // bytes announced in the open phase that have not landed
+    uint32_t phase;              // number of the open phase
     uint32_t init_by, init_time;
     bool init_fenced;  // fence_mbarrier_init has been called after the initialisation
-    unsigned loads;    // the agent of the loads that it counts
-    int copies;        // the agent of the cp_async that it waits for; -1: it has waited for none
-    const void* pc;    // of its initialisation
+    unsigned loads;    // the agent that stands for the loads counted by the mbarrier
+    int copies;        // the agent of the cp_async copies that the mbarrier waits for; -1: none so far
+    const void* pc;    // return address of its initialisation
 };
 struct NamedBarrier {
     unsigned expected, arrived;
     const void* pc;
-    uint32_t last, last_time;  // who came last to the previous use, and when; 0: there was none
+    uint32_t last, last_time;  // the last agent to arrive in the previous use, and its time; 0: first use
 };
 struct Barriers {
     Mbarrier mbarriers[MAX_MBARRIERS];
     unsigned count;
-    uint8_t index_at[SHARED_BYTES / 8];  // of the mbarrier there, if there is one
+    uint8_t index_at[SHARED_BYTES / 8];  // index of the mbarrier at each 8 bytes of shared memory
     NamedBarrier named[NUM_NAMED_BARRIERS];
 };
 inline Barriers barriers[MAX_CLUSTER];
@@ -57,8 +58,8 @@ inline int describe_wait(char* text, size_t room, const Thread& thread) {
                     static_cast<long long>(barrier.bytes));
 }
 
-// The index of the mbarrier of block `rank` at this address of the running block. Raises a fault unless the running
-// thread may use it.
+// Returns the index of the mbarrier of block `rank` at this address of the running block. Raises a fault if the address
+// is no mbarrier, or if the running thread may not use it yet.
 inline unsigned find_mbarrier(unsigned rank, const void* address, const char* operation, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     state.asked_pc = pc;
@@ -120,7 +121,7 @@ __attribute__((noinline)) void fence_mbarrier_init() {
 
 inline bool has_late_copies(unsigned rank, unsigned index, int64_t& bytes, const void*& pc);  // defined in in_flight.h
 
-// End the open phase of an mbarrier if all that it counts has come. `pc` is of the arrival or the copy that came last.
+// Ends the open phase of an mbarrier if it is complete. `pc` belongs to the last arrival or copy.
 inline void end_phase_if_complete(unsigned rank, unsigned index, const void* pc) {
     Mbarrier& barrier = barriers[rank].mbarriers[index];
     if (barrier.missing || barrier.bytes) return;
@@ -138,13 +139,13 @@ inline void end_phase_if_complete(unsigned rank, unsigned index, const void* pc)
     arrivals.seen[place_of_agent(rank, barrier.loads)] = barrier.phase;
     if (barrier.copies >= 0) arrivals.seen[place_of_agent(rank, barrier.copies)] = barrier.phase;
     copy(clock_of_phases(rank, index), arrivals);
-    if (rank != state.rank || !state.current) return;  // the block looks when its turn comes
+    if (rank != state.rank || !state.current) return;  // the other block checks when it runs again
     make_ready(threads, num_threads(), [=](unsigned i) {
         return threads[i].wait == Wait::MBARRIER && threads[i].awaited == index && threads[i].awaited_phase == ended;
     });
 }
 
-// One arrival at the open phase comes.
+// Counts one arrival at the open phase.
 inline void count_arrival(unsigned rank, unsigned index, const void* pc) {
     Mbarrier& barrier = barriers[rank].mbarriers[index];
     if (!barrier.missing) {
@@ -191,7 +192,7 @@ __attribute__((noinline)) void mbarrier_wait(const void* address, unsigned parit
     acquire(*state.current, clock_of_phases(state.rank, index));
 }
 
-// Whether the thread waits for a phase that has ended while another block ran.
+// Returns whether the thread waits for a phase that ended while another block ran.
 inline bool awaited_phase_has_ended(unsigned thread) {
     const Thread& one = threads[thread];
     if (one.wait != Wait::MBARRIER) return false;
@@ -245,7 +246,7 @@ __attribute__((noinline)) void named_barrier(unsigned number, unsigned count, bo
     if (waits) yield();
 }
 
-// The lane that elect_one chooses. A device may choose any.
+// The lane that elect_one chooses. A device may choose any lane.
 __attribute__((noinline)) unsigned elected_lane() {
     if (state.launch.order == Order::REVERSED) return 31;
     return state.launch.order == Order::SHUFFLED ? state.launch.seed % 32 : 0;

@@ -1,13 +1,14 @@
-// boxes.h: what one bulk copy moves: a box of a tensor, by its tensor map, or a run of bytes.
+// boxes.h: the bytes that one bulk copy moves: a box of a tensor, given by its tensor map, or a run of bytes.
 #pragma once
 #include "barriers.h"
 
 namespace host {
 
 constexpr uint32_t TENSOR_MAP_MAGIC = 0x70616d74;
-constexpr unsigned CHUNK = 16;  // bytes: what a swizzle leaves together, and what addresses and sizes are multiples of
+// Bytes of a chunk: a swizzle keeps a chunk contiguous, and addresses and sizes are multiples of it.
+constexpr unsigned CHUNK = 16;
 
-// Where a swizzle puts the chunk at this offset of shared memory.
+// Returns the swizzled position of the chunk at this offset of shared memory.
 inline size_t swizzled(size_t offset, Swizzle swizzle) {
     const size_t masks[] = {0, 1, 3, 7};
     return offset ^ (offset >> 7 & masks[uint32_t(swizzle)]) << 4;
@@ -24,8 +25,8 @@ struct Box {
         return bytes;
     }
 
-    // Calls f(offset of the row in shared memory, its address in the tensor, first byte and number of bytes of the row that
-    // lie in the tensor) for each row of the box.
+    // Calls f(offset of the row in shared memory, its address in the tensor, first byte and number of bytes of the row
+    // inside the tensor) for each row of the box.
     template <typename F>
     void each_row(F f) const {
         const int64_t width = map.sizes[0] ? map.sizes[0] : int64_t(1) << 32;
@@ -48,7 +49,7 @@ struct Box {
     }
 };
 
-// The box that a kernel asks for. Raises a fault.
+// Returns the box that a kernel asks for. Raises a fault if the request is invalid.
 inline Box box_of(const void* map, const int* at, unsigned rank, size_t shared, const char* operation, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     state.asked_pc = pc;
@@ -69,7 +70,7 @@ inline Box box_of(const void* map, const int* at, unsigned rank, size_t shared, 
     return box;
 }
 
-// `bytes` bytes at `address` of global memory, or of shared memory where no box is in global memory.
+// Returns a run of bytes at `address`: in global memory, or in shared memory for a copy between blocks.
 inline Box run_of(const void* address, unsigned bytes, size_t shared, const char* operation, const void* pc) {
     state.asked_pc = pc;
     if (bytes == 0 || (reinterpret_cast<uintptr_t>(address) | shared | bytes) % CHUNK) {

@@ -1,4 +1,4 @@
-// bulk.h: what threads ask of the copy engine: loads and stores of boxes and runs of bytes, copies to other blocks.
+// bulk.h: TMA instructions of threads: loads and stores of boxes and of runs of bytes, copies to other blocks.
 #pragma once
 #include "in_flight.h"
 
@@ -11,7 +11,7 @@ inline void check_box(const Box& box, Access kind, const void* pc) {
     });
 }
 
-// A load, or a copy to another block, is about to be counted by an mbarrier of block `rank`: claim the bytes it writes.
+// Claims the destination of a load, or of a copy to another block, that an mbarrier of block `rank` will count.
 inline unsigned
 claim_for_load(unsigned rank, size_t offset, const Box& box, const void* barrier, const char* name, const void* pc) {
     const unsigned index = find_mbarrier(rank, barrier, name, pc), bytes = box.bytes();
@@ -24,13 +24,13 @@ claim_for_load(unsigned rank, size_t offset, const Box& box, const void* barrier
     const uint32_t agent = place_of_agent(rank, counting.loads);
     check_cells(rank, offset, bytes, Access::WRITE, {agent, counting.phase + 1, own, true, "write by a load"}, pc);
     for (unsigned i = 0; i < bytes; ++i) cell_at(rank, offset + i).claim = Claim::COPY;
-    // Nobody knows how the bytes of a run are swizzled.
+    // Only a box has a known swizzle: the layout of a plain run of bytes is up to the kernel.
     const bool is_box = box.map.magic == TENSOR_MAP_MAGIC;
     memset(cells.swizzles[rank] + offset / CHUNK, is_box ? 1 + int(box.map.swizzle) : 0, bytes / CHUNK);
     return index;
 }
 
-// Load a box to the blocks whose bits are set; 0 stands for the running block.
+// Loads a box to the blocks with their bits set; 0 stands for the running block.
 inline void
 load(const Box& box, size_t offset, const void* barrier, unsigned blocks, const char* name, const void* pc) {
     check_box(box, Access::READ, pc);
@@ -101,7 +101,8 @@ bulk_copy_to_block(void* to, const void* from, unsigned bytes, const void* barri
               0, pc, box});
 }
 
-// It lands at once: whatever the schedule, a thread that reads the bytes must have waited for the phase that counts them.
+// The store lands at once. No schedule needs a delay: a thread that reads the bytes must have waited for the phase that
+// counts them.
 __attribute__((noinline)) void store_async(void* to, const void* barrier, unsigned rank, const uint32_t (&words)[4]) {
     const void* pc = __builtin_return_address(0);
     const size_t offset = offset_of(to);
@@ -117,7 +118,7 @@ __attribute__((noinline)) void store_async(void* to, const void* barrier, unsign
     end_phase_if_complete(rank, index, pc);
 }
 
-// The mbarrier waits for the cp_async of the thread that no earlier arrival waits for.
+// The mbarrier will wait for those cp_async copies of the thread that no earlier arrival covers.
 __attribute__((noinline)) void copies_arrive(const void* address) {
     const void* pc = __builtin_return_address(0);
     Thread& thread = *state.current;
@@ -134,7 +135,7 @@ __attribute__((noinline)) void copies_arrive(const void* address) {
 
 __attribute__((noinline)) void bulk_commit() { ++state.current->store_group; }
 
-// Wait for the stores of all groups but the last `groups_in_flight`.
+// Waits for the stores of all groups but the last `groups_in_flight`.
 __attribute__((noinline)) void bulk_wait(unsigned groups_in_flight) {
     Thread& thread = *state.current;
     for (unsigned i = 0; i < bulk.count;) {

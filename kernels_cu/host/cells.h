@@ -1,40 +1,41 @@
-// cells.h: shared memory in a CLOCKED runtime: for every byte the last write, and the set of those that have read it since.
+// cells.h: shared memory in a CLOCKED runtime. Each byte has a cell with its last write and the set of its readers
+// since.
 //
-// The set of readers is a list. Lists share their tails, and the same agent, time and tail make the same list: bytes that
-// are accessed alike, such as a tile that all threads read, share one.
+// The set of readers is a linked list. Lists share tails: equal (agent, time, tail) always give the same list element.
+// So bytes with the same accesses, such as a tile that all threads read, share one list.
 #pragma once
 #include "clocks.h"
 
 namespace host {
 
-constexpr unsigned MAX_READERS = 1 << 20;  // elements of all lists; a power of two
+constexpr unsigned MAX_READERS = 1 << 20;  // list elements in total; a power of two
 constexpr unsigned MAX_SHARED_ARRAYS = 64;
 
 enum class Claim : uint8_t { NONE, COPY, MBARRIER };
 
 struct Cell {
-    uint32_t block;       // the serial number of the block that this tells of
+    uint32_t block;       // serial number of the block for which the cell is valid; cell_at resets any other cell
     uint32_t write_time;  // 0: the block has not written the byte
-    uint32_t writer;      // the place of the agent in clocks
-    uint32_t readers;     // a list; 0: no reader since the last write
-    Claim claim;          // a copy in flight will write the byte, or an mbarrier takes it
+    uint32_t writer;      // index of the writing agent in clocks
+    uint32_t readers;     // head of the list of readers; 0: no reader since the last write
+    Claim claim;          // COPY: a copy in flight will write the byte; MBARRIER: the byte belongs to an mbarrier
     bool atomic;          // the last write was an atomic operation
     const void *write_pc, *read_pc;
 };
 
-// An element of a list; the list goes on at `next`.
+// An element of a list of readers; `next` is the index of the following element, or 0.
 struct Reader {
     uint32_t next, time, agent;
-    uint32_t slot;  // of the hash table, which refers to the element
+    uint32_t slot;  // index in the hash table of the entry that refers to this element
 };
 
 struct Cells {
-    Cell* cells;  // SHARED_BYTES for each block of the cluster
+    Cell* cells;  // SHARED_BYTES cells for each block of the cluster
     unsigned num_arenas;
-    uint32_t serial[MAX_CLUSTER], last_serial;  // of the blocks of the running cluster
-    Range arrays[MAX_SHARED_ARRAYS];            // offsets
+    uint32_t serial[MAX_CLUSTER], last_serial;  // serial numbers of the blocks of the running cluster
+    Range arrays[MAX_SHARED_ARRAYS];            // offsets of the shared arrays
     unsigned num_arrays;
-    uint8_t swizzles[MAX_CLUSTER][SHARED_BYTES / 16];  // of each 16 bytes: 1 + that of the box loaded there; 0: no box
+    uint8_t swizzles[MAX_CLUSTER][SHARED_BYTES / 16];  // per 16 bytes: 1 + Swizzle of the box loaded there; 0: no box
     Reader* readers;
     uint32_t* table;  // MAX_READERS slots, open addressing
     uint32_t num_readers;
@@ -56,7 +57,7 @@ inline bool cells_init() {
     return cells.cells && cells.readers && cells.table;
 }
 
-// Before the blocks of a cluster begin: all bytes are unwritten, all lists are empty.
+// Runs before the blocks of a cluster begin: all bytes become unwritten and all lists empty.
 inline void cells_begin_cluster() {
     for (uint32_t i = 1; i <= cells.num_readers; ++i) cells.table[cells.readers[i].slot] = 0;
     cells.num_readers = 0;
@@ -89,7 +90,7 @@ inline Cell& cell_at(unsigned rank, size_t offset) {
     return cell;
 }
 
-// The list that begins with this reader and goes on at `next`.
+// Returns the list that begins with this reader, followed by the list `next`. Equal arguments give the same list.
 inline uint32_t list_of(uint32_t next, uint32_t agent, uint32_t time) {
     uint32_t slot = (next * 0x9e3779b1u ^ agent * 0x85ebca6bu ^ time * 0xc2b2ae35u) % MAX_READERS;
     for (; cells.table[slot]; slot = (slot + 1) % MAX_READERS) {
@@ -107,7 +108,7 @@ inline uint32_t without(uint32_t list, uint32_t agent) {
     return reader.agent == agent ? reader.next : list_of(without(reader.next, agent), reader.agent, reader.time);
 }
 
-// The list with one more reader; an earlier read by the same agent leaves it.
+// Returns the list with one more reader. It replaces an earlier read by the same agent.
 inline uint32_t with_reader(uint32_t list, uint32_t agent, uint32_t time) {
     for (uint32_t at = list; at; at = cells.readers[at].next) {
         if (cells.readers[at].agent != agent) continue;
@@ -116,7 +117,7 @@ inline uint32_t with_reader(uint32_t list, uint32_t agent, uint32_t time) {
     return list_of(list, agent, time);
 }
 
-// Who accesses shared memory of a block, and what the one who asks for the access has seen.
+// The agent that accesses shared memory of a block, and the clock of the thread that asked for the access.
 struct Accessor {
     uint32_t agent, time;
     Clock clock;
@@ -159,7 +160,7 @@ inline void check_cells(unsigned rank, size_t offset, size_t bytes, Access kind,
     if (!in_shared_array(offset, bytes)) {
         raise_fault("out-of-bounds shared access", where, "%s of %zu bytes outside every shared array", by.name, bytes);
     }
-    // What was found of the cell before holds of the next one if that is the same.
+    // Adjacent bytes mostly have equal cells: a cell equal to the one before it needs no second check.
     uint32_t writer = UINT32_MAX, write_time = 0, checked_readers = 0, readers = UINT32_MAX, new_readers = 0;
     for (size_t i = offset; i < offset + bytes; ++i) {
         Cell& cell = cell_at(rank, i);

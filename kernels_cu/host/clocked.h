@@ -1,4 +1,5 @@
-// clocked.h: what the CLOCKED runtime does at points of the files that both runtimes share. The other runtime has none of it.
+// clocked.h: hooks of the CLOCKED runtime that files of both runtimes call. The other runtime defines only the last
+// one.
 #pragma once
 #include "state.h"
 
@@ -31,7 +32,7 @@ inline void check_registers(const char* address, size_t bytes, Access kind, cons
 inline void begin_clocked_cluster();
 inline void end_clocked_block(unsigned rank);
 
-// Defined in ranks.h, of launches of several ranks in either runtime.
+// Defined in ranks.h, for launches of several ranks in either runtime.
 inline void ranks_at_barrier();
 
 }  // namespace host

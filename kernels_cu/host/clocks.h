@@ -1,19 +1,19 @@
-// clocks.h: vector clocks: what comes before what, where parts of a block and blocks of a cluster wait for each other.
+// clocks.h: vector clocks: the happens-before order of accesses by the threads and copies of a cluster.
 //
-// An agent is whatever accesses memory in an order of its own: a thread; the copies that an mbarrier counts; a
-// warpgroup's tensor cores; the bulk stores of a thread. Each agent counts its own time. The clock of a thread holds, for
-// each agent of the cluster, the latest time of the agent that comes before what the thread does now. A thread that
-// arrives somewhere leaves its clock there and begins a new time (release). A thread that has waited there takes over
-// what the clocks left there hold (acquire). An access comes before another if its agent and time are in the clock of the
-// other's thread. So a race is found whatever the schedule.
+// An agent is whatever accesses memory in its own order: a thread; the copies that an mbarrier counts; the tensor cores
+// of a warpgroup; the bulk stores of a thread. Each agent counts its own time. The clock of a thread holds, for each
+// agent of the cluster, the latest time of the agent that happens before what the thread does now. A thread that
+// arrives at a barrier stores its clock there and begins a new time (release). A thread that has waited there merges
+// the stored clocks into its own (acquire). An access happens before another if the clock of the other's thread holds
+// its agent and time. So a race is found under every schedule.
 //
-// Every clock is a pair: `seen`, and `fenced`, the part of `seen` that fences have made visible to the asynchronous proxy.
+// Every clock is a pair: `seen`, and `fenced`, the part of `seen` that fences have made visible to the async proxy.
 #pragma once
 #include "records.h"
 
 namespace host {
 
-constexpr unsigned MAX_AGENTS = 192;  // of a block, beside its threads
+constexpr unsigned MAX_AGENTS = 192;  // agents of a block in addition to its threads
 constexpr unsigned NUM_NAMED_BARRIERS = 16;
 
 enum class AgentKind : uint8_t { LOADS, THREAD_COPIES, TENSOR_CORES, STORES };
@@ -25,12 +25,12 @@ struct Agent {
 struct Clock { uint32_t *seen, *fenced; };
 
 struct Clocks {
-    uint32_t* times;  // of all clocks
+    uint32_t* times;  // storage of all clocks
     size_t bytes;
-    unsigned stride, width;  // agents of a block, and of the cluster
+    unsigned stride, width;  // number of agents of a block, and of the cluster
     unsigned num_agents[MAX_CLUSTER];
     Agent agents[MAX_CLUSTER][MAX_AGENTS];
-    Clock of_block[MAX_CLUSTER];  // what the last barrier of a block has told all of its threads
+    Clock of_block[MAX_CLUSTER];  // per block: the clock that its last barrier gave to all of its threads
     bool ended[MAX_CLUSTER];
 };
 inline Clocks clocks;
@@ -42,12 +42,14 @@ inline Clock clock_at(unsigned rank, unsigned number) {
     return {first, first + clocks.width};
 }
 inline Clock clock_of(const Thread& thread) { return clock_at(state.rank, thread.number); }
-// What the arrivals at an mbarrier have left in the open phase, and what its ended phases tell.
+// For one mbarrier: the clock stored by arrivals at the open phase, and the clock that its ended phases give to
+// waiters.
 inline Clock clock_of_arrivals(unsigned rank, unsigned index) { return clock_at(rank, num_threads() + 2 * index); }
 inline Clock clock_of_phases(unsigned rank, unsigned index) { return clock_at(rank, num_threads() + 2 * index + 1); }
 inline Clock clock_of_named(unsigned number) { return clock_at(state.rank, num_threads() + 2 * MAX_AGENTS + number); }
 
-// The place of an agent in every clock: of a thread by its number, of other agents of a block by num_threads() + index.
+// The index of an agent in every clock. A thread has its number; another agent of a block has num_threads() + its
+// index.
 inline uint32_t place_of(unsigned rank, unsigned number) { return rank * clocks.stride + number; }
 inline uint32_t place_of_agent(unsigned rank, unsigned index) { return place_of(rank, num_threads() + index); }
 inline uint32_t own_place() { return place_of(state.rank, state.current->number); }
@@ -55,7 +57,7 @@ inline bool is_thread(uint32_t place) { return place % clocks.stride < num_threa
 inline const Agent& agent_at(uint32_t place) {
     return clocks.agents[place / clocks.stride][place % clocks.stride - num_threads()];
 }
-// Whether the agent accesses memory through the generic proxy.
+// Returns whether the agent accesses memory through the generic proxy.
 inline bool is_generic(uint32_t place) { return is_thread(place) || agent_at(place).kind == AgentKind::THREAD_COPIES; }
 
 inline void join(uint32_t* __restrict to, const uint32_t* __restrict from, unsigned count) {
@@ -80,7 +82,7 @@ inline bool clocks_init() {
     return clocks.times;
 }
 
-// Before the blocks of a cluster begin.
+// Runs before the blocks of a cluster begin.
 inline void clocks_begin_cluster() {
     memset(clocks.times, 0, bytes_of_clocks());
     for (unsigned rank = 0; rank < state.launch.cluster; ++rank) {
@@ -126,7 +128,7 @@ inline AgentName name_of_agent(uint32_t place) {
     return name;
 }
 
-// Whether what the agent did at this time comes before what the running thread does.
+// Returns whether the agent's access at this time happens before what the running thread does.
 inline bool seen_by(const Clock& clock, uint32_t place, uint32_t time) {
     return clock.seen[place] >= time || clocks.of_block[state.rank].seen[place] >= time;
 }
@@ -137,7 +139,7 @@ inline bool has_seen(uint16_t thread, uint32_t time) {
     return seen_by(clock_of(*state.current), place_of(state.rank, thread), time);
 }
 
-// The running thread leaves its clock at `to` and begins a new time.
+// The running thread stores its clock at `to` and begins a new time.
 inline void release(Clock to) {
     Thread& thread = *state.current;
     const Clock own = clock_of(thread);
@@ -147,7 +149,7 @@ inline void release(Clock to) {
 }
 inline void acquire(const Thread& thread, Clock from) { join(clock_of(thread), from); }
 
-// All threads of the running block have met.
+// All threads of the running block have arrived at a barrier.
 inline void clocks_of_barrier() {
     for (unsigned i = 0; i < num_threads(); ++i) {
         const Clock own = clock_of(threads[i]);
@@ -156,7 +158,7 @@ inline void clocks_of_barrier() {
     }
 }
 
-// These lanes of a warp have met.
+// The given lanes of a warp have arrived at a barrier.
 inline void clocks_of_warp(Thread* warp, uint64_t lanes) {
     const Clock first = clock_of(warp[__builtin_ctzll(lanes)]);
     for (uint64_t rest = lanes; rest; rest &= rest - 1) {
@@ -170,7 +172,7 @@ inline void clocks_of_warp(Thread* warp, uint64_t lanes) {
     }
 }
 
-// All blocks of the cluster that have not ended have met.
+// All blocks of the cluster that have not ended have arrived at a cluster barrier.
 inline void clocks_of_cluster() {
     const unsigned count = state.launch.cluster;
     for (unsigned rank = 1; rank < count; ++rank) {
@@ -179,7 +181,8 @@ inline void clocks_of_cluster() {
     for (unsigned rank = 1; rank < count; ++rank) copy(clocks.of_block[rank], clocks.of_block[0]);
 }
 
-// What the thread has seen is visible to the asynchronous proxy. With strict fences, of threads' writes only its own are.
+// Makes what the thread has seen visible to the async proxy. With strict fences, this covers only the thread's own
+// writes and no writes of other threads.
 __attribute__((noinline)) void fence_proxy_async() {
     Thread& thread = *state.current;
     const Clock own = clock_of(thread), block = clocks.of_block[state.rank];

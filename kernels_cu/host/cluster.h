@@ -1,20 +1,21 @@
 // cluster.h: the blocks of a cluster, and the grid.
 //
-// Blocks of a cluster take turns: each runs up to the next barrier of the cluster or, in a CLOCKED runtime, until all of
-// its threads wait. A block reads shared memory of another only by `read_of_block`, and only bytes that were written
-// before the last barrier of the cluster and are not written again before the next; clocks know other orders, too.
+// The blocks of a cluster run interleaved: each runs up to the next cluster barrier or, in a CLOCKED runtime, until all
+// of its threads wait. A block reads shared memory of another block only through `read_of_block`, and only bytes
+// written before the last cluster barrier and not written again before the next one. A CLOCKED runtime also accepts
+// accesses that its vector clocks order in other ways.
 #pragma once
 #include "ranks.h"
 
 namespace host {
 
-// A block of a cluster while other blocks run.
+// The saved state of a block of a cluster while other blocks run.
 struct Paused {
     Index block;
     bool begun, ended, at_barrier;  // at_barrier: all of its threads wait for the cluster
-    bool released;                  // the cluster has met, and the block has not run since
+    bool released;                  // all blocks have arrived at the barrier, and this block has not run since
     bool synchronised;
-    uint32_t first_epoch, epoch, barrier_epoch;  // barrier_epoch: `epoch` at the last barrier of the cluster
+    uint32_t first_epoch, epoch, barrier_epoch;  // barrier_epoch: value of `epoch` at the last cluster barrier
     uint32_t warp_epoch[MAX_THREADS / 32];
     unsigned num_alive, num_at_barrier;
     uint64_t lanes_arrived[MAX_THREADS / 32];
@@ -27,7 +28,7 @@ __attribute__((noinline)) void cluster_barrier(const char* file, int line) {
     if (!all_arrived(thread)) return yield();
     if constexpr (CLOCKED) clocks_of_barrier();
     cluster[state.rank].at_barrier = true;
-    pyops_host_switch(&thread.stack_pointer, state.main_stack_pointer);  // the next block's turn
+    pyops_host_switch(&thread.stack_pointer, state.main_stack_pointer);  // switch to the next block
 }
 
 __attribute__((noinline)) void read_of_block(void* to, const void* own, unsigned rank, size_t size) {
@@ -109,7 +110,8 @@ inline void run_block(Index block) {
     if constexpr (CLOCKED) end_clocked_block(0);
 }
 
-// Run a block of the cluster that begins at `first` until it has to wait for others. Returns whether a thread could run.
+// Runs a block of the cluster with first block `first` until all of its threads wait. Returns whether a thread could
+// run.
 inline bool take_turn(unsigned rank, Index first) {
     Paused& own = cluster[rank];
     enter_block(rank);
@@ -123,7 +125,7 @@ inline bool take_turn(unsigned rank, Index first) {
         if (state.launch.num_ranks) make_ready(threads, num_threads(), awaits_nothing);
     } else if (state.launch.num_ranks) {
         begin_block(first);
-        next_epoch();  // of the first, flags tell that the rank has begun
+        next_epoch();  // flags that a rank has begun refer to its first epoch, so the block uses the next one
     } else {
         begin_block({first.x, first.y + rank, first.z});
     }
@@ -141,7 +143,8 @@ inline bool take_turn(unsigned rank, Index first) {
     return true;
 }
 
-// All ranks wait, or have ended: first, threads that wait for a flag may give up, then the launch ends.
+// All ranks wait or have ended. The first time, threads that wait for a flag run again and may give up. The second
+// time, the launch ends with a fault.
 inline void no_rank_can_run(unsigned stuck) {
     if (!*ranks_that_wait) {
         for (unsigned rank = 0; rank < state.launch.num_ranks; ++rank) {
@@ -156,7 +159,7 @@ inline void no_rank_can_run(unsigned stuck) {
     raise_fault("deadlock", {nullptr, 0, threads[0].pc}, "%s", ranks_that_wait);
 }
 
-// Run the blocks of the cluster until each of them waits for the cluster or has ended. Returns how many wait.
+// Runs the blocks of the cluster until each of them waits for the cluster or has ended. Returns how many blocks wait.
 inline unsigned run_to_barrier(Index first) {
     const unsigned count = state.launch.cluster;
     for (;;) {
@@ -187,7 +190,7 @@ inline unsigned run_to_barrier(Index first) {
     }
 }
 
-// Run the cluster whose block of rank 0 is `first`.
+// Runs the cluster with block `first` as rank 0.
 inline void run_cluster(Index first) {
     const unsigned count = state.launch.cluster;
     const uint32_t first_epoch = memory.epoch + 1;
@@ -217,11 +220,12 @@ inline void run_cluster(Index first) {
 
 inline void run_grid() {
     const Index grid = state.launch.grid;
-    const unsigned high = state.launch.num_ranks ? 1 : state.launch.cluster;  // blocks of a cluster along y
+    const unsigned high = state.launch.num_ranks ? 1 : state.launch.cluster;  // number of blocks of a cluster along y
     const unsigned rows = grid.y / high;
     const uint64_t count = uint64_t(grid.x) * rows * grid.z;
     scheduler.random = state.launch.seed;
-    // A shuffled grid goes through its blocks, or clusters, in steps coprime to their number, and so visits each once.
+    // A shuffled grid visits its blocks, or clusters, with a step coprime to their number: each is visited exactly
+    // once.
     uint64_t step = 1, start = 0;
     if (state.launch.order == Order::SHUFFLED) {
         const auto gcd = [](uint64_t a, uint64_t b) {

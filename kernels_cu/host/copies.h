@@ -1,7 +1,7 @@
 // copies.h: asynchronous copies into shared memory.
 //
-// copy_async checks a copy and notes it down; the bytes move when the thread waits for the copy's group. Until then
-// every access to the destination is a fault.
+// copy_async checks and lists a copy; the bytes move when the thread waits for the copy's group. Until then every
+// access to the destination is a fault.
 #pragma once
 #include "records.h"
 #if PYOPS_HOST_CLOCKED
@@ -10,7 +10,7 @@
 
 namespace host {
 
-// The asynchronous copy of the running thread will write these bytes.
+// Marks bytes as the destination of an asynchronous copy of the running thread.
 inline void claim_for_copy(size_t offset, unsigned bytes) {
     for (size_t i = offset; i < offset + bytes; ++i) {
 #if PYOPS_HOST_CLOCKED
@@ -21,7 +21,7 @@ inline void claim_for_copy(size_t offset, unsigned bytes) {
     }
 }
 
-// It has.
+// Records that the asynchronous copy has written these bytes.
 inline void record_copy(size_t offset, unsigned bytes) {
     for (size_t i = offset; i < offset + bytes; ++i) {
 #if PYOPS_HOST_CLOCKED
@@ -60,7 +60,7 @@ inline void carry_out(const Copy& copy) {
     memset(copy.to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
 }
 
-// Carry out the copies of all groups but the last `groups_in_flight`.
+// Performs the copies of all groups but the last `groups_in_flight`.
 void wait_for_copies(unsigned groups_in_flight) {
     Thread& thread = *state.current;
     unsigned kept = 0;

@@ -57,7 +57,8 @@ VECTORS(double, double, 16, 16)
 #undef VECTORS
 
 // Arithmetic. Functions of libm are computed in double and rounded once. The result is the correctly rounded float in
-// all but about one of 10^8 cases, and the same with every libm. The compiler is told not to fuse products with sums.
+// all but about one of 10^8 cases, and the same with every libm. The compiler is told not to fuse multiplications with
+// additions.
 #define THROUGH_DOUBLE(NAME) \
     inline float NAME##f(float x) { return float(::NAME(double(x))); }
 THROUGH_DOUBLE(exp)
@@ -121,7 +122,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const unsigned long long bytes = (unsigned long long)y << 32 | x;
     unsigned result = 0;
     for (int i = 0; i < 4; ++i) {
-        result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;  // of a nibble, three bits count
+        result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;  // three bits of a nibble count
     }
     return result;
 }
@@ -189,7 +190,7 @@ inline T host_load_of_block(const T* own, unsigned rank) {
 template <typename T>
 struct host_shuffle {
     T value, result;
-    int source;  // lane to take the value of; -1: the lane keeps its own
+    int source;  // lane that provides the value; -1: the lane keeps its own
 };
 template <typename T>
 inline T host_shuffle_with(const char* name, host_lanes lanes, T value, int source, const char* file, int line) {
@@ -207,7 +208,7 @@ inline T host_shuffle_with(const char* name, host_lanes lanes, T value, int sour
         file, line);
     return own.result;
 }
-// Shuffles within segments of `width` lanes. A lane whose source lies outside its segment keeps its own value.
+// Shuffles within segments of `width` lanes. A lane with a source outside its segment keeps its own value.
 template <typename T>
 inline T __shfl_sync(host_lanes lanes, T value, int source, int width = PYOPS_HOST_WARP_SIZE, HOST_PLACE) {
     const int first = host::lane_index() & ~(width - 1);
@@ -275,7 +276,7 @@ inline int __all_sync(host_lanes lanes, int predicate, HOST_PLACE) {
     return host_reduce("__all_sync", lanes, int(predicate != 0), host_and(), file, line);
 }
 
-// memcpy and memset of a kernel: not every compiler instruments the C library's.
+// memcpy and memset of a kernel: not every compiler instruments the C library's functions.
 inline void* host_memcpy(void* to, const void* from, size_t bytes) {
     host::record_access(from, bytes, host::Access::READ);
     host::record_access(to, bytes, host::Access::WRITE);

@@ -4,7 +4,7 @@
 
 namespace host {
 
-// The parameters are no memory of the kernel's: reading them is not instrumented.
+// The array of parameters is not memory of the kernel, so reads of it are not instrumented.
 #define HOST_UNCHECKED __attribute__((no_sanitize("thread")))
 
 template <typename T> struct unqualified { using type = T; };

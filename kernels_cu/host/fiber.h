@@ -1,7 +1,7 @@
-// fiber.h: a stack for every CUDA thread, and the switch from one to another.
+// fiber.h: a stack for every CUDA thread, and the switch from one stack to another.
 //
-// pyops_host_switch(save, to) pushes the registers that the calling convention asks a function to preserve, and no
-// others, stores the stack pointer in *save, and continues at the stack pointer `to`.
+// pyops_host_switch(save, to) pushes only the registers that a function must preserve by the calling convention, stores
+// the stack pointer in *save, and continues at the stack pointer `to`.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -71,10 +71,10 @@ pyops_host_switch:
 
 namespace host {
 
-// The stack pointer of a new fiber, for pyops_host_switch: it starts in `entry`, which must not return.
+// Returns the stack pointer of a new fiber, for pyops_host_switch. The fiber starts in `entry`, which must not return.
 inline void* new_fiber(char* stack_end, void (*entry)()) {
 #if defined(__x86_64__)
-    void** frame = reinterpret_cast<void**>(stack_end) - 8;  // six registers, the return address, and its alignment
+    void** frame = reinterpret_cast<void**>(stack_end) - 8;  // six registers, the return address, and padding
     memset(frame, 0, 8 * sizeof(void*));
     frame[6] = reinterpret_cast<void*>(entry);
 #else

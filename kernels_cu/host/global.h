@@ -1,16 +1,16 @@
 // global.h: global memory: its bounds, and a record of the last accesses to every byte in the launch.
 //
 // A kernel may access the tensors and workspaces of its call, and the constants in its own library. Every access is
-// compared with their bounds before it happens, so a kernel never reads or writes what is not its own.
+// checked against their bounds before it happens, so a kernel never reads or writes any other memory.
 //
-// Within a block, barriers order accesses as they do for shared memory. Between blocks, a kernel may not count on any
-// order: a byte that one block writes no other block may access. There are three exceptions. Atomic operations of two
-// blocks on a byte, and reads of bytes that atomic operations have written, are no race. A block that reads or updates
-// a byte after an atomic operation of an earlier block may have waited for that block: from then on none of its
-// accesses are compared with earlier blocks. Barriers of a cluster order the accesses of its blocks.
+// Within a block, barriers order accesses as they do for shared memory. Between blocks a kernel may rely on no order:
+// no block may access a byte that another block writes. There are three exceptions. Atomic operations of two blocks on
+// a byte, and reads of bytes that atomic operations have written, are no race. A block that reads or updates a byte
+// after an atomic operation of an earlier block may have waited for that block: from then on its accesses are not
+// compared with those of earlier blocks. Barriers of a cluster order the accesses of its blocks.
 //
-// The records of a page of memory lie in one page of records, found by the page's number in a hash table. Epochs never
-// repeat: a record of an earlier launch is known by its epoch, and nothing is cleared between launches.
+// The records of a page of memory fill one page of records, which a hash table finds by the page's number. Epochs never
+// repeat: the epoch identifies a record of an earlier launch, and nothing is cleared between launches.
 #pragma once
 #include <link.h>
 #include "cluster.h"
@@ -22,27 +22,27 @@ namespace host {
 
 struct Records {
     uintptr_t page;
-    uint32_t (*reads)[MAX_CLUSTER];  // of each byte, by each rank: the epoch of the last; null but in a launch of ranks
+    uint32_t (*reads)[MAX_CLUSTER];  // per byte and rank: epoch of the last read; null in a launch of one rank
     Touches bytes[PAGE];
 };
 constexpr size_t READS_BYTES = sizeof(uint32_t) * MAX_CLUSTER * PAGE;
-constexpr size_t MAX_PAGES = 1 << 16;  // a power of two; once half are in use, all records are dropped
+constexpr size_t MAX_PAGES = 1 << 16;  // a power of two; once half of them are in use, all records are dropped
 
 struct Global {
     Records** table;  // MAX_PAGES slots, open addressing
     size_t num_pages;
     Records* recent;
-    const Range* recent_range;  // of the launch, which held the last access
-    Range library;              // of the running kernel
+    const Range* recent_range;  // the range of the launch that held the last access
+    Range library;              // addresses of the running kernel's library
 };
 inline Global global_memory;
 
-// Whether the address is one of a thread's stack.
+// Returns whether the address is on the stack of a thread.
 inline bool on_a_stack(const void* address) {
     return size_t(static_cast<const char*>(address) - scheduler.stacks) < STACK_BYTES * scheduler.capacity;
 }
 
-// The addresses of the library that holds `code`.
+// Returns the addresses of the library that holds `code`.
 inline Range library_of(const void* code) {
     struct Search {
         uintptr_t code;
@@ -74,8 +74,7 @@ inline void global_begin_launch() {
     if (!global.library.holds(reinterpret_cast<uintptr_t>(entry), 1)) global.library = library_of(entry);
 }
 
-// Raise a fault unless the running kernel may access these bytes.
-// Flags are no memory whose order is looked at.
+// Raises a fault unless the running kernel may access these bytes. Accesses to flags are not checked for their order.
 inline void check_bounds(const char* address, size_t bytes, Access kind, const void* pc, bool is_flag) {
     Global& global = global_memory;
     const auto at = reinterpret_cast<uintptr_t>(address);
@@ -125,7 +124,7 @@ inline void drop_records() {
     global_memory.recent = nullptr;
 }
 
-// Before a launch: start again at epoch 0, without records, if too few epochs are left for the launch.
+// Runs before a launch: starts again at epoch 0, without records, if too few epochs are left for the launch.
 inline void renew_epochs() {
     if (memory.epoch <= MAX_EPOCHS && memory.reserved <= MAX_EPOCHS) return;
     if (global_memory.table) drop_records();
@@ -133,7 +132,7 @@ inline void renew_epochs() {
     memory.epoch = memory.reserved = 0;
 }
 
-// The records of a page; null if there is no memory for them.
+// Returns the records of a page; null if no memory is left for them.
 inline Records* records_of(uintptr_t page) {
     Global& global = global_memory;
     if (global.recent && global.recent->page == page) return global.recent;
@@ -162,15 +161,15 @@ inline Records* records_of(uintptr_t page) {
                 name_of(other).text, before);
 }
 
-// Whether the access at `epoch` was by a block of the running cluster and came before the last barrier of the cluster.
+// Returns whether the access at `epoch` was by a block of the running cluster, before the last cluster barrier.
 inline bool before_barrier_of_cluster(uint32_t epoch) {
     const uint32_t offset = epoch - cluster[0].first_epoch;
     return offset < state.launch.cluster * MAX_BARRIERS && state.launch.cluster > 1 &&
            epoch <= cluster[offset / MAX_BARRIERS].barrier_epoch;
 }
 
-// Check an access of the running thread to a byte of global memory against its record, and record the access.
-// `reads` has its last reads by each rank, in a launch of several ranks.
+// Checks an access of the running thread to a byte of global memory against its record, and records the access. In a
+// launch of several ranks, `reads` has the epoch of each rank's last read.
 inline void check_byte(Touches& byte, uint32_t* reads, Access kind, const void* pc) {
     const bool written = byte.write_epoch >= memory.launch_epoch;
     if (written) {
@@ -200,7 +199,7 @@ inline void check_byte(Touches& byte, uint32_t* reads, Access kind, const void* 
     record_write(byte, kind == Access::ATOMIC);
 }
 
-// Check an access of the running thread to global memory against bounds and records, and record it. Raises a fault.
+// Checks an access of the running thread to global memory against bounds and records, and records it. Raises a fault.
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc) {
     if constexpr (CLOCKED) {
         if (on_a_stack(address)) return check_registers(address, bytes, kind, pc);

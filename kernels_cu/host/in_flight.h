@@ -1,25 +1,26 @@
-// in_flight.h: copies in flight: loads and stores of the copy engine, and cp_async that an mbarrier waits for.
+// in_flight.h: copies in flight: TMA loads and stores, and cp_async copies that an mbarrier waits for.
 //
-// A load lands at one of several times, by the schedule: at once (GREEDY); when no thread can run, the oldest (FIFO) or
-// the newest (REVERSED) first; or at any time (SHUFFLED). Until then its bytes of shared memory are claimed. A store
-// reads shared memory when it is waited for, no sooner; GREEDY, at once. Arrivals by cp_async land as loads do.
+// The schedule decides when a load lands: at once (GREEDY); when no thread can run, the oldest (FIFO) or the newest
+// (REVERSED) first; or at a random time (SHUFFLED). Until then its bytes of shared memory are claimed. A store reads
+// shared memory only when a thread waits for it; GREEDY, at once. cp_async copies with an mbarrier arrival land as
+// loads do.
 #pragma once
 #include "boxes.h"
 
 namespace host {
 
-constexpr unsigned MAX_BULK = 4096;  // in flight in a cluster: cp_async of 128 threads for each of 16 stages are 2048
+constexpr unsigned MAX_BULK = 4096;  // bulk copies in flight in a cluster; 128 threads x 16 stages of cp_async are 2048
 
 enum class BulkKind : uint8_t { LOAD, STORE, TO_BLOCK, ARRIVAL };
 
 struct Bulk {
     BulkKind kind;
-    bool landed;                // a store, which stays until it is waited for
-    unsigned rank;              // of the block that is written to or, by a store, read
-    size_t offset;              // in the shared memory of that block
-    unsigned from_rank, index;  // TO_BLOCK: the block that is read; the mbarrier of block `rank`
+    bool landed;                // for stores: the store has happened, and stays listed until a thread waits for it
+    unsigned rank;              // the block with the destination or, for a store, the source
+    size_t offset;              // offset in the shared memory of that block
+    unsigned from_rank, index;  // TO_BLOCK: the source block; index of the mbarrier of block `rank`
     size_t from_offset;
-    unsigned thread, group;  // that asked for it; STORE: the group of stores; ARRIVAL: its number
+    unsigned thread, group;  // the thread that issued the copy; STORE: its group; ARRIVAL: its number
     const void* pc;
     Box box;
 };
@@ -38,7 +39,7 @@ inline Bulk remove_bulk(unsigned number) {
 
 inline char* shared_of(unsigned rank) { return memory.arenas + ARENA_BYTES * rank + PAGE; }
 
-// Move the bytes of a load or a store.
+// Moves the bytes of a load or a store.
 inline void move(const Bulk& one) {
     char* shared = shared_of(one.rank);
     one.box.each_row([&](size_t row, uint64_t address, unsigned first, unsigned bytes) {
@@ -55,7 +56,7 @@ inline void move(const Bulk& one) {
     });
 }
 
-// Carry out the cp_async that an mbarrier waits for by this arrival.
+// Performs the cp_async copies that this arrival covers.
 inline void land_copies_of_thread(const Bulk& one) {
     Thread& thread = all_threads[one.rank][one.thread];
     const Mbarrier& barrier = barriers[one.rank].mbarriers[one.index];
@@ -97,7 +98,7 @@ inline void land(unsigned number) {
     end_phase_if_complete(one.rank, one.index, one.pc);
 }
 
-// Land one of the copies in flight that are no stores. Returns whether there was one.
+// Lands one copy in flight that is not a store. Returns whether it found one.
 inline bool land_copy() {
     unsigned waiting = 0, number = 0;
     for (unsigned i = 0; i < bulk.count; ++i) waiting += bulk.list[i].kind != BulkKind::STORE;
@@ -109,7 +110,7 @@ inline bool land_copy() {
     return true;
 }
 
-// The same, now and then, while threads can run.
+// Sometimes lands a copy early, while threads can still run.
 inline void land_copy_early() {
     if (bulk.count && state.launch.order == Order::SHUFFLED && random_number() % 4 == 0) land_copy();
 }
@@ -133,7 +134,7 @@ inline void add_bulk(const Bulk& one) {
     if (state.launch.order == Order::GREEDY) land(bulk.count - 1);
 }
 
-// The running thread exits. Its cp_async that an mbarrier waits for go on.
+// The running thread exits. Its cp_async copies with an mbarrier arrival stay in flight.
 inline void check_exit() {
     Thread& thread = *state.current;
     for (unsigned i = 0; i < thread.num_copies; ++i) {
@@ -148,7 +149,7 @@ inline void check_exit() {
     }
 }
 
-// The block `rank` has ended: no copy may use its shared memory any more.
+// Block `rank` has ended. Raises a fault if a copy may still use its shared memory.
 inline void check_copies_at_end(unsigned rank) {
     for (unsigned i = 0; i < bulk.count; ++i) {
         const Bulk& one = bulk.list[i];

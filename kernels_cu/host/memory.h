@@ -1,13 +1,13 @@
-// memory.h: shared memory, with room for a record of the last accesses to every byte (records.h).
+// memory.h: shared memory, with a record of the last accesses to every byte (records.h).
 //
-// Each block of a cluster has an arena: a range of addresses between unmapped pages. Static arrays lie at its start,
-// with gaps between them, dynamic shared memory at its end. The record of a byte holds its last write and last reads,
-// and when they happened. Whatever the schedule, the records show reads of bytes never written, accesses of two threads
-// that no barrier orders (races), and accesses to bytes that an asynchronous copy has yet to write.
+// Each block of a cluster has an arena: a range of addresses between unmapped pages. Static arrays are at its start,
+// with gaps between them; dynamic shared memory is at its end. The record of a byte holds its last write and last
+// reads, and their times. Under every schedule, the records reveal reads of bytes never written, accesses of two
+// threads that no barrier orders (races), and accesses to bytes that an asynchronous copy has yet to write.
 //
 // Time is counted in epochs. Every barrier of the block begins a new epoch of the block; every barrier of a warp begins
-// a new epoch of the warp. Epochs of blocks never repeat. A block of a cluster has a range of epochs reserved for it,
-// because the blocks of a cluster take turns.
+// a new epoch of the warp. Epochs of blocks never repeat. The blocks of a cluster run interleaved, so each of them has
+// a range of epochs reserved for it.
 #pragma once
 #include <string.h>
 #include <sys/mman.h>
@@ -17,13 +17,13 @@ namespace host {
 
 constexpr size_t PAGE = 4096;
 constexpr size_t STATIC_BYTES = 256 * 1024, DYNAMIC_BYTES = 256 * 1024;
-constexpr size_t GAP = 128;  // between two static arrays
+constexpr size_t GAP = 128;  // bytes between two static arrays
 constexpr size_t SHARED_BYTES = STATIC_BYTES + DYNAMIC_BYTES;
 constexpr size_t ARENA_BYTES = SHARED_BYTES + 2 * PAGE;  // the first and the last page are unmapped
 constexpr uint32_t MAX_BARRIERS = 1024;                  // epochs of each block of a cluster
 constexpr uint32_t MAX_EPOCHS = UINT32_MAX / 2;          // epochs of any other block; after more, renew_epochs
 
-// The last accesses to a byte: by which threads, and when.
+// The last accesses to a byte: the threads and the times.
 struct Touches {
     uint32_t write_epoch, read_epoch;            // epochs of the block; 0: never accessed
     uint32_t write_warp_epoch, read_warp_epoch;  // epochs of the warps of `writer` and `reader`
@@ -31,13 +31,13 @@ struct Touches {
     bool atomic;               // the last write was an atomic operation
     bool several_readers;      // other threads of the reader's warp have read in the same epoch of block and warp
     bool several_warps_read;   // threads of other warps have read in the same epoch of the block
-    bool several_blocks_read;  // earlier blocks than the reader's have read in the same launch
+    bool several_blocks_read;  // blocks before the reader's block have read in the same launch
 };
 
 struct Byte : Touches {
     const void *write_pc, *read_pc;
     uint32_t phase;   // state.phase when another block of the cluster last read the byte
-    uint16_t copier;  // 1 + the thread whose asynchronous copy will write the byte; 0: none
+    uint16_t copier;  // 1 + the thread with an asynchronous copy in flight to the byte; 0: no such copy
     bool allocated;
 };
 
@@ -49,15 +49,15 @@ struct Memory {
     Byte* bytes;   // records of these bytes
     size_t static_used;
     char* dynamic;
-    uint32_t epoch, first_epoch, launch_epoch;  // now; at the beginning of the block; at the beginning of the launch
-    uint32_t max_epochs;                        // epochs that the block may have behind first_epoch
+    uint32_t epoch, first_epoch, launch_epoch;  // now; at the start of the block; at the start of the launch
+    uint32_t max_epochs;                        // number of epochs after first_epoch that the block may use
     uint32_t reserved;                          // the last epoch reserved for a block of a cluster
     bool synchronised;                          // the block has met an atomic operation of an earlier block
     uint32_t warp_epoch[MAX_THREADS / 32];
 };
 inline Memory memory;
 
-// Whether the address is one of shared memory, or beside it.
+// Returns whether the address is in a shared memory arena, unmapped pages included.
 inline bool in_arena(const void* address) {
     return size_t(static_cast<const char*>(address) - memory.arenas) < ARENA_BYTES * memory.num_arenas;
 }
@@ -91,7 +91,7 @@ inline bool memory_init(unsigned num_arenas) {
     return true;
 }
 
-// Make block `rank` of the cluster the running block: `shared`, `bytes` and `dynamic` point into its arena.
+// Makes block `rank` of the cluster the running block: `shared`, `bytes` and `dynamic` point into its arena.
 inline void memory_enter(unsigned rank) {
     const size_t dynamic = memory.dynamic ? memory.dynamic - memory.shared : 0;
     memory.shared = memory.arenas + ARENA_BYTES * rank + PAGE;
@@ -99,7 +99,7 @@ inline void memory_enter(unsigned rank) {
     memory.dynamic = memory.shared + dynamic;
 }
 
-// Allow accesses to a range of every arena, and fill the range with set bits.
+// Allows accesses to a range of every arena, and fills the range with set bits.
 inline void allocate(size_t offset, size_t bytes) {
     if constexpr (CLOCKED) allocate_clocked(offset, bytes);
     for (unsigned rank = 0; rank < state.launch.cluster; ++rank) {
@@ -120,12 +120,12 @@ inline void memory_begin_launch() {
         }
     }
     memory.static_used = 0;
-    // A fault may have ended the last launch amid a cluster, before all epochs reserved for its blocks were used.
+    // A fault may have ended the last launch within a cluster, before its blocks used all of their reserved epochs.
     if (memory.epoch < memory.reserved) memory.epoch = memory.reserved;
     memory.launch_epoch = memory.epoch + 1;
     ++state.phase;
-    // Dynamic shared memory ends where the mapping ends, up to alignment: an access beyond it hits the unmapped page.
-    // Boxes that TMA swizzles begin at multiples of 1024.
+    // Dynamic shared memory ends where the mapping ends, up to alignment: an access after its end hits the unmapped
+    // page. In a CLOCKED runtime it begins at a multiple of 1024, which TMA boxes with a swizzle need.
     const size_t offset = (SHARED_BYTES - state.launch.shared_bytes) & ~size_t(CLOCKED ? 1023 : 15);
     memory.dynamic = nullptr;
     memory_enter(0);
@@ -140,7 +140,7 @@ inline void next_epoch() {
     ++memory.epoch;
 }
 
-// Give the running block the epochs first to first + max_epochs.
+// Gives the running block the epochs first to first + max_epochs.
 inline void memory_enter_epochs(uint32_t first, uint32_t max_epochs) {
     memory.first_epoch = memory.epoch = first;
     memory.max_epochs = max_epochs;
@@ -148,7 +148,7 @@ inline void memory_enter_epochs(uint32_t first, uint32_t max_epochs) {
 }
 
 inline void memory_begin_block() {
-    // Every bit set is NaN in the float formats: an uninitialised read that no check sees shows in the results.
+    // All bits set are NaN in the float formats: an uninitialised read that no check detects shows in the results.
     memset(memory.shared, 0xff, memory.static_used);
     memset(memory.dynamic, 0xff, state.launch.shared_bytes);
     if constexpr (CLOCKED) return;

@@ -1,5 +1,5 @@
-// mma.h: a warp's matrix products, matrix loads and matrix stores, for include/mma.cuh and include/matrix_core.cuh, the
-// headers that describe the fragments.
+// mma.h: a warp's MMAs, matrix loads and matrix stores, for include/mma.cuh and include/matrix_core.cuh. These headers
+// describe the fragments.
 #pragma once
 #include "cuda.h"
 
@@ -11,7 +11,7 @@ struct host_operands {
     Sum* d;
 };
 
-// Element number `i` of a word: a number in the format T, an 8-bit integer, or TF32.
+// Element `i` of a word: a number in the format T, an 8-bit integer, or TF32.
 template <typename T> inline double host_number(uint32_t word, int i) {
     return T::decode(word >> 8 * sizeof(T) * i & ((1u << 8 * sizeof(T)) - 1));
 }
@@ -21,15 +21,15 @@ template <> inline double host_number<float>(uint32_t word, int) {  // TF32
     return host::bits_as<float>(word & 0xffffe000);
 }
 
-// mma.m16n8k16, k32 for elements of 8 bits, or k8 for TF32: d += a * b. Each sum is computed in double and rounded once to
-// float32; sums of integers are exact.
+// mma.m16n8k16, k32 for 8-bit elements, or k8 for TF32: d += a * b. Each accumulator is computed in double and rounded
+// once to float32; integer accumulators are exact.
 template <typename T, typename TA = T, typename Sum>
 inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HOST_PLACE) {
     host_operands<Sum> own = {a, b, d};
     host::warp_collective(
         "mma.m16n8", 0xffffffffu, &own,
         [](void* const* payloads, uint64_t) {
-            constexpr int N = 4 / sizeof(T), K = 8 * N;  // elements of a word, and of a sum
+            constexpr int N = 4 / sizeof(T), K = 8 * N;  // N elements in a word; K elements in a dot product
             double A[16][K], B[8][K];
             for (int lane = 0; lane < 32; ++lane) {
                 const auto& operands = *static_cast<host_operands<Sum>*>(payloads[lane]);
@@ -54,20 +54,21 @@ inline void host_mma(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]
         file, line);
 }
 
-// AMD's matrix cores by name, with the first element of the rows of D and of an operand that lane l holds, and what the
-// instruction makes of K: as AMD's matrix instruction calculator has them.
+// AMD's matrix instructions by name. row_of gives the row of accumulator i of a lane; k_of gives the index along K of
+// an element of a lane's operand. The layouts are those of AMD's matrix instruction calculator.
 //
 //     MFMA       16x16x16 of 16 bits, 16x16x32 of 8 bits; 64 lanes
-//     WMMA_11    16x16x16; lanes 16 to 31 hold the operands of lanes 0 to 15 again: where they do not, sums are LOST
+//     WMMA_11    16x16x16; lanes 16 to 31 must repeat the operands of lanes 0 to 15, or the accumulators are LOST
 //     WMMA_12    16x16x16
 template <typename T, int CORE>
 struct host_core {
     static constexpr bool IS_MFMA = CORE == 1, IS_11 = CORE == 2;
     static constexpr int LANES = IS_MFMA ? 64 : 32, SUMS = IS_MFMA ? 4 : 8;
     static constexpr int N = 4 / sizeof(T),
-                         K = IS_MFMA ? 8 * N : 16;  // elements of a word, and of an instruction's sum
+                         K = IS_MFMA ? 8 * N : 16;  // N elements in a word; K of one instruction
     static constexpr int WORDS = IS_11 ? 16 / N : IS_MFMA ? 2 : 8 / N;
-    // K of element `e` of lane l: runs of lanes follow each other, but 16 bits of WMMA_12 are runs of four by turns.
+    // Index along K of element `e` of a lane's operand. Each lane holds one contiguous run, except for 16 bits of
+    // WMMA_12: there, runs of four elements alternate between lanes l and l + 16.
     static int k_of(int lane, int e) {
         if (IS_11) return e;
         if (IS_MFMA || N == 4) return lane / 16 * WORDS * N + e;
@@ -76,7 +77,7 @@ struct host_core {
     static int row_of(int lane, int i) { return IS_11 ? 2 * i + lane / 16 : lane / 16 * SUMS + i; }
 };
 
-// d += a * b^T on AMD's matrix cores, an instruction for every host_core::WORDS words. Sums are rounded as those of
+// d += a * b^T on AMD's matrix cores, one instruction per host_core::WORDS words. Accumulators are rounded as in
 // host_mma.
 template <typename T, int CORE, typename Sum, int SUMS, int WORDS>
 inline void host_matrix_core(Sum (&d)[SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS], HOST_PLACE) {
@@ -114,7 +115,7 @@ inline void host_matrix_core(Sum (&d)[SUMS], const uint32_t (&a)[WORDS], const u
     }
 }
 
-// ldmatrix: `own`, the row whose address the lane has given, and `fragment`, the lane's result.
+// ldmatrix. `own`: the row at the address that the lane has given. `fragment`: the lane's result.
 struct host_rows {
     uint16_t own[8];
     uint32_t* fragment;
@@ -146,8 +147,8 @@ inline void host_ldmatrix(uint32_t (&fragment)[N], const void* row, HOST_PLACE) 
         file, line);
 }
 
-// stmatrix: `own`, the address that the lane has given, and `fragment`, the lane's words. Each lane whose address
-// counts writes its row, which the other lanes have put together.
+// stmatrix. `own`: the address that the lane has given. `fragment`: the lane's words. Each lane with an address that
+// the instruction uses writes its row, gathered from the fragments of the other lanes.
 struct host_stored_row {
     const uint32_t* fragment;
     uint16_t row[8];
@@ -178,7 +179,7 @@ inline void host_stmatrix(void* row, const uint32_t (&fragment)[N], HOST_PLACE) 
     host::copy_unrecorded(row, own.row, sizeof own.row);
 }
 
-// movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after.
+// movmatrix, the transpose of an 8 x 8 matrix of 16-bit elements: a lane's word before and after it.
 struct host_word { uint32_t before, after; };
 
 inline uint32_t host_transpose(uint32_t word, HOST_PLACE) {
@@ -198,7 +199,7 @@ inline uint32_t host_transpose(uint32_t word, HOST_PLACE) {
     return own.after;
 }
 
-// What the elements of wgmma (include/wgmma.cuh) are called by the runtime.
+// The runtime's name for an element type of wgmma (include/wgmma.cuh).
 template <typename T> constexpr host::Element host_element = host::Element::INT8;
 template <> constexpr host::Element host_element<host::half> = host::Element::HALF;
 template <> constexpr host::Element host_element<host::bf16> = host::Element::BF16;

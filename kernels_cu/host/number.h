@@ -3,7 +3,7 @@
 // Decoding is exact; encoding rounds to nearest, ties to even. A value that is too large becomes infinite, or, in the
 // 8-bit formats, the largest finite value. NaN stays NaN and loses its sign and payload, as on the device.
 //
-// FNUZ formats have an exponent bias one larger than IEEE's, and no negative zero: its code is NaN.
+// FNUZ formats have an exponent bias one larger than IEEE's, and no negative zero: that bit pattern is NaN.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -18,8 +18,8 @@ inline To bits_as(From value) {
     return result;
 }
 
-// A format of EXPONENT and MANTISSA bits. LARGEST and NOT_A_NUMBER are the codes, without sign, of the largest finite
-// value and of NaN. If there is a code between them, it is infinity.
+// A format of EXPONENT and MANTISSA bits. LARGEST and NOT_A_NUMBER are the bit patterns, without sign, of the largest
+// finite value and of NaN. If another pattern lies between them, it is infinity.
 template <typename Code, int EXPONENT, int MANTISSA, uint32_t LARGEST, uint32_t NOT_A_NUMBER, bool SATURATES>
 struct Narrow {
     static constexpr bool FNUZ = NOT_A_NUMBER >> (EXPONENT + MANTISSA);

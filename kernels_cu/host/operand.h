@@ -1,4 +1,4 @@
-// operand.h: a matrix in shared memory as a descriptor of wgmma tells of it.
+// operand.h: a matrix in shared memory, as a wgmma descriptor describes it.
 #pragma once
 #include "registers.h"
 #include "number.h"
@@ -6,7 +6,7 @@
 namespace host {
 
 inline unsigned bytes_of(Element element) { return element <= Element::BF16 ? 2 : 1; }
-inline unsigned depth_of(Element element) { return 32 / bytes_of(element); }  // of one product
+inline unsigned depth_of(Element element) { return 32 / bytes_of(element); }  // K of one wgmma
 
 inline float decode(const void* at, Element element) {
     switch (element) {
@@ -30,7 +30,7 @@ struct Operand {
     bool transposed;
     Element element;
 
-    // Offset of element k of row `row` in shared memory.
+    // Returns the offset in shared memory of element k of row `row`.
     size_t at(unsigned row, unsigned k) const {
         const unsigned bytes = bytes_of(element), wide = pitch / bytes;
         if (swizzle == Swizzle::NONE) {
@@ -46,7 +46,7 @@ struct Operand {
         return swizzled(start + row / 8 * stride + row % 8 * pitch + k * bytes, swizzle);
     }
 
-    // Calls f(offset) for each chunk of these rows, at the depth of one product.
+    // Calls f(offset) for each chunk of these rows, over the K of one wgmma.
     template <typename F>
     void each_chunk(unsigned first, unsigned rows, F f) const {
         const unsigned step = CHUNK / bytes_of(element), depth = depth_of(element);
@@ -56,7 +56,7 @@ struct Operand {
     }
 };
 
-// What a descriptor says of the matrix that messages call `name`. Raises a fault.
+// Decodes the descriptor of the matrix that messages call `name`. Raises a fault if it is invalid.
 inline Operand operand_of(uint64_t descriptor, bool transposed, Element element, const char* name, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     const Swizzle swizzles[] = {Swizzle::NONE, Swizzle::BYTES128, Swizzle::BYTES64, Swizzle::BYTES32};
@@ -75,7 +75,7 @@ inline Operand operand_of(uint64_t descriptor, bool transposed, Element element,
     return operand;
 }
 
-// Check and record that a product reads these rows of the operand.
+// Checks and records that a wgmma reads these rows of the operand.
 inline void check_operand(const Operand& operand, unsigned first, unsigned rows, const Accessor& by, const void* pc) {
     const unsigned bytes[] = {0, 32, 64, 128};
     operand.each_chunk(first, rows, [&](size_t offset) {

@@ -1,31 +1,31 @@
-// products.h: the products of a warpgroup that are in flight, and how they are computed.
+// products.h: the wgmmas of a warpgroup that are in flight, and their arithmetic.
 #pragma once
 #include "operand.h"
 
 namespace host {
 
-constexpr unsigned MAX_PRODUCTS = 256;  // of a warpgroup in flight; a power of two
+constexpr unsigned MAX_PRODUCTS = 256;  // wgmmas in flight per warpgroup; a power of two
 constexpr unsigned MAX_CHAINS = 8;
 constexpr unsigned ALL_WARPS = 15;
 
-// Products into the same accumulators, one after another.
+// Consecutive wgmmas into the same accumulators.
 struct Chain {
     bool used, integers;
     unsigned columns;
-    unsigned warps;     // a bit for each that has not got its results back
-    unsigned group[4];  // of each warp: the group of its last product so far
+    unsigned warps;     // a bit for each warp that has not got its results back
+    unsigned group[4];  // per warp: the group of its last wgmma so far
     void* d[WARPGROUP];
-    float sums[64][256];  // or integers of the same bits
+    float sums[64][256];  // accumulators: float32, or the bits of int32
 };
 struct IssuedProduct {
     Product product;
-    unsigned warps;  // a bit for each that has issued it
+    unsigned warps;  // a bit for each warp that has issued the wgmma
     unsigned chain, group;
     const void* pc;
     uint32_t fragments[WARPGROUP][4];
 };
 struct TensorCores {
-    bool used;  // by the running block
+    bool used;  // the running block has used the tensor cores
     unsigned agent, num_computed;
     Chain chains[MAX_CHAINS];
     IssuedProduct products[MAX_PRODUCTS];
@@ -67,10 +67,11 @@ inline void read_fragments(float (&a)[64][32], const IssuedProduct& issued) {
     }
 }
 
-// What a row of A adds to a row of sums, of fp8: bit for bit what an H200 does. All terms of a sum, which are products of
-// two elements and the sum so far, are cut to multiples of 2^-13 of the largest of their powers of two: that of a product
-// is the product of the powers of its elements, whose least is that of subnormals. They are added exactly, and the first
-// 14 bits of the result stay.
+// Adds fp8 products of a row of A to a row of accumulators, bit for bit as an H200 does. The terms are the products of
+// two elements and the old accumulator. The largest exponent of the terms, e, is found first; for a product it is the
+// sum of the elements' exponents, and a subnormal element has the exponent of the smallest normal number. Each term is
+// truncated to a multiple of 2^(e - 13). The truncated terms are added exactly, and the first 14 bits of the result are
+// kept.
 constexpr int FP8_BITS = 13;
 
 inline int exponent_of(float value) { return int(bits_as<uint32_t>(value) >> 23 & 255) - 127; }
@@ -123,7 +124,8 @@ inline void add_fp8(float* sums, bool accumulate, const Operands& of, unsigned r
     }
 }
 
-// Sums of 16 bits are exact in double and rounded once for each product, as those of mma.h; integers are exact, and wrap.
+// 16-bit formats: the dot products are exact in double and rounded once per wgmma, as in mma.h. Integers are exact, and
+// wrap.
 inline void compute(TensorCores& cores, IssuedProduct& issued) {
     const Product& product = issued.product;
     Chain& chain = cores.chains[issued.chain];

@@ -1,11 +1,12 @@
-// ranks.h: the blocks of several ranks that run as one launch, and what flags tell a rank of the others.
+// ranks.h: the blocks of several ranks that run as one launch, and the happens-before order that flags give to ranks.
 //
-// The blocks with one index of all ranks run together, as the blocks of a cluster do: each until all of its threads wait.
-// A rank has its own parameters and tensors; memory that is not private is open to all ranks. A thread that stores a flag
-// releases what its block did before the block's last barrier, or less: with the relaxed kinds of `Flagged` it publishes
-// that its rank has begun, and perhaps that its block's reads are over. A thread that waits for the flag acquires that, and
-// the other threads of its block acquire it at their next barrier. `Seen` counts what a block knows of each other rank, in
-// epochs (memory.h). Any access to what another rank accesses and no flag has told of is a fault, whatever the schedule.
+// The blocks with the same index of all ranks run together, as the blocks of a cluster do: each runs until all of its
+// threads wait. A rank has its own parameters and tensors; memory that is not private is accessible to all ranks. A
+// thread that stores a flag releases what its block did before the block's last barrier. The relaxed kinds of `Flagged`
+// release less: that its rank has begun, or also that its block's reads are over. A thread that waits for the flag
+// acquires this, and the other threads of its block acquire it at their next barrier. `Seen` holds what a block knows
+// of each other rank, in epochs (memory.h). An access that conflicts with another rank's access is a fault under every
+// schedule, unless a flag orders the two.
 #pragma once
 #include "schedule.h"
 
@@ -17,8 +18,8 @@ inline void check_bounds(const char* address, size_t bytes, Access kind, const v
 constexpr uint32_t OWNER = 0xff, PRIVATE = 0x100, LASTING = 0x200, EARLY = 0x400;  // bits of Launch::owners
 constexpr size_t MAX_FLAGS = 1 << 14;                                              // a power of two
 
-// What a block, or a thread, knows of a rank: its last epochs of which writes, and of which reads, are known to be over.
-// Knowledge of writes is knowledge of reads.
+// What a block or a thread knows of a rank: the last epoch with all writes known to be over, and the last epoch with
+// all reads known to be over. A release that covers the writes of an epoch also covers its reads.
 struct Seen {
     uint32_t writes, reads;
 
@@ -31,14 +32,14 @@ struct Seen {
 
 struct Flag {
     const uint32_t* address;
-    uint64_t launch;  // in which the flag was stored last; the slot is free in another launch
+    uint64_t launch;  // number of the launch that last stored the flag; in any other launch the slot is free
     Seen clock[MAX_CLUSTER];
 };
 
 struct RankClocks {
-    Seen seen[MAX_CLUSTER];                   // by every thread of the block, of each rank
+    Seen seen[MAX_CLUSTER];                   // per rank: what every thread of the block knows
     Seen accessed[MAX_CLUSTER];               // the block's last epochs with accesses to memory of each rank; 0: none
-    Seen acquired[MAX_THREADS][MAX_CLUSTER];  // by one thread
+    Seen acquired[MAX_THREADS][MAX_CLUSTER];  // what one thread knows
     uint32_t first_epoch;
     bool ended;
 };
@@ -49,10 +50,11 @@ struct Awaited {
     const uint32_t* address;
     uint32_t value;
     unsigned from;
-    bool given_up;  // the thread has been told that the flag will not come
+    bool given_up;  // the thread has been told that the flag will never be stored
 };
 inline Awaited awaited[MAX_CLUSTER][MAX_THREADS];
-// Once no rank can run: who waits for whom. Every thread that waits for a flag then runs once more, to give up.
+// Message about which rank waits for which, written once no rank can run. Every thread that waits for a flag then runs
+// once more, to give up.
 inline char ranks_that_wait[sizeof Fault::message - 128];
 
 inline bool has_come(const Awaited& flag) { return int32_t(*flag.address - flag.value) >= 0; }
@@ -83,12 +85,12 @@ inline Seen seen_of(unsigned rank) {
     return seen;
 }
 
-// The rank whose running block had this epoch; MAX_CLUSTER: none.
+// Returns the rank with this epoch in its running block; MAX_CLUSTER: no rank.
 inline unsigned rank_of(uint32_t epoch) {
     const uint32_t offset = epoch - rank_clocks[0].first_epoch;
     return offset < state.launch.num_ranks * MAX_BARRIERS ? offset / MAX_BARRIERS : MAX_CLUSTER;
 }
-// Whether flags have told that the accesses of one kind, of another rank's epoch, are over.
+// Returns whether flags have published that another rank's accesses of this kind, at this epoch, are over.
 inline bool flags_tell_of(Access kind, uint32_t epoch) {
     const unsigned rank = rank_of(epoch);
     return rank < MAX_CLUSTER && epoch <= seen_of(rank).of(kind);
@@ -104,8 +106,8 @@ inline bool flags_tell_of(Access kind, uint32_t epoch) {
                 kind == Access::READ ? "read" : "write", rank, before);
 }
 
-// An access to memory of rank `owner`, another: it must have begun unless the memory is EARLY, and must not have ended
-// unless it is LASTING.
+// Checks an access to memory of another rank, `owner`: that rank must have begun unless the memory is EARLY, and must
+// not have ended unless it is LASTING.
 inline void check_owner(uint32_t owner, Access kind, const void* pc) {
     const unsigned rank = owner & OWNER;
     const char* verb = kind == Access::READ ? "read" : "write";
@@ -129,7 +131,7 @@ inline void begin_ranks() {
     }
 }
 
-// At a barrier of the block, which all of its threads have reached.
+// Runs at a barrier of the block, when all of its threads have arrived.
 inline void ranks_at_barrier() {
     RankClocks& own = rank_clocks[state.rank];
     for (unsigned i = 0; i < num_threads(); ++i) {
@@ -139,7 +141,7 @@ inline void ranks_at_barrier() {
     }
 }
 
-// The block of the running rank has ended: whoever launched it may write its tensors.
+// The block of the running rank has ended: from now on the code that launched it may write its tensors.
 inline void end_rank() {
     ranks_at_barrier();
     RankClocks& own = rank_clocks[state.rank];
@@ -166,7 +168,7 @@ __attribute__((noinline)) void store_flag(uint32_t* flag, uint32_t value, Flagge
     *flag = value;
 }
 
-// Whether the number at `address` has come to `value`; if not, no rank can run.
+// Waits until the number at `address` has reached `value`. Returns false if no rank can run.
 inline bool await_number(const uint32_t* address, uint32_t value, unsigned from, const void* pc) {
     const unsigned number = state.current->number;
     awaited[state.rank][number] = {address, value, from, false};
@@ -178,7 +180,7 @@ inline bool await_number(const uint32_t* address, uint32_t value, unsigned from,
     return true;
 }
 
-// Whether the flag has come; if not, no rank can run.
+// Waits for the flag. Returns false if no rank can run.
 __attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, unsigned from) {
     const void* pc = __builtin_return_address(0);
     check_bounds(reinterpret_cast<const char*>(flag), sizeof *flag, Access::READ, pc, true);
@@ -191,14 +193,14 @@ __attribute__((noinline)) bool await_flag(const uint32_t* flag, uint32_t value, 
     return true;
 }
 
-// A packet tells of nothing but itself: it orders no accesses of the rank that stores it before others of who takes it.
+// A packet publishes nothing but itself: other accesses of the storing rank stay unordered for the reader.
 __attribute__((noinline)) void store_packet(void* address, unsigned long long packet) {
     const char* bytes = static_cast<const char*>(address);
     check_bounds(bytes, sizeof packet, Access::WRITE, __builtin_return_address(0), true);
     memcpy(address, &packet, sizeof packet);
 }
 
-// The packet, once its upper half is `meeting` or more, or when no rank can run.
+// Returns the packet once its upper half has reached `meeting`, or when no rank can run.
 __attribute__((noinline)) unsigned long long await_packet(const void* address, uint32_t meeting, unsigned from) {
     const void* pc = __builtin_return_address(0);
     unsigned long long packet;
@@ -208,7 +210,7 @@ __attribute__((noinline)) unsigned long long await_packet(const void* address, u
     return packet;
 }
 
-// Of a thread whose flag will not come: the launch ends when all such threads have come here.
+// Parks a thread that waits for a flag which will never be stored. The launch ends when all such threads are parked.
 __attribute__((noinline)) void give_up() {
     awaited[state.rank][state.current->number].given_up = true;
     for (;;) {
@@ -217,7 +219,7 @@ __attribute__((noinline)) void give_up() {
     }
 }
 
-// The running rank waits and none can run: say who waits for whom.
+// The running rank waits and no rank can run: appends which rank waits for which flag to the text.
 inline void describe_flags(unsigned rank, const Thread* of_rank, char* text, size_t room) {
     size_t length = strlen(text);
     unsigned waiting = 0;

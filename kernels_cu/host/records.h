@@ -1,31 +1,31 @@
-// records.h: the records of accesses to bytes of memory, and whether barriers order an access after them.
+// records.h: records of accesses to bytes of memory, and whether barriers order a later access after them.
 #pragma once
 #include "memory.h"
 
 namespace host {
 
-// Whether `epoch` is one of the running block's.
+// Returns whether `epoch` belongs to the running block.
 inline bool is_own(uint32_t epoch) { return epoch - memory.first_epoch <= memory.max_epochs; }
 
-// Whether a thread of this number is in the warp of `thread`.
+// Returns whether the thread with this number is in the warp of `thread`.
 inline bool same_warp(unsigned number, const Thread& thread) {
     return number - (thread.number - thread.lane) < state.launch.warp_size;
 }
 
-// Whether a barrier separates the running thread from an access that `thread` of its block made at these epochs.
+// Returns whether a barrier separates the running thread from an access by `thread` of its block at these epochs.
 inline bool ordered(uint16_t thread, uint32_t epoch, uint32_t warp_epoch) {
     if (epoch < memory.epoch || thread == state.current->number) return true;
     if constexpr (CLOCKED) return has_seen(thread, warp_epoch);
     return same_warp(thread, *state.current) && warp_epoch < memory.warp_epoch[state.current->warp];
 }
 
-// The time of a thread that a record keeps beside the epoch of the block.
+// The time of a thread that a record stores next to the epoch of the block.
 inline uint32_t warp_time(const Thread& thread) { return CLOCKED ? thread.time : memory.warp_epoch[thread.warp]; }
 
 struct ThreadName { char text[48]; };
 
-// What a message calls the other thread of a race. Of several readers the last one is known, which may be the running
-// thread itself.
+// The name of the other thread of a race, for a message. Of several readers only the last one is known, which may be
+// the running thread itself.
 inline ThreadName name_of(uint16_t other) {
     ThreadName name = {"another thread"};
     const Index& index = threads[other].index;
@@ -67,10 +67,10 @@ inline void record_write(Touches& byte, bool atomic) {
     byte.atomic = atomic;
 }
 
-// Whether barriers order a write of the running thread after every read of the byte by its block.
+// Returns whether barriers order a write by the running thread after every read of the byte by its block.
 inline bool reads_are_over(const Touches& byte) {
     if (byte.read_epoch != memory.epoch) return true;
-    // A record does not tell the times of several readers: clocks say nothing of them.
+    // A record keeps the time of one reader only. With several readers, the clocks cannot be consulted.
     if constexpr (CLOCKED) return byte.several_readers || ordered(byte.reader, byte.read_epoch, byte.read_warp_epoch);
     if (byte.several_warps_read) return false;
     const Thread& thread = *state.current;
@@ -85,10 +85,10 @@ inline const char* verb_of(Access kind) {
 // Defined in global.h.
 inline bool on_a_stack(const void* address);
 inline void check_global(const char* address, size_t bytes, Access kind, const void* pc);
-// Raise a fault unless the address is one of global memory, for an instruction that takes no other. Defined in global.h.
+// Raises a fault unless the address is in global memory, for an instruction that accepts no other. Defined in global.h.
 inline void check_space(const void* address, const void* pc);
 
-// Check an access of the running thread beside its stack against bounds and records, and record it. Raises a fault.
+// Checks an access of the running thread outside its stack against bounds and records, and records it. Raises a fault.
 __attribute__((noinline)) void check_memory(const void* address, size_t bytes, Access kind, const void* pc) {
     const size_t offset = static_cast<const char*>(address) - memory.shared;
     if (!state.current) return;
@@ -131,7 +131,7 @@ __attribute__((noinline)) void check_memory(const void* address, size_t bytes, A
     }
 }
 
-// Check any access of the running thread. Most are to its stack, where only the clocked runtime watches registers.
+// Checks any access of the running thread. Most go to its stack, where only the CLOCKED runtime watches registers.
 inline void check_access(const void* address, size_t bytes, Access kind, const void* pc) {
     state.asked_pc = pc;
     if (CLOCKED || !on_a_stack(address)) check_memory(address, bytes, kind, pc);

@@ -1,25 +1,25 @@
-// registers.h: what wgmma asks of the registers of threads, and setmaxnreg.
+// registers.h: the rules of wgmma for registers of threads, and setmaxnreg.
 //
-// An array whose address has been taken is memory to the compiler, and every access to it calls the runtime. So the
-// accumulators and fragments that kernels give to wgmma are watched as memory on the threads' stacks.
+// To the compiler, an array is memory once its address has been taken, and every access to it calls the runtime. So the
+// accumulators and fragments that kernels pass to wgmma are watched as memory on the threads' stacks.
 #pragma once
 #include "bulk.h"
 
 namespace host {
 
-constexpr unsigned MAX_WATCHED = 8;  // arrays of a thread; accumulators of a warpgroup in flight
+constexpr unsigned MAX_WATCHED = 8;  // fragments of a thread, and accumulator arrays, in use by wgmmas in flight
 constexpr unsigned MAX_TOUCHED = 64;
-constexpr unsigned WARPGROUP = 128;  // threads
+constexpr unsigned WARPGROUP = 128;  // threads of a warpgroup
 
 // An array of registers that a wgmma in flight uses.
 struct Watched {
     Range range;
-    unsigned group;  // fragments: the group of the product
-    unsigned chain;  // accumulators: the chain of products
+    unsigned group;  // fragments: the group of the wgmma
+    unsigned chain;  // accumulators: the chain of wgmmas
     const void* pc;
 };
 struct Registers {
-    Range touched[MAX_TOUCHED];  // since the thread last called warpgroup_arrive; the newest, and neighbours are one
+    Range touched[MAX_TOUCHED];  // ranges since the last warpgroup_arrive: the newest ones, with adjacent ones merged
     unsigned num_touched;
     Watched fragments[MAX_WATCHED];
     unsigned num_fragments;
@@ -28,7 +28,7 @@ struct Registers {
 };
 inline Registers registers[MAX_CLUSTER][MAX_THREADS];
 
-// The number of registers that a warpgroup has asked for, 0 if it has not, and how many of its threads have asked.
+// The number of registers that a warpgroup has asked for (0: none yet), and how many of its threads have asked.
 struct RegisterCount { unsigned count, num_threads; };
 inline RegisterCount register_counts[MAX_CLUSTER][MAX_THREADS / WARPGROUP];
 
@@ -42,7 +42,7 @@ inline void registers_begin_block(unsigned rank) {
 
 inline bool overlap(Range a, Range b) { return a.begin < b.end && b.begin < a.end; }
 
-// An access of the running thread to a stack.
+// Handles an access of the running thread to a stack.
 inline void check_registers(const char* address, size_t bytes, Access kind, const void* pc) {
     Thread& thread = *state.current;
     Registers& own = registers[state.rank][thread.number];
@@ -57,7 +57,7 @@ inline void check_registers(const char* address, size_t bytes, Access kind, cons
         raise_fault("wgmma not waited for", {nullptr, 0, pc, own.fragments[i].pc},
                     "%s of a register fragment that a wgmma in flight reads: no warpgroup_wait", verb_of(kind));
     }
-    if (!thread.registers_fenced) return;  // a wgmma would be a fault whatever it uses
+    if (!thread.registers_fenced) return;  // without warpgroup_arrive, any wgmma is a fault already
     for (unsigned i = own.num_touched; i-- > 0;) {
         Range& other = own.touched[i];
         if (range.begin > other.end || other.begin > range.end) continue;
@@ -74,7 +74,7 @@ __attribute__((noinline)) void wgmma_fence() {
     registers[state.rank][state.current->number].num_touched = 0;
 }
 
-// The thread issues a product with these registers.
+// The thread issues a wgmma with these registers.
 inline void check_fenced(const Thread& thread, Range accumulators, Range fragment, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     const Registers& own = registers[state.rank][thread.number];
@@ -88,7 +88,7 @@ inline void check_fenced(const Thread& thread, Range accumulators, Range fragmen
     }
 }
 
-// setmaxnreg: the registers of a thread at the start of a kernel that is compiled for one block on a multiprocessor.
+// setmaxnreg: registers per thread at the start of a kernel that is compiled for one block per SM.
 inline unsigned first_registers() {
     const unsigned count = 65536 / num_threads() / 8 * 8;
     return count > 248 ? 248 : count;
@@ -109,7 +109,8 @@ inline void check_sum_of_registers(const Where& where, unsigned if_none) {
                 available);
 }
 
-// At the end of a block: a warpgroup that asks for more than the others have given away would have waited for ever.
+// Runs at the end of a block: if a warpgroup asked for more registers than the others have released, it would have
+// waited forever on a device.
 inline void check_registers_at_end() { check_sum_of_registers({}, first_registers()); }
 
 __attribute__((noinline)) void set_registers(unsigned count, bool more) {
@@ -128,7 +129,7 @@ __attribute__((noinline)) void set_registers(unsigned count, bool more) {
         raise_fault("setmaxnreg", where, "%u registers, and %u for other threads of the warpgroup", count, own.count);
     }
     own.count = count;
-    check_sum_of_registers(where, 24);  // of warpgroups that may still give away all but 24
+    check_sum_of_registers(where, 24);  // a warpgroup that has not asked yet may still release all but 24
 }
 
 }  // namespace host

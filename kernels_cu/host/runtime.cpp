@@ -1,6 +1,7 @@
-// runtime.cpp: the library that runs kernels on the host: signals, the clock, and pyops_host_run, which Python calls.
+// runtime.cpp: the library that runs kernels on the host: signals, the time limit, and pyops_host_run, which Python
+// calls.
 //
-// It is compiled once, without the checks that kernels have.
+// It is compiled once, without the instrumentation of kernels.
 #include <errno.h>
 #include <signal.h>
 #include <sys/syscall.h>
@@ -30,7 +31,7 @@ inline pid_t launching_thread;
 
 inline pid_t this_thread() { return static_cast<pid_t>(syscall(SYS_gettid)); }
 
-// Address behind the faulting instruction, and what the instruction did: "read" or "write".
+// The address after the faulting instruction, and its access: "read" or "write".
 struct Machine {
     const void* pc;
     const char* verb;
@@ -46,7 +47,7 @@ inline Machine machine_state(void* context) {
 }
 
 inline void on_signal(int signal, siginfo_t* info, void* context) {
-    if (!state.running || this_thread() != launching_thread) {  // not caused by a kernel: restore the previous handlers
+    if (!state.running || this_thread() != launching_thread) {  // no kernel is the cause: restore previous handlers
         for (int i = 0; i < NUM_SIGNALS; ++i) {
             if (SIGNALS[i] == signal) sigaction(signal, &previous_actions[i], nullptr);
         }
@@ -118,7 +119,7 @@ struct Watch {
 
 }  // namespace host
 
-// Run a kernel. Returns the fault that ended the launch, or null.
+// Runs a kernel. Returns the fault that ended the launch, or null.
 extern "C" HOST_API const host::Fault*
 pyops_host_run(void (*entry)(void**), void** parameters, const host::Launch* launch) {
     using namespace host;

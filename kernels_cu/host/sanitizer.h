@@ -1,7 +1,7 @@
-// sanitizer.h: the functions that instrumented kernels call: at every access to memory, and when a check fails.
+// sanitizer.h: the functions that instrumented kernels call at every access to memory, and when a check fails.
 //
-// Kernels are compiled with the undefined-behaviour and thread sanitizers' instrumentation but linked with neither: the
-// functions below take the place of theirs.
+// Kernels are compiled with the instrumentation of the undefined-behaviour and thread sanitizers but linked with
+// neither runtime: the functions below replace theirs.
 #pragma once
 #include "global.h"
 

@@ -9,12 +9,12 @@
 
 namespace host {
 
-constexpr size_t STACK_BYTES = 128 * 1024;  // of one thread; the first page is unmapped
+constexpr size_t STACK_BYTES = 128 * 1024;  // stack of one thread; its first page is unmapped
 
 struct Scheduler {
     char* stacks;
-    unsigned capacity, num_stacks;  // stacks that are mapped; those whose first page is already unmapped
-    uint16_t ready[MAX_THREADS];    // ring of the threads that can run
+    unsigned capacity, num_stacks;  // number of mapped stacks; number of stacks with their first page already unmapped
+    uint16_t ready[MAX_THREADS];    // ring buffer of the threads that can run
     unsigned first, num_ready;
     unsigned num_alive, num_at_barrier;
     uint64_t lanes_arrived[MAX_THREADS / 32];
@@ -47,7 +47,7 @@ inline bool stacks_init(unsigned count) {
 
 inline unsigned warp_size() { return state.launch.warp_size; }
 
-// Of the `count` threads from `first` on, make those ready for which which(i) holds.
+// Makes ready each of the `count` threads from `first` on for which which(i) is true.
 template <typename Which>
 inline void make_ready(Thread* first, unsigned count, Which which) {
     const bool backwards = state.launch.order == Order::REVERSED || state.launch.order == Order::GREEDY;
@@ -76,12 +76,12 @@ inline Thread* take_ready() {
     return &threads[number];
 }
 
-// In a CLOCKED runtime threads also wait for copies and products, which go on while no thread can run.
+// In a CLOCKED runtime threads also wait for copies and wgmmas, which make progress while no thread can run.
 inline bool is_asynchronous(Wait wait) { return wait > Wait::EXITED; }
 
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
 
-// Whether two threads wait for the same operation at the same place in the source.
+// Returns whether two threads wait for the same operation at the same source line.
 inline bool same_place(const Thread& thread, const Thread& other) {
     return thread.wait == other.wait && thread.lanes == other.lanes && thread.line == other.line &&
            same_text(thread.operation, other.operation) && same_text(thread.file, other.file) &&
@@ -89,7 +89,7 @@ inline bool same_place(const Thread& thread, const Thread& other) {
             (thread.pc == other.pc && thread.awaited == other.awaited && thread.awaited_phase == other.awaited_phase));
 }
 
-// Whether all threads that `thread` still waits for have exited.
+// Returns whether all threads that `thread` still waits for have exited.
 inline bool waits_for_exited(const Thread& thread) {
     if (thread.wait == Wait::EXITED || is_asynchronous(thread.wait)) return false;
     bool exited = false;
@@ -102,7 +102,7 @@ inline bool waits_for_exited(const Thread& thread) {
     return exited;
 }
 
-// End the launch because no thread can run. The message lists runs of threads that wait at the same place.
+// Ends the launch because no thread can run. The message lists runs of threads that wait at the same source line.
 [[noreturn]] inline void deadlock() {
     char text[sizeof Fault::message - 128];
     size_t length = 0;
@@ -146,18 +146,18 @@ inline bool waits_for_exited(const Thread& thread) {
 }
 
 [[noreturn]] inline void nothing_can_run() {
-    for (unsigned i = 0; i < num_threads(); ++i) {  // the fault names a thread that waits
+    for (unsigned i = 0; i < num_threads(); ++i) {  // the fault names the first thread that waits
         if (threads[i].wait != Wait::EXITED) state.current = &threads[i];
     }
     deadlock();
 }
 
-// Let another thread run; return when the calling thread runs again.
+// Lets another thread run, and returns when the calling thread is scheduled again.
 inline void yield() {
     Thread* thread = state.current;
     if constexpr (CLOCKED) land_copy_early();
     Thread* next = take_ready();
-    if (!next && (state.launch.num_ranks || (CLOCKED && state.launch.cluster > 1))) {  // another block's turn
+    if (!next && (state.launch.num_ranks || (CLOCKED && state.launch.cluster > 1))) {  // switch to another block
         pyops_host_switch(&thread->stack_pointer, state.main_stack_pointer);
         return;
     }
@@ -182,7 +182,7 @@ begin_wait(Wait wait, const char* operation, uint64_t lanes, const char* file, i
     return thread;
 }
 
-// Count `thread` as arrived at a barrier of its block; returns whether all threads of the block have arrived.
+// Counts `thread` as arrived at a barrier of its block. Returns whether all threads of the block have arrived.
 inline bool all_arrived(const Thread& thread) {
     if (++scheduler.num_at_barrier < num_threads()) return false;
     for (unsigned i = 0; i < num_threads(); ++i) {
@@ -202,12 +202,12 @@ __attribute__((noinline)) void block_barrier(const char* file, int line) {
     yield();
 }
 
-// Wait for the lanes of the warp whose bits are set in `lanes`. The last to arrive calls complete(payloads, lanes).
+// Waits for the lanes of the warp that `lanes` selects. The last lane to arrive calls complete(payloads, lanes).
 template <typename Complete>
 inline void
 meet(const char* name, uint64_t lanes, void* payload, const char* file, int line, const void* pc, Complete complete) {
     const unsigned first = state.current->warp * warp_size(), left = num_threads() - first;
-    const unsigned size = left < warp_size() ? left : warp_size();  // lanes of this warp
+    const unsigned size = left < warp_size() ? left : warp_size();  // lanes in this warp
     if (size < 64) lanes &= (uint64_t(1) << size) - 1;
     Thread* warp = threads + first;
     Thread& thread = begin_wait(Wait::WARP, name, lanes, file, line, pc);
@@ -244,7 +244,7 @@ __attribute__((noinline)) void warp_barrier(uint64_t lanes, const char* file, in
     });
 }
 
-// The body of every fiber.
+// The function that every fiber runs.
 inline void thread_main() {
     state.entry(state.launch.num_ranks ? state.launch.rank_parameters[state.rank] : state.parameters);
     Thread& thread = *state.current;
@@ -263,8 +263,8 @@ inline void thread_main() {
     pyops_host_switch(&abandoned, state.main_stack_pointer);
 }
 
-// Run the threads that are ready, and those that they make ready, until all of the block wait for the cluster or have
-// exited; in a cluster of a CLOCKED runtime, until all wait.
+// Runs all ready threads, and the threads that they make ready, until every thread of the block has exited or waits for
+// the cluster. In a cluster of a CLOCKED runtime it runs them until every thread waits for anything.
 inline void run_threads() {
     state.current = take_ready();
     pyops_host_switch(&state.main_stack_pointer, state.current->stack_pointer);

@@ -1,7 +1,7 @@
-// state.h: the launch that runs, its threads, and the fault that ended it.
+// state.h: the running launch, its threads, and the fault that ended it.
 //
-// One launch runs at a time, its blocks one after another, the threads of a block as fibers of one thread of the
-// process. Blocks of a cluster take turns: each runs until all of its threads wait for the cluster.
+// One launch runs at a time, and one block after another. The threads of a block are fibers of one thread of the
+// process. The blocks of a cluster run interleaved: each runs until all of its threads wait for the cluster.
 #pragma once
 #include <dlfcn.h>
 #include <setjmp.h>
@@ -12,12 +12,12 @@
 namespace host {
 
 constexpr unsigned MAX_THREADS = 1024;
-constexpr unsigned MAX_COPIES = 256;  // asynchronous copies that a thread may have in flight
-constexpr unsigned MAX_CLUSTER = 8;   // blocks of a cluster
-constexpr unsigned MAX_PLACES = 8;    // in the source, that a fault names in its message
+constexpr unsigned MAX_COPIES = 256;  // maximum number of asynchronous copies in flight per thread
+constexpr unsigned MAX_CLUSTER = 8;   // maximum number of blocks of a cluster
+constexpr unsigned MAX_PLACES = 8;    // maximum number of source lines that a fault cites in its message
 
-// Kernels that include barrier.cuh run with a runtime of their own, which orders accesses by vector clocks (clocks.h).
-// The other runtime orders them by barriers of the block and of warps alone, which takes less time.
+// Kernels that include barrier.cuh run with the CLOCKED runtime, which orders accesses by vector clocks (clocks.h). The
+// other runtime orders accesses only by barriers of blocks and of warps, and is faster.
 #ifndef PYOPS_HOST_CLOCKED
 #define PYOPS_HOST_CLOCKED 0
 #endif
@@ -29,31 +29,31 @@ struct Copy {
     char* to;
     const char* from;
     unsigned bytes, valid_bytes, group;
-    unsigned arrival;  // 1 + number of the thread's copies_arrive that tells of the copy; 0: none does
+    unsigned arrival;  // 1 + number of the copies_arrive call of the thread that covers the copy; 0: none yet
 };
 
 struct Thread {
     void* stack_pointer;
     Index index;
     unsigned number, lane, warp;
-    // What the thread waits for, and where in the source.
+    // What the thread waits for, and at which source line.
     Wait wait;
     const char *operation, *file;
     int line;
     const void* pc;
     uint64_t lanes;
     void* payload;
-    unsigned num_copies, group;  // asynchronous copies in flight, and the number of the open group
+    unsigned num_copies, group;  // number of asynchronous copies in flight; number of the open group
 
-    // The rest is for CLOCKED runtimes.
-    uint32_t time;                    // of what the thread does until it next tells others of it
-    unsigned awaited, awaited_phase;  // index and phase of an mbarrier, or number of a named barrier, or of a product
-    unsigned num_arrivals;            // calls of copies_arrive
-    int store_agent;                  // of its bulk stores; -1: it has started none
+    // The remaining members are for CLOCKED runtimes.
+    uint32_t time;                    // current time of the thread; advances when the thread releases its clock
+    unsigned awaited, awaited_phase;  // index and phase of an mbarrier, or number of a named barrier or a wgmma
+    unsigned num_arrivals;            // number of copies_arrive calls so far
+    int store_agent;                  // agent of the thread's bulk stores; -1: no bulk store so far
     unsigned store_group;             // number of the open group of bulk stores
-    unsigned num_products;            // wgmmas that its warp has issued
+    unsigned num_products;            // number of wgmmas that the thread's warp has issued
     unsigned product_group;           // number of the open group of wgmmas
-    bool registers_fenced;            // it has called warpgroup_arrive
+    bool registers_fenced;            // the thread has called warpgroup_arrive
 };
 
 enum class Order : uint32_t { FIFO, REVERSED, GREEDY, SHUFFLED };
@@ -72,23 +72,23 @@ struct Launch {
     uint32_t shared_bytes, warp_size, cluster;
     Order order;
     uint32_t time_limit_ms;
-    uint32_t strict_fences;  // fence_proxy_async tells of the calling thread's own writes only
+    uint32_t strict_fences;  // fence_proxy_async covers only the calling thread's own writes, not other threads' writes
     uint64_t seed;
     const Range* ranges;  // the tensors and workspaces of the call
     uint32_t num_ranges;
-    uint32_t num_ranks;             // 0 but in a launch of several ranks (ranks.h), where `cluster` is as many
+    uint32_t num_ranks;             // 0 unless the launch has several ranks (ranks.h); then equal to `cluster`
     void** const* rank_parameters;  // the parameters of each rank
-    const uint32_t* owners;         // of each range: its rank, and bits of ranks.h
+    const uint32_t* owners;         // per range: its rank, and bits of ranks.h
 };
 
-// The fault as Python reads it: the same layout as its ctypes structure. Members that end in `pc` are offsets into the
-// kernel's library, 0 if unknown.
+// The fault as Python reads it: the same layout as its ctypes structure. Members with names that end in `pc` are
+// offsets into the kernel's library, or 0 if unknown.
 struct Fault {
     char kind[64], message[2048], file[256];
     int32_t line, has_thread;
     Index block, thread;
     uint64_t pc, asked_pc, other_pc;
-    uint64_t address;                  // of the global memory that was accessed; 0 where the fault is of another kind
+    uint64_t address;                  // address of the global memory that was accessed; 0 for other faults
     uint64_t waiting_pcs[MAX_PLACES];  // the message calls them @0@, @1@, ...
 };
 
@@ -98,11 +98,11 @@ struct State {
     void (*entry)(void**);
     void** parameters;
     Index block;
-    unsigned rank;   // of the block in its cluster
-    uint32_t phase;  // counts the cluster's barriers, and launches; never repeats
+    unsigned rank;   // rank of the block in its cluster
+    uint32_t phase;  // number of cluster barriers and launches so far; never repeats
     Thread* current;
     const void* asked_pc;                 // return address of the last recorded access in the kernel
-    const void* waiting_pcs[MAX_PLACES];  // where threads wait that the next fault names
+    const void* waiting_pcs[MAX_PLACES];  // source positions of waiting threads, for the next fault's message
     unsigned num_waiting;
     void* main_stack_pointer;
     sigjmp_buf escape;
@@ -112,8 +112,9 @@ struct State {
 
 inline State state;
 
-// `threads` are those of the running block. In a CLOCKED runtime each block of a cluster has its own, for copies land
-// while another block runs. The other runtime copies them: an array at a constant address takes less time.
+// `threads` are the threads of the running block. In a CLOCKED runtime each block of a cluster has an array of its own,
+// because copies land while another block runs. The other runtime copies the threads in and out of one array: access to
+// an array at a constant address is faster.
 inline Thread all_threads[CLOCKED ? MAX_CLUSTER : 1][MAX_THREADS];
 #if PYOPS_HOST_CLOCKED
 inline Thread* threads = all_threads[0];
@@ -127,7 +128,7 @@ inline Copy copies[MAX_CLUSTER][MAX_THREADS][MAX_COPIES];
 
 inline unsigned num_threads() { return state.launch.block.x * state.launch.block.y * state.launch.block.z; }
 
-// Offset of a code address into the library that holds the running kernel; 0 for an address elsewhere.
+// Returns the offset of a code address in the library that holds the running kernel; 0 for any other address.
 inline uint64_t offset_in_kernel(const void* pc) {
     Dl_info kernel, found;
     if (!pc || !dladdr(reinterpret_cast<void*>(state.entry), &kernel) || !dladdr(pc, &found)) return 0;
@@ -138,12 +139,12 @@ inline uint64_t offset_in_kernel(const void* pc) {
 struct Where {
     const char* file = nullptr;
     int line = 0;
-    const void* pc = nullptr;        // of the faulting instruction, or of the next one
-    const void* other_pc = nullptr;  // of the other access of a race
-    uint64_t address = 0;            // of the global memory that was accessed
+    const void* pc = nullptr;        // address of the faulting instruction or the one after it
+    const void* other_pc = nullptr;  // address of the other access of a race
+    uint64_t address = 0;            // address of the global memory that was accessed
 };
 
-// End the launch: describe the fault and leave every fiber where it stands.
+// Ends the launch: describes the fault and abandons every fiber.
 [[noreturn]] __attribute__((format(printf, 3, 4))) inline void
 raise_fault(const char* kind, const Where& where, const char* format, ...) {
     Fault& fault = state.fault;

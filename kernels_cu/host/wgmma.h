@@ -1,14 +1,14 @@
-// wgmma.h: matrix products of a warpgroup, which are computed when they are waited for (GREEDY: when they are issued).
+// wgmma.h: warpgroup MMAs. They are computed when a thread waits for them (GREEDY: when they are issued).
 //
-// Each of the four warps issues a product. What it reads of shared memory is recorded then, as read by the warpgroup's
-// tensor cores at the time of the product's group: who writes there must have seen the group end. The accumulators are
-// copied away and filled with NaN until the wait.
+// Each of the four warps issues a wgmma. Its reads of shared memory are recorded at that point, as reads by the
+// warpgroup's tensor cores at the time of the wgmma's group: a thread that writes there later must have waited for the
+// group. The accumulators are copied away and filled with NaN until the wait.
 #pragma once
 #include "products.h"
 
 namespace host {
 
-// What a lane gives to a wgmma.
+// The arguments of a lane to a wgmma.
 struct LaneProduct {
     const Product* product;
     void* d;
@@ -24,7 +24,7 @@ inline Range range_of(const void* begin, size_t bytes) {
     return {at, at + bytes};
 }
 
-// The registers that the lanes of a warp give to a product: they are fenced, and watched from now on.
+// Takes the registers that the lanes of a warp pass to a wgmma: checks the fence, and watches them from now on.
 inline void take_registers(IssuedProduct& issued, Thread* warp, const LaneProduct* const* lanes, const void* pc) {
     const unsigned bytes = issued.product.columns / 2 * 4;
     for (unsigned lane = 0; lane < 32; ++lane) {
@@ -43,7 +43,7 @@ inline void take_registers(IssuedProduct& issued, Thread* warp, const LaneProduc
     }
 }
 
-// The chain that the warp goes on with; MAX_CHAINS if none has these accumulators.
+// Returns the chain that the warp continues; MAX_CHAINS if no chain has these accumulators.
 inline unsigned find_chain(const TensorCores& cores, unsigned quarter, const void* d) {
     for (unsigned i = 0; i < MAX_CHAINS; ++i) {
         const Chain& chain = cores.chains[i];
@@ -52,7 +52,7 @@ inline unsigned find_chain(const TensorCores& cores, unsigned quarter, const voi
     return MAX_CHAINS;
 }
 
-// The accumulators of a warp begin a chain, or join the one that other warps have begun with this product.
+// The accumulators of a warp begin a chain, or enter the chain that other warps have begun with this wgmma.
 inline unsigned
 begin_chain(TensorCores& cores, const IssuedProduct& issued, Thread* warp, const LaneProduct* const* lanes) {
     unsigned number = issued.chain;
@@ -83,7 +83,7 @@ begin_chain(TensorCores& cores, const IssuedProduct& issued, Thread* warp, const
     return number;
 }
 
-// A warp has met at a wgmma. The running thread is its last lane to come.
+// All lanes of a warp have arrived at a wgmma. The running thread is the last of them.
 inline void issue(Thread* warp, const LaneProduct* const* lanes, const void* pc) {
     const Where where = {nullptr, 0, pc, nullptr};
     const Product& product = *lanes[0]->product;
@@ -152,7 +152,7 @@ __attribute__((noinline)) void wgmma(const Product& product, void* d) {
 
 __attribute__((noinline)) void wgmma_commit() { ++state.current->product_group; }
 
-// Compute products up to number `end`, once all warps of the warpgroup have issued them.
+// Computes wgmmas up to number `end`, once all warps of the warpgroup have issued them.
 inline void compute_until(TensorCores& cores, unsigned end, const void* pc) {
     while (cores.num_computed < end) {
         IssuedProduct& issued = cores.products[cores.num_computed % MAX_PRODUCTS];
@@ -166,7 +166,7 @@ inline void compute_until(TensorCores& cores, unsigned end, const void* pc) {
     }
 }
 
-// Give the running thread the results of chains whose products of its warp belong to groups before `end`.
+// Gives the running thread the results of chains, if the wgmmas of its warp in them belong to groups before `end`.
 inline void give_results(TensorCores& cores, unsigned end) {
     const Thread& thread = *state.current;
     Registers& own = registers[state.rank][thread.number];
@@ -211,7 +211,7 @@ __attribute__((noinline)) void wgmma_wait(unsigned groups_in_flight) {
     give_results(cores, end);
 }
 
-// Before the blocks of a cluster begin.
+// Runs before the blocks of a cluster begin.
 inline void begin_clocked_cluster() {
     clocks_begin_cluster();
     cells_begin_cluster();
@@ -223,7 +223,7 @@ inline void begin_clocked_cluster() {
     }
 }
 
-// All threads of the block have exited.
+// Runs when all threads of the block have exited.
 inline void end_clocked_block(unsigned rank) {
     clocks.ended[rank] = true;
     check_registers_at_end();
