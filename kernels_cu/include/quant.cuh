@@ -94,7 +94,7 @@ struct ZeroPoint {
     DEVICE int8_t operator()(float x) const { return int8_t(min(max(round_to_int(x), low), high) + azp); }
 };
 
-// The scale of a row or group whose largest magnitude is absmax.
+// The dynamic scale of a row or group with largest magnitude absmax.
 template <typename Q>
 DEVICE float dynamic_scale(float absmax) {
     constexpr float largest = Codes<Q>::largest;
