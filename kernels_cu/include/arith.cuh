@@ -1,4 +1,4 @@
-// arith.cuh: float arithmetic as IEEE 754 has it, fast estimates, and integer instructions.
+// arith.cuh: IEEE 754 float arithmetic, fast estimates, and integer instructions.
 #pragma once
 #include "platform.cuh"
 
@@ -10,8 +10,8 @@ DEVICE constexpr float power_of_two(int exponent) {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;  // log2(e), log(2)
 
-// The hardware's estimates of 2^x and 1 / x, good to about 22 bits; correctly rounded on the host. A subnormal argument
-// or result is taken for 0.
+// The hardware estimates of 2^x and 1 / x, accurate to about 22 bits; correctly rounded on the host. Subnormal
+// arguments and results are flushed to 0.
 DEVICE float estimate_exp2(float x) {
 #if PYOPS_HIP
     return __builtin_amdgcn_exp2f(x);
@@ -36,8 +36,8 @@ DEVICE float estimate_reciprocal(float x) {
 #endif
 }
 
-// IEEE arithmetic, for results that equal eager tensor arithmetic. CuPy compiles with -ftz=true: plain operators take
-// subnormal floats for 0, and the compiler may fuse a product with a sum. These functions do neither.
+// IEEE arithmetic, for results that equal eager tensor arithmetic. CuPy compiles with -ftz=true: plain operators flush
+// subnormal floats to 0, and the compiler may fuse a multiplication with an addition. These functions do neither.
 #if PYOPS_CUDA
 #define PYOPS_IEEE(NAME, INSTRUCTION, RESULT)                            \
     DEVICE float NAME(float a, float b) {                                \
@@ -46,7 +46,8 @@ DEVICE float estimate_reciprocal(float x) {
         return result;                                                   \
     }
 #elif PYOPS_HIP
-// HIP's __fmul_rn and the like are plain operators, too. The pragma keeps clang from fusing what the function returns.
+// HIP's __fmul_rn and the like are plain operators, too. The pragma keeps clang from fusing the result into another
+// operation.
 #define PYOPS_IEEE(NAME, INSTRUCTION, RESULT) \
     DEVICE float NAME(float a, float b) { _Pragma("clang fp contract(off)") return RESULT; }
 #else
@@ -57,7 +58,7 @@ PYOPS_IEEE(ieee_add, "add.rn.f32", a + b)
 PYOPS_IEEE(ieee_subtract, "sub.rn.f32", a - b)
 PYOPS_IEEE(ieee_multiply, "mul.rn.f32", a* b)
 PYOPS_IEEE(ieee_divide, "div.rn.f32", a / b)
-PYOPS_IEEE(ieee_max, "max.f32", fmaxf(a, b))  // of a number and NaN: the number
+PYOPS_IEEE(ieee_max, "max.f32", fmaxf(a, b))  // a NaN argument is ignored
 PYOPS_IEEE(ieee_min, "min.f32", fminf(a, b))  // likewise
 #undef PYOPS_IEEE
 
@@ -96,7 +97,7 @@ DEVICE float add_down(float a, float b) {
 #endif
 }
 
-// |x|, by the instruction that uses it where it can.
+// |x|. It is an operand modifier of the instruction that uses it where possible.
 DEVICE float ieee_abs(float x) {
 #if PYOPS_CUDA
     float result;
@@ -117,7 +118,8 @@ DEVICE bool ieee_less_equal(float a, float b) {
 #endif
 }
 
-// The largest of three numbers if it is positive, else one of them: as integers, which from sm_90 on takes one instruction.
+// The largest of three numbers if it is positive, otherwise any of them. The comparison is on integers, which takes one
+// instruction from sm_90 on.
 DEVICE float largest_if_positive(float a, float b, float c) {
     return __int_as_float(max(max(__float_as_int(a), __float_as_int(b)), __float_as_int(c)));
 }
@@ -131,7 +133,7 @@ DEVICE float saturate(float x) {
 #endif
 }
 
-// The bits of the float 2^23 + floor(a * b), whose low bits are the integer floor(a * b). The product is exact and
+// The bits of the float 2^23 + floor(a * b); their low bits are the integer floor(a * b). The product must be exact and
 // 0 <= a * b < 2^23.
 DEVICE uint32_t floor_bits(float a, float b) {
 #if PYOPS_CUDA
@@ -141,8 +143,8 @@ DEVICE uint32_t floor_bits(float a, float b) {
 #endif
 }
 
-// floor(a * b) plus a constant, modulo 2^32, for |a * b| < 2^22 and any number of bits in the product. Subnormal
-// numbers are not taken for 0.
+// floor(a * b) plus a constant, modulo 2^32, for |a * b| < 2^22; the product need not be exact in float. Subnormal
+// numbers are not flushed to 0.
 DEVICE uint32_t floor_of_22_bits(float a, float b) {
 #if PYOPS_CUDA
     float result;
@@ -153,15 +155,15 @@ DEVICE uint32_t floor_of_22_bits(float a, float b) {
 #endif
 }
 
-// Bits: how many are set, how many there are up to the highest set one, and the number of the lowest set one.
+// count_bits: number of set bits. used_bits: number of bits up to the highest set bit. lowest_bit: index of the lowest
+// set bit.
 DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 DEVICE int count_bits(uint64_t bits) { return __popcll(bits); }
 DEVICE int used_bits(uint32_t bits) { return 32 - __clz(int(bits)); }
 DEVICE int lowest_bit(uint32_t bits) { return __ffs(int(bits)) - 1; }
 DEVICE int lowest_bit(uint64_t bits) { return __ffsll(int64_t(bits)) - 1; }
 
-// The smallest of three integers. This and the next three functions are one instruction each from compute capability
-// 9.0 on (DPX).
+// The smallest of three integers. This and the next three functions are one instruction each from sm_90 on (DPX).
 DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #if PYOPS_CUDA
     return __vimin3_u32(a, b, c);
@@ -170,8 +172,8 @@ DEVICE uint32_t min_of_three(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// Of two unsigned 16-bit integers in a word, each on its own: the smallest of three, the largest of three, and min(a +
-// b, c) with the sum modulo 2^16.
+// Operations on two unsigned 16-bit integers in a word, each on its own: the smallest of three, the largest of three,
+// and min(a + b, c) with the sum modulo 2^16.
 DEVICE uint32_t min_of_three_pairs(uint32_t a, uint32_t b, uint32_t c) {
 #if PYOPS_CUDA
     return __vimin3_u16x2(a, b, c);
@@ -196,8 +198,8 @@ DEVICE uint32_t min_of_sums(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// Bytes of `low`, numbers 0 to 3, and of `high`, 4 to 7, by the hexadecimal digits of `selector`, the lowest byte first.
-// HIP's __byte_perm becomes shifts and masks.
+// Selects bytes of `low` (numbers 0 to 3) and of `high` (4 to 7) by the hexadecimal digits of `selector`, the lowest
+// byte first. HIP's own __byte_perm compiles to shifts and masks.
 DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 #if PYOPS_HIP
     const uint32_t digits =
@@ -208,8 +210,8 @@ DEVICE uint32_t byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 #endif
 }
 
-// Four bytes, all bits of each the sign of the byte of x (0 to 3) and y (4 to 7) that a digit of SELECTOR says, from the last
-// digit on. __byte_perm does not pass on the bit that asks for this.
+// Four bytes. Each is the sign of a byte of x (0 to 3) or y (4 to 7), copied to all 8 bits; the digits of SELECTOR
+// choose the bytes, the last digit first. __byte_perm drops the selector bit that requests this.
 template <uint32_t SELECTOR>
 DEVICE uint32_t signs_of_bytes(uint32_t x, uint32_t y) {
 #if PYOPS_CUDA

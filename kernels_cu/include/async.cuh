@@ -1,26 +1,27 @@
-// async.cuh: asynchronous copies from global to shared memory.
+// async.cuh: asynchronous copies from global to shared memory (cp.async).
 //
 // A thread's copies form groups: cp_async adds a copy to the open group, cp_async_commit closes the group, and
 // cp_async_wait<N> waits until at most the N newest closed groups are in flight. Then the thread sees the copies of the
-// other groups; other threads see them after a barrier. On AMD copies are synchronous: a thread that has something else
-// to do first holds them in registers (HOLDS_COPIES).
+// other groups; other threads see them after a barrier. On AMD copies are synchronous: to hide their latency, a thread
+// loads into registers first and stores later (HOLDS_COPIES).
 
 #pragma once
 #include "vec.cuh"
 
-// Whether copies are loads that a thread stores later, when it has done what hides their latency. The emulation of AMD's
-// matrix cores has it as AMD has.
+// Whether a copy is a load into registers that a thread stores to shared memory later, after the work that hides its
+// latency. The emulation of AMD's matrix cores sets this, too.
 #if defined(PYOPS_HOST_CORE)
 constexpr bool HOLDS_COPIES = true;
 #else
 constexpr bool HOLDS_COPIES = PYOPS_HIP || (PYOPS_HOST && WARP_SIZE == 64);
 #endif
 
-// Loads BYTES bytes (4, 8 or 16) from an address that is a multiple of BYTES; zeros, and nothing is read, if not `valid`.
+// Loads BYTES bytes (4, 8 or 16) from an address that is a multiple of BYTES. If not `valid`, nothing is read and the
+// result is zeros.
 template <int BYTES>
 DEVICE void hold(uint32_t* words, const void* global, bool valid) {
 #if PYOPS_HIP
-    // A vector of clang's own stays in registers; a struct, such as uint4, would come by way of scratch memory.
+    // A clang vector type stays in registers; a struct, such as uint4, would go through scratch memory.
     using words_t = uint32_t __attribute__((ext_vector_type(BYTES / 4)));
     words_t loaded = 0;
     if (valid) loaded = *static_cast<const words_t*>(global);
@@ -71,7 +72,7 @@ DEVICE void cp_async(void* shared, const void* global, bool valid = true) {
 #endif
 }
 
-// The same of 16 bytes, and the L2 cache fetches all of the 128 bytes around them, for who copies the others soon.
+// Copies 16 bytes like cp_async, and has L2 fetch the whole 128-byte line, for callers that copy the rest of it soon.
 DEVICE void cp_async_of_line(void* shared, const void* global, bool valid) {
 #if PYOPS_CUDA
     const uint32_t to = __cvta_generic_to_shared(shared);
@@ -85,8 +86,9 @@ DEVICE void cp_async_of_line(void* shared, const void* global, bool valid) {
 #endif
 }
 
-// The same as cp_async, from OFFSET bytes behind `global` to OFFSET bytes behind `shared`, if `wanted`; else nothing. There is
-// no branch, and the offset is in the instruction: the compiler would make each address anew.
+// Copies like cp_async, from `global` + OFFSET bytes to `shared` + OFFSET bytes, if `wanted`; otherwise does nothing.
+// The copy is predicated instead of branched around, and the offset is part of the instruction: the compiler would
+// otherwise compute each address separately.
 template <int BYTES, int OFFSET>
 DEVICE void cp_async_if(bool wanted, void* shared, const void* global) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16);

@@ -1,15 +1,15 @@
 // barrier.cuh: barriers of parts of a block and of a cluster: mbarriers, which count arrivals and bytes, and named
 // barriers.
 //
-// An mbarrier is a uint64_t in shared memory. It goes through phases 0, 1, 2, ... A phase ends when as many threads
-// have arrived as mbarrier_init was told, and all bytes that were announced have been copied. `mbarrier_wait(barrier,
+// An mbarrier is a uint64_t in shared memory. It goes through phases 0, 1, 2, ... A phase ends when the number of
+// arrivals given to mbarrier_init has been reached and all announced bytes have been copied. `mbarrier_wait(barrier,
 // parity)` returns once the latest phase of this parity has ended; on a new mbarrier it returns at once for parity 1.
-// What a thread did before it arrived is visible to the threads whose wait the arrival ends.
+// Writes of a thread before its arrival are visible to the threads that the end of the phase releases.
 //
-// Loads and stores of threads go through the generic proxy; TMA and wgmma access memory through the asynchronous proxy.
-// They see what threads have written to shared memory only after fence_proxy_async().
+// Loads and stores of threads use the generic proxy; TMA and wgmma access memory through the async proxy. They see what
+// threads have written to shared memory only after fence_proxy_async().
 //
-// Kernels that include this file run from sm_90 on, and not on AMD.
+// Kernels that include this file require sm_90; AMD GPUs do not run them.
 #pragma once
 #include "platform.cuh"
 
@@ -17,11 +17,11 @@ static_assert(!PYOPS_HIP, "AMD has no mbarriers");
 #if PYOPS_CUDA
 static_assert(__CUDA_ARCH__ >= 900, "mbarriers that are waited for by phase exist from sm_90 on");
 
-// The address of shared memory as instructions take it.
+// The 32-bit address in the shared window that PTX instructions take.
 DEVICE uint32_t shared_address(const void* shared) { return __cvta_generic_to_shared(shared); }
 #endif
 
-// Whether the lane is the elected one of its warp, always the same. Every lane of the warp calls.
+// Whether the lane is the elected one of its warp; it is always the same lane. Every lane of the warp calls.
 DEVICE bool elect_one() {
 #if PYOPS_CUDA
     uint32_t elected;
@@ -34,8 +34,8 @@ DEVICE bool elect_one() {
 #endif
 }
 
-// Begins phase 0 of a barrier whose phases take `arrivals` arrivals. One thread initialises the mbarriers of a block
-// and calls fence_mbarrier_init(). A barrier of the block, or of the cluster, comes before their first use.
+// Begins phase 0 of an mbarrier with `arrivals` arrivals per phase. One thread initialises the mbarriers of a block and
+// calls fence_mbarrier_init(). A barrier of the block, or of the cluster, follows before their first use.
 DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
 #if PYOPS_CUDA
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -44,7 +44,7 @@ DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
 #endif
 }
 
-// Makes the mbarriers that the thread has initialised known to TMA and to the other blocks of the cluster.
+// Makes the mbarriers that the thread has initialised visible to TMA and to the other CTAs of the cluster.
 DEVICE void fence_mbarrier_init() {
 #if PYOPS_CUDA
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -61,9 +61,9 @@ DEVICE void mbarrier_arrive(uint64_t* barrier) {
 #endif
 }
 
-// Arrives at the mbarrier that block `rank` of the cluster has at the address of `barrier`. The arrival tells the other
-// block that this thread has read something, or waited for a product that has, and may be overwritten. It does not make
-// writes of this thread visible there: `.release.cluster` would, by waiting for the whole GPU's memory.
+// Arrives at the mbarrier at the address of `barrier` in CTA `rank` of the cluster. The arrival tells that CTA that
+// this thread has read some data, or waited for an MMA that has read it, so the data may be overwritten. It does not
+// make writes of this thread visible there: `.release.cluster` would, by waiting for the whole GPU's memory.
 DEVICE void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
 #if PYOPS_CUDA
     asm volatile(
@@ -76,7 +76,7 @@ DEVICE void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
 #endif
 }
 
-// Announces bytes that copies will bring in the open phase, and arrives.
+// Arrives, and announces the bytes that copies will deliver in the open phase (expect_tx).
 DEVICE void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
 #if PYOPS_CUDA
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -86,8 +86,8 @@ DEVICE void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
 #endif
 }
 
-// Stores a value of 16 bytes at the address of `to` in block `rank` of the cluster. The mbarrier that this block has at
-// the address of `barrier` counts the bytes; a wait there, and nothing else, makes them visible.
+// Stores a 16-byte value at the address of `to` in CTA `rank` of the cluster. The mbarrier at the address of `barrier`
+// in that CTA counts the bytes; only a wait on it makes them visible.
 template <typename T>
 DEVICE void store_async(T* to, uint64_t* barrier, unsigned rank, const T& value) {
     static_assert(sizeof(T) == 16 && alignof(T) == 16);
@@ -104,9 +104,9 @@ DEVICE void store_async(T* to, uint64_t* barrier, unsigned rank, const T& value)
 #endif
 }
 
-// Arrives, in the thread's name, as soon as all cp_async of the thread so far have been copied (async.cuh). The thread
-// does not wait and needs no cp_async_wait. The arrival is one of those that mbarrier_init was told. Its copies are
-// visible to the threads that the mbarrier lets go on; nothing else of the thread is.
+// Arrives for the thread as soon as all its cp_async copies so far have completed (async.cuh). The thread does not wait
+// and needs no cp_async_wait. The arrival counts among those given to mbarrier_init. The threads that the mbarrier
+// releases see the copies, but no other writes of the thread.
 DEVICE void cp_async_mbarrier_arrive_noinc(uint64_t* barrier) {
 #if PYOPS_CUDA
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -131,8 +131,8 @@ DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #endif
 }
 
-// Makes what the thread has written or seen of shared memory visible to TMA and wgmma. Each thread that writes calls
-// this before the barrier that the thread which starts the copy or the product waits at.
+// Makes shared memory that the thread has written, or seen written, visible to TMA and wgmma. Each thread that writes
+// calls this before the barrier on which the thread waits that issues the copy or the MMA.
 DEVICE void fence_proxy_async() {
 #if PYOPS_CUDA
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -141,9 +141,9 @@ DEVICE void fence_proxy_async() {
 #endif
 }
 
-// Named barriers, numbers 1 to 15 of a block: `threads`, a multiple of 32, arrive, by whole warps. Those that call
-// named_barrier_sync wait for all. Number 0 is that of __syncthreads. A number that is no constant makes the assembler
-// reserve all 16, of which several blocks on a multiprocessor may not have enough.
+// Named barriers, numbers 1 to 15 of a block: `threads` threads, a multiple of 32, arrive, by whole warps. Threads that
+// call named_barrier_sync wait for all of them. Number 0 belongs to __syncthreads. With a number that is not a
+// constant, ptxas reserves all 16, and an SM may not have enough for several blocks.
 template <int NUMBER>
 DEVICE void named_barrier_sync(int threads) {
     static_assert(NUMBER > 0 && NUMBER < 16);

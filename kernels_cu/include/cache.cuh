@@ -1,10 +1,11 @@
-// cache.cuh: what the cache kernels share: elements to codes and back, and copies of rows by all threads of a block.
+// cache.cuh: helpers of the KV cache kernels: conversion to and from the cache type, and copies of rows by all threads
+// of a block.
 
 #pragma once
 #include "quant.cuh"
 #include "vec.cuh"
 
-// x as a cache of cache_t holds it: unchanged, or as the codes of x / scale.
+// x converted to cache_t: unchanged if the types are equal, otherwise x / scale in fp8.
 template <typename cache_t, typename scalar_t, int N>
 DEVICE Vec<cache_t, N> encode(const Vec<scalar_t, N>& x, const Quotient& over_scale) {
     if constexpr (is_same<cache_t, scalar_t>) {
@@ -17,7 +18,7 @@ DEVICE Vec<cache_t, N> encode(const Vec<scalar_t, N>& x, const Quotient& over_sc
     }
 }
 
-// scalar_t(code * scale) of each code.
+// Dequantizes: scalar_t(x * scale) for each element.
 template <typename scalar_t, typename code_t, int N>
 DEVICE Vec<scalar_t, N> decode(const Vec<code_t, N>& x, float scale) {
     float y[N];
@@ -27,7 +28,7 @@ DEVICE Vec<scalar_t, N> decode(const Vec<code_t, N>& x, float scale) {
     return Vec<scalar_t, N>::from_floats(y);
 }
 
-// BYTES neighbouring bytes in registers, as words: a compiler would give each byte a register of its own.
+// BYTES adjacent bytes in registers, as words: a compiler would give each byte a register of its own.
 template <int BYTES>
 using Words = Vec<typename word_of<(BYTES < 4 ? BYTES : 4)>::type, (BYTES < 4 ? 1 : BYTES / 4)>;
 
@@ -52,12 +53,12 @@ DEVICE float load_float(const uint8_t* address) {
     return __uint_as_float(Vec<uint8_t, 4>::template load<ACCESS>(address).template word<4>(0));
 }
 
-// Moves ROWS rows of ROW_PIECES pieces by all threads of a block, all of which call. A thread makes BATCH calls of
+// Copies ROWS rows of ROW_PIECES pieces with all threads of a block; all of them call. A thread makes BATCH calls of
 // load(row, piece), and then BATCH calls of store(row, piece, loaded).
 //
-// A thread without work loads the last piece again, and stores nothing: a load behind a condition would be issued late,
-// and so would the loads after it. `load` must therefore be safe for every row < ROWS and piece < ROW_PIECES, and
-// should itself load without a condition.
+// A thread without work loads the last piece again and stores nothing: a conditional load would be issued late, and so
+// would the loads after it. `load` must therefore be safe for every row < ROWS and piece < ROW_PIECES, and should
+// itself load unconditionally.
 template <int NUM_THREADS, int ROWS, int ROW_PIECES, int BATCH, typename Load, typename Store>
 DEVICE void each_piece(Load load, Store store) {
     constexpr uint32_t PIECES = ROWS * ROW_PIECES;

@@ -1,19 +1,19 @@
-// cluster.cuh: clusters: blocks that run at the same time, wait for each other and read each other's shared memory.
+// cluster.cuh: thread block clusters: CTAs that run at the same time, synchronise and read each other's shared memory.
 //
-// Clusters exist from sm_90 on. A plan makes clusters only where the device has them; elsewhere a cluster is one block.
+// Clusters require sm_90. A plan launches clusters only on devices that have them; elsewhere a cluster is one CTA.
 
 #pragma once
 #include "platform.cuh"
 
-// Stands before the name of a kernel: every BLOCKS consecutive blocks of blockIdx.y are a cluster. The host emulation
-// reads BLOCKS from the source text.
+// This macro precedes the name of a kernel: every BLOCKS consecutive CTAs of blockIdx.y form a cluster. The host
+// emulation reads BLOCKS from the source text.
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
 #define CLUSTER_OF(BLOCKS) __cluster_dims__(1, BLOCKS, 1)
 #else
 #define CLUSTER_OF(BLOCKS)
 #endif
 
-// Barrier of the cluster. What its blocks wrote to shared memory before can be read by all of them afterwards. Every
+// Barrier of the cluster. All CTAs of the cluster see afterwards what each of them wrote to shared memory before. Every
 // thread of the cluster calls.
 template <int BLOCKS>
 DEVICE void sync_cluster() {
@@ -28,9 +28,9 @@ DEVICE void sync_cluster() {
     __syncthreads();
 }
 
-// Barrier before a block of the cluster ends, so that its shared memory lives until the other blocks have read it.
+// Barrier before a CTA of the cluster exits, so that its shared memory stays valid until the other CTAs have read it.
 // Unlike sync_cluster it makes no writes visible, and does not wait for loads of the calling thread that are in flight:
-// their values must have been used, by a store for example, before. Every thread of the cluster calls.
+// the thread must have used the loaded values before, by a store for example. Every thread of the cluster calls.
 template <int BLOCKS>
 DEVICE void leave_cluster() {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
@@ -42,7 +42,7 @@ DEVICE void leave_cluster() {
 #endif
 }
 
-// Barrier of the cluster behind fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the
+// Barrier of the cluster after fence_mbarrier_init(). It makes no other writes visible, and so needs no fence of the
 // device.
 template <int BLOCKS>
 DEVICE void start_cluster() {
@@ -51,7 +51,7 @@ DEVICE void start_cluster() {
 }
 
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900
-// The address in the shared memory of block `rank` of what this block has at `own`.
+// The address, in the shared memory of CTA `rank`, that corresponds to `own` in this CTA.
 DEVICE uint32_t address_in_block(const void* own, unsigned rank) {
     uint32_t address = __cvta_generic_to_shared(own);
     asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
@@ -59,7 +59,8 @@ DEVICE uint32_t address_in_block(const void* own, unsigned rank) {
 }
 #endif
 
-// Loads from the shared memory of block `rank` of the cluster what this block has at `word`. Ranks count in blockIdx.y.
+// Loads a word from the shared memory of CTA `rank` of the cluster, at the address that corresponds to `word` in this
+// CTA. Ranks count in blockIdx.y.
 template <int BLOCKS>
 DEVICE uint32_t load_of_block(const uint32_t* word, unsigned rank) {
 #if PYOPS_CUDA && __CUDA_ARCH__ >= 900

@@ -1,9 +1,9 @@
-// elementwise.cuh: where a thread works when every element of a matrix is on its own.
+// elementwise.cuh: the mapping of threads to elements for elementwise kernels.
 //
-// A block of NUM_THREADS threads covers NUM_THREADS / ROW_THREADS rows, each with ROW_THREADS neighbouring threads;
-// every thread has one vector of VEC_SIZE elements. blockIdx.x counts the chunks of a row, blockIdx.y the groups of
-// rows; with PLANES, for more rows than blockIdx.y can count, blockIdx.z continues where blockIdx.y ends. Blocks that
-// run together so touch neighbouring memory.
+// A block of NUM_THREADS threads covers NUM_THREADS / ROW_THREADS rows with ROW_THREADS adjacent threads each; every
+// thread has one vector of VEC_SIZE elements. blockIdx.x counts the chunks of a row, blockIdx.y the groups of rows;
+// with PLANES, for more rows than blockIdx.y can count, blockIdx.z continues where blockIdx.y ends. Blocks that run at
+// the same time therefore access adjacent memory.
 
 #pragma once
 #include "vec.cuh"

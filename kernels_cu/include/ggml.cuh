@@ -1,23 +1,23 @@
-// ggml.cuh: the blocks of GGUF's quantised types, decoded four or eight elements at a time.
+// ggml.cuh: the block formats of GGUF's quantized types, decoded four or eight elements at a time.
 //
 // A type is a struct: a block has LENGTH elements in BYTES bytes, at an address that is a multiple of ALIGNMENT. Every
 // GROUP elements of a block share a scale and a minimum:
 //
-//     element = (code - OFFSET) * scale - minimum
+//     element = (quant - OFFSET) * scale - minimum
 //
-//     codes(block, q, grid)    the codes of elements 4 q to 4 q + 3, one in each byte, none above LARGEST, 2^i - 1
-//     codes_in_place(block, q, grid)    if ODD_FACTOR > 1: likewise, but so many times as large in odd groups
-//     scale(block, g)          of group g, in float32; exact
-//     minimum(block, g)        likewise, if HAS_MINIMUM; else there is none
+//     codes(block, q, grid)    quants of elements 4 q to 4 q + 3, one per byte, at most LARGEST, which is 2^i - 1
+//     codes_in_place(block, q, grid)    if ODD_FACTOR > 1: the same, but quants of odd groups times ODD_FACTOR
+//     scale(block, g)          scale of group g, in float32; exact
+//     minimum(block, g)        minimum of group g, in float32; exact; 0 unless HAS_MINIMUM
 //
-// A type with a grid reads a copy of its table, GRID_SIZE entries, at `grid`. Products of scales and codes have at most
-// 24 bits and are exact.
+// A type with a grid reads a copy of its table, GRID_SIZE entries, at `grid`. A scale times a quant has at most 24 bits
+// and is exact.
 
 #pragma once
 #include "ggml_grids.cuh"
 #include "packed.cuh"
 
-// The base of the types, and what most of them have.
+// The base of the types, with the values that most of them share.
 template <int ELEMENTS, int SIZE, int ALIGNED = 2>
 struct Blocks {
     static constexpr int LENGTH = ELEMENTS, BYTES = SIZE, ALIGNMENT = ALIGNED, GRID_SIZE = 0;
@@ -27,7 +27,7 @@ struct Blocks {
     static DEVICE float minimum(const uint8_t*, uint32_t) { return 0.0f; }
 };
 
-// x = elements 8 v to 8 v + 7 of a block, in float32. Where a minimum is subtracted, the difference is rounded once.
+// Dequantizes: x = elements 8 v to 8 v + 7 of a block, in float32. With a minimum, fmaf rounds once.
 template <typename FORMAT_T>
 DEVICE void decode(const uint8_t* block, uint32_t v, const uint16_t* grid, float (&x)[8]) {
     const uint32_t group = v * 8 / FORMAT_T::GROUP;
@@ -50,7 +50,7 @@ template <int ALIGNMENT>
 DEVICE uint32_t nibbles_of_halves(const uint8_t* codes, uint32_t q) {
     return word_at<ALIGNMENT>(codes + q % 4 * 4) >> q / 4 * 4 & 15 * ONES;
 }
-// Bits 4 q to 4 q + 3 of a row of bits, each as the fifth bit of a byte.
+// Returns bits 4 q to 4 q + 3 of a bit array, each as the fifth bit of a byte.
 DEVICE uint32_t fifth_bits(const uint8_t* bits, uint32_t q) { return bits_to_bytes(bits[q / 2] >> q % 2 * 4) << 4; }
 
 struct Q4_0 : Blocks<32, 18> {
@@ -97,7 +97,7 @@ struct Q8_0 : Blocks<32, 34> {
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
 };
 
-// The IQ4 types: a nibble, which lies as those of types with blocks of 32 elements, stands for a code of this table.
+// The IQ4 types: a nibble, stored as in the types with blocks of 32 elements, is an index into this table of quants.
 template <int ALIGNMENT>
 DEVICE uint32_t iq4_codes(const uint8_t* nibbles, uint32_t q) {
     constexpr uint32_t table[4] = {0x3f2d1801, 0x766a5d4f, 0xa6998d81, 0xf1d9c5b5};
@@ -112,8 +112,8 @@ struct IQ4_NL : Blocks<32, 18> {
     static DEVICE float scale(const uint8_t* block, uint32_t) { return half_at(block); }
 };
 
-// Types with blocks of 256 elements: eight sub-blocks of 32 elements. Several sub-blocks share 32 bytes, and each has
-// some bits of every byte.
+// Types with blocks of 256 elements: eight sub-blocks of 32 elements. Several sub-blocks share 32 bytes: each sub-block
+// has some bits of every byte.
 
 struct Q2_K : Blocks<256, 84, 4> {
     static constexpr int GROUP = 16, LARGEST = 3;
@@ -138,15 +138,16 @@ struct Q3_K : Blocks<256, 110> {
     }
 };
 
-// Scale and minimum of the groups of Q4_K and Q5_K: six bits each, in twelve bytes behind two numbers in half
-// precision. The bits of the last four groups are spread over the bytes of all.
+// Scale and minimum of the groups of Q4_K and Q5_K: six bits each, in twelve bytes after two half-precision numbers.
+// The bits of the last four groups are spread over all twelve bytes.
 struct SixBits {
     static DEVICE uint32_t word(const uint8_t* block, int i) { return word_at<4>(block + 4 + 4 * i); }
-    // Byte g % 4 as a float of the six bits of the first four groups or of the last: the latter's lower four bits are
-    // those of `low`, and `own` has their upper two above six bits of the former. The last place of 2^23 is worth 1: or-ing
-    // the six bits to its bits adds them. A product before the difference would make NaN of infinite scales.
+    // Returns the six bits of group g as a float; they are in byte g % 4. In the first four groups `own` holds all six
+    // bits. In the last four groups `low` holds the lower four bits, and `own` the upper two, above the six bits of the
+    // earlier group. The ulp of 2^23 is 1, so OR-ing the six bits into its bits adds them. Multiplying by the scale
+    // before the subtraction would make NaN of infinite scales.
     static DEVICE float six_bits(uint32_t own, uint32_t low, uint32_t g) {
-        const bool is_first = (g / 2 & 2) == 0;  // the same for two neighbours, as the compiler sees of g / 2
+        const bool is_first = (g / 2 & 2) == 0;  // g / 2: the compiler sees that two adjacent groups agree
         const uint32_t upper = is_first ? own & 48 * ONES : own >> 2 & 48 * ONES;
         const uint32_t four = upper | ((is_first ? own : low) & 15 * ONES);
         return __uint_as_float(byte_perm(four, 0x4b000000, 0x7540 + (g & 3))) - 8388608.0f;
@@ -206,7 +207,7 @@ struct IQ4_XS : Blocks<256, 136, 8> {
     }
 };
 
-// Types with grids: an entry of the grid is eight elements (IQ2, IQ1) or four elements (IQ3).
+// Types with grids: a grid entry holds eight elements (IQ2, IQ1) or four elements (IQ3).
 
 template <int SIZE, int ENTRIES, const uint16_t (&GRID)[ENTRIES]>
 struct GridBlocks : Blocks<256, SIZE> {
@@ -214,15 +215,15 @@ struct GridBlocks : Blocks<256, SIZE> {
     static DEVICE const uint16_t* table() { return GRID; }
 };
 
-// Codes 64 + magnitude, or 64 - magnitude where a bit of `signs` is set; magnitudes are below 64.
+// Quants 64 + magnitude, or 64 - magnitude where a bit of `signs` is set; magnitudes are below 64.
 DEVICE uint32_t signed_codes(uint32_t magnitudes, uint32_t signs) {
     const uint32_t is_negative = bits_to_bytes(signs) * 0xff;
     return ((64 * ONES + magnitudes) & ~is_negative) | ((64 * ONES - magnitudes) & is_negative);
 }
-// Seven signs as given, and an eighth that makes the number of negative signs even.
+// Adds an eighth sign to seven, so that the number of negative signs is even.
 DEVICE uint32_t eight_signs(uint32_t seven) { return seven | uint32_t(count_bits(seven) & 1) << 7; }
 
-// Codes of a half (`odd`: the upper one) of an entry of an IQ2 grid: levels 0, 1, 2 stand for 8, 25, 43.
+// Quants of one half (the upper one if `odd`) of an entry of an IQ2 grid: levels 0, 1, 2 are magnitudes 8, 25, 43.
 DEVICE uint32_t iq2_codes(uint32_t entry, uint32_t eight, uint32_t odd) {
     const uint32_t levels = crumbs_to_bytes(entry >> odd * 8 & 0xff);
     return signed_codes(levels * 17 + (levels >> 1 & ONES) + 8 * ONES, eight >> odd * 4);
@@ -267,7 +268,7 @@ struct IQ3_XXS : GridBlocks<98, 256, GRID_IQ3_XXS> {
     static constexpr int OFFSET = 64;
     static DEVICE uint32_t aux(const uint8_t* block, uint32_t g) { return word_at<2>(block + 66 + g * 4); }
     static DEVICE uint32_t codes(const uint8_t* block, uint32_t q, const uint16_t* grid) {
-        // Level l stands for 4 + 8 l, but level 7 for 62.
+        // Level l is magnitude 4 + 8 l, except level 7, which is 62.
         const uint32_t levels = nibbles_to_bytes(grid[block[2 + q]]);
         const uint32_t magnitudes = levels * 8 + 4 * ONES + ((levels + ONES) >> 2 & 2 * ONES);
         return signed_codes(magnitudes, eight_signs(aux(block, q / 8) >> q / 2 % 4 * 7 & 127) >> q % 2 * 4);
@@ -288,7 +289,7 @@ struct IQ3_S : GridBlocks<110, 512, GRID_IQ3_S> {
     }
 };
 
-// The IQ1 types: elements are levels, less 1, and 1/8 more or (`lower`) 1/8 less; codes count eighths.
+// The IQ1 types: an element is its level - 1 + 1/8, or - 1/8 if `lower`; quants count eighths.
 DEVICE uint32_t iq1_codes(uint32_t entry, uint32_t odd, bool lower) {
     return crumbs_to_bytes(entry >> odd * 8 & 0xff) * 8 + (lower ? 0 : 2 * ONES);
 }
@@ -311,7 +312,8 @@ struct IQ1_M : GridBlocks<56, 2048, GRID_IQ1> {
         return iq1_codes(grid[block[v] | (high & 7) << 8], q % 2, high & 8);
     }
     static DEVICE float scale(const uint8_t* block, uint32_t g) {
-        // The high nibbles of four 16-bit words are the scale of the block; their low bits are scales of groups.
+        // The high nibbles of four 16-bit words form the scale of the block; their low bits are the scales of the
+        // groups.
         uint16_t bits = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) bits |= (short_at(block + 48 + 2 * i) >> 12) << 4 * i;

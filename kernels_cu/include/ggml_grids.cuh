@@ -1,8 +1,8 @@
 // ggml_grids.cuh: the grids of GGUF's i-quants, which are constants of the format.
 //
-// An entry packs the levels of its elements from the lowest bits: eight levels of 2 bits in the grids of IQ1 and IQ2,
-// four levels of 4 bits in the grids of IQ3. ggml.cuh says what a level stands for. The references in Python read this
-// file, too.
+// An entry packs the levels of its elements, starting at the lowest bits: eight levels of 2 bits in the grids of IQ1
+// and IQ2, four levels of 4 bits in the grids of IQ3. ggml.cuh converts levels to values. The references in Python read
+// this file, too.
 
 #pragma once
 #include "platform.cuh"

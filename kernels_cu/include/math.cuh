@@ -1,8 +1,8 @@
-// math.cuh: activation functions of a vector of elements of type T, and the quotients they need.
+// math.cuh: activation functions of a vector of elements of type T, and the divisions that they need.
 //
-// Each function computes in float32 and rounds to T once, unless its comment says otherwise. Exponentials, error
-// functions, hyperbolic tangents and quotients are the accurate ones, unless the comment says otherwise. A product and
-// a sum are fused only where fmaf is written. So results equal those of eager PyTorch bit for bit.
+// Each function computes in float32 and rounds to T once, and uses the accurate exp, erf, tanh and division, unless its
+// comment says otherwise. A multiplication and an addition are fused only where fmaf is written. So results equal those
+// of eager PyTorch bit for bit.
 
 #pragma once
 #include "vec.cuh"
@@ -20,8 +20,8 @@ DEVICE float quotient(float x, float divisor) {
     return copysignf(ieee_fma(ieee_residual(divisor, first, x), reciprocal, first), x);
 }
 
-// numerator / (1 + exp(-x)), good enough for results of 16 bits. The reciprocal of a quarter of the divisor is taken,
-// because it is normal for every finite divisor: the hardware's estimates flush subnormal numbers.
+// numerator / (1 + exp(-x)), accurate enough for 16-bit results. The function takes the reciprocal of a quarter of the
+// divisor, because this is normal for every finite divisor: the hardware estimates flush subnormal numbers.
 DEVICE float logistic_share(float numerator, float x) {
     const float quarter = 0.25f + estimate_exp2(fmaf(x, -LOG2_E, -2.0f));
     return ieee_multiply(numerator, ieee_multiply(estimate_reciprocal(quarter), 0.25f));
@@ -40,9 +40,9 @@ DEVICE float logistic(float numerator, float x) {
 // y = x / (1 + exp(-beta * x)), not rounded to T (Ramachandran et al. 2017). EXACT: rounded to T, the result equals
 // eager's.
 //
-// bfloat16 takes the hardware's estimates: for each of the 65536 values, silu rounds to eager's result. For float16 two
-// values do not, so an EXACT float16 result is computed accurately, as float32 is. Where an element of the vector
-// leaves the range of `quotient`, all N elements take ieee_divide.
+// bfloat16 uses the hardware estimates: for each of the 65536 values, silu rounds to the result of eager PyTorch. For
+// float16 two values do not, so an EXACT float16 result is computed accurately, like float32. If an element of the
+// vector is outside the range of `quotient`, all N elements use ieee_divide.
 template <bool EXACT, typename T, int N>
 DEVICE void swish(float (&y)[N], const Vec<T, N>& vec, float beta) {
     float x[N];
@@ -71,14 +71,14 @@ template <typename T, int N> DEVICE Vec<T, N> silu(const Vec<T, N>& x) { return 
 // x * sigmoid(1.702 * x), an approximation of GELU.
 template <typename T, int N> DEVICE Vec<T, N> gelu_quick(const Vec<T, N>& x) { return swish<true>(x, 1.702f); }
 
-// GELU: x times the standard normal distribution function (Hendrycks and Gimpel 2016), by the error function.
+// GELU: x times the standard normal distribution function (Hendrycks and Gimpel 2016), with the error function.
 template <typename T, int N>
 DEVICE Vec<T, N> gelu(const Vec<T, N>& x) {
     return map(x,
                [](float v) { return ieee_multiply(ieee_multiply(v, 0.5f), 1.0f + erff(v * 0.707106781186547524f)); });
 }
 
-// GELU approximated by the hyperbolic tangent.
+// GELU, tanh approximation.
 template <typename T, int N>
 DEVICE Vec<T, N> gelu_tanh(const Vec<T, N>& x) {
     return map(x, [](float v) {
@@ -94,7 +94,7 @@ DEVICE Vec<T, N> scaled(float c, const Vec<T, N>& x) {
     return map(x, [=](float v) { return ieee_multiply(c, v); });
 }
 
-// gelu_tanh, given the argument of the hyperbolic tangent; every operation rounds to T.
+// gelu_tanh, given the argument of tanh; every operation rounds to T.
 template <typename T, int N>
 DEVICE Vec<T, N> gelu_from_inner(const Vec<T, N>& x, const Vec<T, N>& inner) {
     using vec_t = Vec<T, N>;

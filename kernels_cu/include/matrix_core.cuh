@@ -1,20 +1,20 @@
-// matrix_core.cuh: products of a wave on AMD's matrix cores: MFMA (gfx90a, gfx942, gfx950), WMMA (gfx1100, gfx1201).
+// matrix_core.cuh: MMA of a wave on AMD's matrix cores: MFMA (gfx90a, gfx942, gfx950), WMMA (gfx1100, gfx1201).
 //
 //     d[r, c] += sum_k a[r, k] * b[c, k],    16 rows r of a, 16 rows c of b
 //
-// The instructions multiply their first operand by the transpose of the second. Here b is the first and a the second:
-// then a lane's sums are neighbours in a row of d. With l the lane and S = MATRIX_SUMS, a lane holds
+// The instructions multiply their first operand by the transpose of the second. Here b is the first operand and a the
+// second, so that a lane's accumulators are adjacent in a row of d. With l the lane and S = MATRIX_SUMS, a lane holds
 //
 //     of the operands    row l % 16, elements of K as below
 //     of d               row l % 16, columns S * (l / 16) + i for i < S
 //
-// K_LANES lanes share a row of an operand, and each has a run of K of its own: elements of K may be summed in any order,
-// if both operands have the same. So a run is a lane's neighbouring bytes, whatever elements of K the instructions take
-// them for, and its words go to as many instructions as there are words for. Tables of AMD's matrix instruction
-// calculator and of its ISA documents; tests/core/test_matrix_cores.py has them.
+// K_LANES lanes share a row of an operand, and each holds a run of its K. The order of K does not matter if both
+// operands have the same order. So a run is a lane's adjacent bytes, whatever elements of K the instruction assigns to
+// them, and its words feed as many instructions as they fill. The tables come from AMD's matrix instruction calculator
+// and ISA documents; tests/core/test_matrix_cores.py holds them.
 //
-// WMMA of gfx11 takes all of K in each lane, twice; and its sum i is column 2 * i + l / 16 of d. matrix_row() is the row
-// of b that a lane loads, such that sum i is column 8 * (l / 16) + i all the same.
+// WMMA of gfx11 takes all of K in each lane, in both half-waves, and its accumulator i is column 2 * i + l / 16 of d.
+// matrix_row() permutes the rows of b that the lanes load, so that accumulator i is column 8 * (l / 16) + i here, too.
 #pragma once
 #include "widen.cuh"
 
@@ -37,7 +37,8 @@ constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                        
 constexpr int K_LANES = MATRIX_CORE == MFMA ? 4 : MATRIX_CORE == WMMA_12 ? 2 : 1;          // lanes that share a row
 constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 16-bit elements of K
 
-// Whether the matrix cores take elements of T. fp8 of other formats becomes float16, which holds every code.
+// Whether the matrix cores take elements of T. Other fp8 formats are converted to float16, which represents every fp8
+// value.
 template <typename T> constexpr bool MATRIX_TAKES = sizeof(T) == 2 || is_same<T, int8_t>;
 #if defined(__gfx942__)
 template <> constexpr bool MATRIX_TAKES<fp8_e4m3fnuz_t> = true;
@@ -46,14 +47,15 @@ template <> constexpr bool MATRIX_TAKES<fp8_e4m3_t> = true;
 template <> constexpr bool MATRIX_TAKES<fp8_e5m2_t> = true;
 #endif
 
-// The row of b, of 16, that the lane loads, and the lane's number among those that share a row.
+// matrix_row: the row of b, 0 to 15, that the lane loads. matrix_run: the lane's index among the lanes that share a
+// row.
 DEVICE int matrix_row(int lane) { return MATRIX_CORE == WMMA_11 ? lane % 2 * 8 + lane % 16 / 2 : lane % 16; }
 DEVICE int matrix_run(int lane) { return MATRIX_CORE == WMMA_11 ? 0 : lane / 16; }
 
 #if PYOPS_HIP
 template <typename T, int N> using native_t = T __attribute__((ext_vector_type(N)));
 
-// An operand of an instruction, from its words.
+// Makes the operand of an instruction from its words.
 template <typename To>
 DEVICE To operand_of(const uint32_t* words) {
     To value;
@@ -62,23 +64,23 @@ DEVICE To operand_of(const uint32_t* words) {
 }
 #endif
 
-// The compiler brings no load of an operand before what stands above. On gfx11, whose operands are eight words, it would
-// load more of them at a time than there are registers.
+// Keeps the compiler from hoisting operand loads above this call. On gfx11, with operands of eight words, it would load
+// more of them at a time than fit in registers.
 DEVICE void order_loads() {
 #if PYOPS_HIP
     if constexpr (MATRIX_CORE == WMMA_11) __builtin_amdgcn_sched_barrier(0);
 #endif
 }
 
-// Likewise for steps of a loop whose operands are of MATRIX_WORDS: 16 words of them are loaded at a time.
+// order_loads for the steps of a loop with operands of MATRIX_WORDS words: 16 words are loaded at a time.
 DEVICE void order_steps(int step) {
 #if PYOPS_HIP
     if (step % (16 / MATRIX_WORDS) == 0) __builtin_amdgcn_sched_barrier(0);
 #endif
 }
 
-// The compiler computes the sums of WMMA here. Else it may move products behind the next branch, and has the operands of
-// all of them in registers until then.
+// Makes the compiler compute the WMMA accumulators here. Otherwise it may sink the MMAs below the next branch and keep
+// the operands of all of them in registers until then.
 template <int SUMS>
 DEVICE void keep_sums(float (&sums)[SUMS]) {
 #if PYOPS_HIP
@@ -86,7 +88,7 @@ DEVICE void keep_sums(float (&sums)[SUMS]) {
 #endif
 }
 
-// d += a * b^T, in as few instructions as take all the words: elements of T, or of int8 into sums of int32.
+// d += a * b^T, for elements of T; int8 accumulates in int32. It uses the fewest instructions that consume all words.
 template <typename T, int WORDS, typename Sum>
 DEVICE void matrix_multiply(Sum (&sums)[MATRIX_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS]) {
     static_assert(MATRIX_TAKES<T>);

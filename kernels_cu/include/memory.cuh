@@ -1,8 +1,9 @@
-// memory.cuh: loads, stores and prefetches with cache hints, and what blocks of one launch may read of each other.
+// memory.cuh: loads, stores and prefetches with cache hints, and communication between blocks of one launch.
 #pragma once
 #include "platform.cuh"
 
-// word_of<BYTES>::type is the unsigned word (or pair or four of words) that one memory access of BYTES bytes moves.
+// word_of<BYTES>::type is the unsigned word (or vector of two or four words) that one memory access of BYTES bytes
+// moves.
 template <int BYTES> struct word_of;
 template <> struct word_of<1> { using type = uint8_t; };
 template <> struct word_of<2> { using type = uint16_t; };
@@ -10,15 +11,15 @@ template <> struct word_of<4> { using type = uint32_t; };
 template <> struct word_of<8> { using type = uint2; };
 template <> struct word_of<16> { using type = uint4; };
 
-// For instructions that take addresses of global memory only; the host reports others.
+// Checks the address for instructions that take only global memory: the host backend reports other addresses.
 DEVICE void expect_global(const void* address) {
 #if PYOPS_HOST
     host::expect_global(address);
 #endif
 }
 
-// Prefetches the line of memory at `address` into L2, which the whole device shares: a write of the previous kernel to
-// the line is still seen. So this may be called before `await_previous_kernel`.
+// Prefetches the line of memory at `address` into L2. The whole device shares L2, so a later load still sees writes of
+// the previous kernel to the line. Therefore a kernel may call this before `await_previous_kernel`.
 DEVICE void prefetch_line(const void* address) {
     expect_global(address);
 #if PYOPS_CUDA
@@ -33,15 +34,16 @@ DEVICE void prefetch_part(const T* elements, int64_t last, int64_t line) {
     if (first <= last) prefetch_line(elements + first);
 }
 
-// Keeps the compiler from moving loads above this call below it. Without it a load whose only use is behind a condition
-// moves there, and is issued late.
+// Keeps the compiler from sinking loads above this call below it. Otherwise the compiler moves a load with only a
+// conditional use under the condition, where it is issued late.
 DEVICE void keep_loads() {
 #if !PYOPS_HOST
     asm volatile("" ::: "memory");
 #endif
 }
 
-// x. The compiler takes it for an integer it cannot know, and does not compute what depends on it ahead of a loop.
+// Returns x as an integer opaque to the compiler, so that values derived from it are recomputed where they are used
+// instead of being hoisted out of a loop.
 DEVICE int made_anew(int x) {
 #if PYOPS_CUDA
     asm volatile("" : "+r"(x));
@@ -51,7 +53,8 @@ DEVICE int made_anew(int x) {
     return x;
 }
 
-// x. The compiler of HIP takes it for bits it cannot know, and does not part what one instruction has masked.
+// Returns x as bits opaque to the HIP compiler, so that it does not split one mask of several packed fields into a mask
+// per field.
 DEVICE uint32_t unknown_bits(uint32_t x) {
 #if PYOPS_HIP
     asm("" : "+v"(x));
@@ -59,17 +62,17 @@ DEVICE uint32_t unknown_bits(uint32_t x) {
     return x;
 }
 
-// keep_loads for the assembler as well, which does not see keep_loads but moves no load over a barrier of the warp.
-// Every lane of the warp takes part. It costs no instruction.
+// keep_loads for the assembler (ptxas) as well: it ignores keep_loads, but moves no load across a warp barrier. Every
+// lane of the warp takes part. It costs no instruction.
 DEVICE void keep_loads_of_warp() {
 #if !PYOPS_HOST
     sync_warp();
 #endif
 }
 
-// Whether a thread that does not need the `count` elements at `address` loads them all the same, though another thread
-// may be writing them: a load without a condition is issued earlier. The host would report the race; there, the thread
-// does not load, and the address alone is checked.
+// Whether a thread that does not need the `count` elements at `address` loads them all the same, even though another
+// thread may be writing them: an unconditional load is issued earlier. The host backend would report the race, so on
+// the host the thread does not load and only the address is checked.
 template <typename T>
 DEVICE bool speculates(const T* address, int count) {
 #if PYOPS_HOST
@@ -80,7 +83,7 @@ DEVICE bool speculates(const T* address, int count) {
 #endif
 }
 
-// Streaming accesses, for data that is read once or written once: such data leaves the caches first.
+// Streaming accesses, for data that is read once or written once: it is evicted from the caches first.
 template <typename W>
 DEVICE W load_streaming(const W* address) {
     expect_global(address);
@@ -110,8 +113,8 @@ DEVICE void store_relaxed(uint32_t* address, uint32_t value) {
 #endif
 }
 
-// Whether the calling block is the last of `blocks` blocks to arrive at `counter`. The last block can read what the
-// other blocks wrote before their arrival, by load_fresh. Every thread calls. `counter` is 0 before the first block
+// Whether the calling block is the last of `blocks` blocks to arrive at `counter`. The last block can read with
+// load_fresh what the other blocks wrote before they arrived. Every thread calls. `counter` is 0 before the first block
 // arrives and after the last; `is_last` is in shared memory.
 DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) {
 #if !PYOPS_CUDA
@@ -121,7 +124,8 @@ DEVICE bool arrives_last(uint32_t* counter, uint32_t blocks, uint32_t* is_last) 
     if (threadIdx.x == 0) {
         uint32_t before;
 #if PYOPS_CUDA
-        // Behind the barrier, the release of one thread is that of the block. It takes less than a fence of every thread.
+        // After the barrier, a release by one thread releases the writes of the whole block. It is cheaper than a fence
+        // by every thread.
         asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
 #else
         before = atomicAdd(counter, 1u);
@@ -143,7 +147,7 @@ DEVICE T load_fresh(const T* address) {
 #if PYOPS_CUDA
     return __ldcg(address);
 #elif PYOPS_HIP
-    // Of global memory by its type: a flat load would also wait for shared memory.
+    // The type of the pointer says global memory: a flat load would also wait for shared memory.
     using word_t = typename word_of<sizeof(T) < 4 ? int(sizeof(T)) : 4>::type;
     T value;
 #pragma unroll
@@ -165,15 +169,17 @@ DEVICE T load_fresh(const T* address) {
 #endif
 }
 
-// An index that a kernel reads before the kernel before it has ended (FRESH), past the cache that would keep it, or after.
+// Loads an index. With FRESH, the load may execute before the previous kernel has ended, so it bypasses the L1 cache,
+// which would keep a stale value.
 template <bool FRESH, typename index_t>
 DEVICE index_t load_index(const index_t* address) {
     return FRESH ? load_fresh(address) : *address;
 }
 
-// Two floats for another block of the launch, which finds in the floats themselves whether they are there: they are stored
-// with all bits turned, in memory that held zeros. Neither block needs a fence. Who knows that the other block has stored
-// them looks until they are there; on the host they are, because its blocks run one after another (PASSES_AT_ONCE).
+// Two floats passed to another block of the launch through memory that held zeros. They are stored with all bits
+// inverted and never as zero words, so the reader sees from the words themselves whether they have been stored, and
+// neither block needs a fence. A reader that knows that the other block has stored them polls `load`; on the host one
+// `load` suffices, because blocks run one after another (PASSES_AT_ONCE).
 constexpr bool PASSES_AT_ONCE = PYOPS_HOST;
 struct alignas(8) PassedPair {
     uint32_t words[2];
@@ -190,7 +196,7 @@ struct alignas(8) PassedPair {
         words[1] = second;
 #endif
     }
-    // Whether both floats had been stored.
+    // Returns whether both floats have been stored.
     DEVICE bool load(float& x, float& y) const {
         uint32_t first, second;
 #if PYOPS_CUDA
@@ -211,5 +217,5 @@ struct alignas(8) PassedPair {
     }
 
 private:
-    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // one NaN becomes another
+    static DEVICE uint32_t turned(float x) { return max(~__float_as_uint(x), 1u); }  // never 0: one NaN changes
 };

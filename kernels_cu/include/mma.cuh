@@ -1,4 +1,5 @@
-// mma.cuh: matrix products by a warp of 32 lanes (tensor cores), and the loads and conversions of their fragments.
+// mma.cuh: MMA of a warp of 32 lanes on tensor cores (mma.sync), and the loads, stores and conversions of its
+// fragments.
 //
 // A fragment is the part of a tile that one lane holds: words of two 16-bit elements, the lower index in the lower
 // half. With g = lane / 4 and t = lane % 4, a lane holds
@@ -7,12 +8,11 @@
 //     b[i]: rows 2t + i * 8 and the next, column g                       of B [16, 8]
 //     d[i]: row g + i / 2 * 8, column 2t + i % 2                         of D [16, 8], in float32
 //
-// Words of four 8-bit elements have twice as many columns of A and rows of B: columns 4t + i / 2 * 16 and the next three
-// of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8]. Words of one number have half: column t + i / 2 * 4 of
-// A [16, 8], row t + i * 4 of B [8, 8].
+// A word of 8-bit elements holds four, with twice as many columns of A and rows of B: columns 4t + i / 2 * 16 and the
+// next three of A [16, 32], rows 4t + i * 16 and the next three of B [32, 8]. A word of TF32 holds one number, with
+// half as many: column t + i / 2 * 4 of A [16, 8], row t + i * 4 of B [8, 8].
 //
-// AMD's matrix cores have other shapes, those of matrix_core.cuh: the products, loads and stores of this file do not
-// compile there.
+// AMD's matrix cores have other shapes (matrix_core.cuh): the MMAs, loads and stores of this file do not compile there.
 
 #pragma once
 #include "widen.cuh"
@@ -36,7 +36,7 @@ DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 #endif
 }
 
-// D += A * B, the elements of A and B of type TF32: float32 whose last 13 bits are zeros.
+// D += A * B, with elements of A and B in TF32: float32 with the last 13 bits zero.
 DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if PYOPS_CUDA
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
@@ -48,15 +48,15 @@ DEVICE void mma_m16n8k8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&
 #endif
 }
 
-// Whether mma_m16n8k32 takes elements of type T here. Where it does not, fp8_to_half and two products by mma_m16n8k16
-// take its place. (Data-centre GPUs from sm_90 on have the instruction, too, but not in hardware: the compiler converts
-// the elements anew for every product.)
+// Whether mma_m16n8k32 takes elements of type T on this device. Otherwise kernels convert with fp8_to_half and use two
+// mma_m16n8k16. (Data-centre GPUs from sm_90 on have the fp8 instruction, too, but not in hardware: the compiler
+// converts the elements again for every MMA.)
 template <typename T>
 constexpr bool MULTIPLIES_BYTES = is_same<T, int8_t> || ((PYOPS_HOST || ARCHITECTURE == 890 || ARCHITECTURE >= 1200) &&
                                                          (is_same<T, fp8_e4m3_t> || is_same<T, fp8_e5m2_t>));
 
-// D += A * B, the elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t, and D in float; or int8_t, and D in int32_t. With
-// integers those of A may be uint8_t.
+// D += A * B, with elements of A and B of type T: fp8_e4m3_t or fp8_e5m2_t with D in float, or int8_t with D in
+// int32_t. With int8_t, the elements of A may be uint8_t.
 template <typename T, typename A = T, typename Sum>
 DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     static_assert((!PYOPS_HIP || sizeof(T) == 0) && MULTIPLIES_BYTES<T>);
@@ -77,8 +77,8 @@ DEVICE void mma_m16n8k32(Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 }
 
 // Loads N (1, 2 or 4) tiles of 8 x 8 16-bit elements from shared memory. `row` of lane 8i + j is the address of row j
-// of tile i, a multiple of 16 bytes. Word i of the fragment gets row g, columns 2t and the next of tile i; if
-// TRANSPOSED, rows 2t and the next, column g.
+// of tile i, a multiple of 16 bytes. Word i of the fragment receives row g, columns 2t and 2t + 1 of tile i; if
+// TRANSPOSED, rows 2t and 2t + 1, column g.
 template <int N, bool TRANSPOSED = false>
 DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
     static_assert((!PYOPS_HIP || N == 0) && (N == 1 || N == 2 || N == 4));
@@ -109,8 +109,8 @@ DEVICE void ldmatrix(uint32_t (&fragment)[N], const void* row) {
 #endif
 }
 
-// Stores N (1, 2 or 4) tiles of 8 x 8 16-bit elements to shared memory, from where ldmatrix would load them: `row` of
-// lane 8i + j is the address of row j of tile i, a multiple of 16 bytes. From sm_90 on.
+// Stores N (1, 2 or 4) tiles of 8 x 8 16-bit elements to shared memory, the inverse of ldmatrix: `row` of lane 8i + j
+// is the address of row j of tile i, a multiple of 16 bytes. Requires sm_90.
 template <int N, bool TRANSPOSED = false>
 DEVICE void stmatrix(void* row, const uint32_t (&fragment)[N]) {
     static_assert((!PYOPS_HIP || N == 0) && (N == 1 || N == 2 || N == 4));
@@ -142,7 +142,7 @@ DEVICE void stmatrix(void* row, const uint32_t (&fragment)[N]) {
 #endif
 }
 
-// Transposes a tile of 8 x 8 16-bit elements. Each lane holds row g, columns 2t and the next, before and after.
+// Transposes a tile of 8 x 8 16-bit elements. Before and after, each lane holds row g, columns 2t and 2t + 1.
 template <typename Word>
 DEVICE Word transpose_8x8(Word word) {
     static_assert(!PYOPS_HIP || sizeof(Word) == 0);
@@ -155,8 +155,8 @@ DEVICE Word transpose_8x8(Word word) {
 #endif
 }
 
-// Transposes a matrix of 4 x 4 words: lane t of four neighbouring lanes holds column t before, and row t after. Every
-// lane of the warp calls.
+// Transposes a matrix of 4 x 4 words: lane t of four adjacent lanes holds column t before, and row t after. Every lane
+// of the warp calls.
 DEVICE void transpose_4x4(uint32_t (&words)[4]) {
     const int lane = threadIdx.x % 4;
 #pragma unroll

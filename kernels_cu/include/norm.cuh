@@ -1,6 +1,7 @@
-// norm.cuh: what the normalisations of rows share.
+// norm.cuh: helpers for normalisations of rows.
 //
-// Every norm of rows sums squares by row_mean_square, so that fused and plain kernels agree bit for bit.
+// Every norm of rows computes its mean of squares with row_mean_square, so that fused and plain kernels agree bit for
+// bit.
 
 #pragma once
 #include "reduce.cuh"
@@ -20,7 +21,7 @@ DEVICE float row_mean_square(const row_t& row, Values values, float* partial) {
     return row_reduce<Sum, ROW_THREADS>(sum, partial) / row_t::SIZE;
 }
 
-// T(T(x * scale) * weight). Both roundings are part of the specification of the norms that call this.
+// T(T(x * scale) * weight). Both roundings are part of the specification of the norms that call this function.
 template <typename vec_t>
 DEVICE vec_t scale_and_weigh(const float (&x)[vec_t::SIZE], float scale, const vec_t& weight) {
     float y[vec_t::SIZE];

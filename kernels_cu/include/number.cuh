@@ -1,7 +1,7 @@
 // number.cuh: the element types and their conversions to and from float.
 //
 // Conversions to a narrower type round to nearest even. fp8 conversions saturate to the largest finite value; NaN stays
-// NaN. A type has one format on every platform: fp8_e4m3_t and fp8_e5m2_t are those of the OCP; fp8_e4m3fnuz_t has a
+// NaN. A type has one format on every platform: fp8_e4m3_t and fp8_e5m2_t have the OCP formats; fp8_e4m3fnuz_t has a
 // bias of 8, a largest value of 240, 0x80 as its only NaN, and no negative zero.
 
 #pragma once
@@ -32,13 +32,13 @@ using fp8_e5m2_t = __nv_fp8_e5m2;
 using half_t = __half;
 #endif
 
-// An 8-bit format that the platform does not convert, by integer arithmetic. MANTISSA: bits of the mantissa. LARGEST:
-// the code of the largest finite number. FNUZ: the bias is one more than that of the OCP, and the code of -0 is NaN.
-// Otherwise 0x7f is NaN, and the code after LARGEST, if it is not 0x7f, is infinity.
+// An fp8 format that the platform does not convert in hardware, implemented with integer arithmetic. MANTISSA: mantissa
+// bits. LARGEST: the encoding of the largest finite number. FNUZ: the bias is one more than in the OCP format, and the
+// encoding of -0 is NaN. Otherwise 0x7f is NaN, and the encoding after LARGEST, if it is not 0x7f, is infinity.
 template <int MANTISSA, uint32_t LARGEST, bool FNUZ>
 struct Fp8 {
     static constexpr int BIAS = (1 << (6 - MANTISSA)) - 1 + FNUZ;
-    static constexpr int DROPPED = 23 - MANTISSA;  // bits of a float's mantissa that a code has no room for
+    static constexpr int DROPPED = 23 - MANTISSA;  // mantissa bits of a float that fp8 drops
     static constexpr uint32_t REBIASED = uint32_t(127 - BIAS) << 23;
     static constexpr uint32_t NOT_A_NUMBER = FNUZ ? 0x80 : 0x7f;
 
@@ -50,8 +50,8 @@ struct Fp8 {
         const uint32_t magnitude = min(bits & 0x7fffffffu, (LARGEST << DROPPED) + REBIASED);
         uint32_t rounded = (magnitude + (1u << (DROPPED - 1)) - 1 + (magnitude >> DROPPED & 1) - REBIASED) >> DROPPED;
         if (magnitude < REBIASED + (1u << 23)) {
-            // Below the smallest normal number, a float addition rounds: the last bit of the sum is the last bit of the
-            // code.
+            // Below the smallest normal number, a float addition does the rounding: the last bit of the float sum is
+            // the last bit of the fp8 encoding.
             const uint32_t last = REBIASED + (uint32_t(24 - MANTISSA) << 23);
             rounded = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(last)) - last;
         }
@@ -71,7 +71,7 @@ struct Fp8 {
 };
 
 #if PYOPS_HIP
-// hip_fp8.h has the formats that the device's instructions convert; both formats where no instruction converts any.
+// hip_fp8.h defines the formats that the device converts in hardware, or both formats if the device converts neither.
 #if HIP_FP8_TYPE_OCP
 using fp8_e4m3_t = __hip_fp8_e4m3;
 using fp8_e5m2_t = __hip_fp8_e5m2;
@@ -107,7 +107,7 @@ template <> DEVICE half_t from_float<half_t>(float x) { return __float2half_rn(x
 template <> DEVICE bf16_t from_float<bf16_t>(float x) { return __float2bfloat16(x); }
 #endif
 #if PYOPS_HIP
-// hip_fp8.h saturates finite numbers alone: infinities become finite first.
+// hip_fp8.h saturates only finite numbers, so infinities are first made finite.
 DEVICE float finite_or_nan(float x) { return ieee_abs(x) > FLOAT_MAX ? copysignf(FLOAT_MAX, x) : x; }
 template <> DEVICE fp8_e4m3_t from_float<fp8_e4m3_t>(float x) { return fp8_e4m3_t(finite_or_nan(x)); }
 template <> DEVICE fp8_e5m2_t from_float<fp8_e5m2_t>(float x) { return fp8_e5m2_t(finite_or_nan(x)); }
@@ -136,7 +136,7 @@ DEVICE int32_t round_to_int(float x) {
 // x rounded to T.
 template <typename T> DEVICE float round_to(float x) { return to_float(from_float<T>(x)); }
 
-// Pairs and fours of neighbouring elements, the lower address first. The hardware converts pairs. Pairs of 16-bit
+// Pairs and groups of four adjacent elements, the lower address first. The hardware converts pairs. Pairs of 16-bit
 // elements move as 32-bit words, because the compiler would otherwise move the halves one by one.
 template <typename T>
 DEVICE void load_pair(const T* in, float& low, float& high) {
@@ -154,7 +154,7 @@ DEVICE void store_four(T* out, const float* x) {
     store_pair<T>(out + 2, x[2], x[3]);
 }
 DEVICE int8_t saturated(int32_t x) { return int8_t(min(max(x, -128), 127)); }
-// Four integers as int8, saturating. Each of the two instructions packs two integers below the bytes of its last
+// Stores four integers as int8, saturating. Each of the two instructions packs two integers below the bytes of its last
 // operand.
 DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
 #if PYOPS_CUDA
@@ -168,7 +168,8 @@ DEVICE void store_four_integers(int8_t* out, const int32_t* x) {
     for (int i = 0; i < 4; ++i) out[i] = saturated(x[i]);
 #endif
 }
-// T(a * b), T(a + b) and T(a - b) of two pairs, element by element, each rounded once.
+// multiply_pair, add_pair and subtract_pair: T(a * b), T(a + b) and T(a - b) of two pairs, element by element, each
+// rounded once.
 template <typename T>
 DEVICE void multiply_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_multiply(to_float(a[0]), to_float(b[0])), ieee_multiply(to_float(a[1]), to_float(b[1])));
@@ -181,14 +182,14 @@ template <typename T>
 DEVICE void subtract_pair(T* out, const T* a, const T* b) {
     store_pair<T>(out, ieee_subtract(to_float(a[0]), to_float(b[0])), ieee_subtract(to_float(a[1]), to_float(b[1])));
 }
-// T(a * b + c) of two pairs. Where there is no instruction for it, the sum is rounded to float32 before.
+// T(a * b + c) of two pairs. Where the device has no instruction for it, the result is rounded to float32 first.
 template <typename T>
 DEVICE void multiply_add_pair(T* out, const T* a, const T* b, const T* c) {
     store_pair<T>(out, ieee_fma(to_float(a[0]), to_float(b[0]), to_float(c[0])),
                   ieee_fma(to_float(a[1]), to_float(b[1]), to_float(c[1])));
 }
-// |absmax| = max(|absmax|, |x|) for each element of a pair. The signs of `absmax` have no meaning, before and after. A
-// NaN is ignored, or, if OR_NAN, becomes the result.
+// |absmax| = max(|absmax|, |x|) for each element of a pair. The signs of `absmax` are undefined before and after the
+// call. If OR_NAN, a NaN becomes the result; otherwise it is ignored.
 template <bool OR_NAN, typename T>
 DEVICE void absmax_pair(T* absmax, const T* x) {
     float y[2];
@@ -250,7 +251,8 @@ template <> DEVICE void multiply_add_pair<bf16_t>(bf16_t* out, const bf16_t* a, 
         pair_word(__hfma2(word_as<pair_t>(as_word(a)), word_as<pair_t>(as_word(b)), word_as<pair_t>(as_word(c))));
 }
 #if __CUDA_ARCH__ >= 860
-// The instruction gives the larger magnitude with the sign of the product: no instruction is spent on signs.
+// The result of the instruction is the larger magnitude with the XOR of both signs, so no instruction is spent on
+// clearing signs.
 #define PYOPS_ABSMAX_PAIR(T, OR_NAN, NAME)                                        \
     template <> DEVICE void absmax_pair<OR_NAN, T>(T * absmax, const T* x) {      \
         asm("max" NAME " %0, %0, %1;" : "+r"(as_word(absmax)) : "r"(as_word(x))); \
@@ -303,7 +305,7 @@ template <> DEVICE void store_four<fp8_e4m3_t>(fp8_e4m3_t* out, const float* x) 
 template <> DEVICE void store_four<fp8_e5m2_t>(fp8_e5m2_t* out, const float* x) { PYOPS_FP8_FOUR("e5m2", out, x); }
 #undef PYOPS_FP8_FOUR
 #endif
-// Each element as from_float<int8_t> rounds it.
+// Rounds each element like from_float<int8_t>.
 template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
     const int32_t rounded[4] = {__float2int_rn(x[0]), __float2int_rn(x[1]), __float2int_rn(x[2]), __float2int_rn(x[3])};
     store_four_integers(out, rounded);
@@ -311,7 +313,7 @@ template <> DEVICE void store_four<int8_t>(int8_t* out, const float* x) {
 #endif
 
 #if PYOPS_HIP
-// Two elements by one instruction, which rounds as the same of floats, rounded once more, would.
+// One instruction computes two elements. Its result equals a float32 operation that is rounded to float16.
 using halves_t = _Float16 __attribute__((ext_vector_type(2)));
 DEVICE halves_t& as_halves(half_t* x) { return *reinterpret_cast<halves_t*>(x); }
 DEVICE halves_t as_halves(const half_t* x) { return *reinterpret_cast<const halves_t*>(x); }
@@ -325,13 +327,13 @@ template <> DEVICE void subtract_pair<half_t>(half_t* out, const half_t* a, cons
 }
 #endif
 
-// x / divisor, from a quotient that is nearly right and the correctly rounded reciprocal: its residual corrects the
-// quotient (Markstein 1990).
+// x / divisor, given an approximate quotient and the correctly rounded reciprocal: the residual corrects the quotient
+// (Markstein 1990).
 DEVICE float nearer(float quotient, float x, float divisor, float reciprocal) {
     return fmaf(-fmaf(quotient, divisor, -x), reciprocal, quotient);
 }
 
-// 1 / x, correctly rounded, if x and 1 / x are both normal: one Newton step from the hardware's estimate.
+// 1 / x, correctly rounded, if x and 1 / x are both normal: one Newton step from the hardware estimate.
 DEVICE float reciprocal_of(float x) {
     const float estimate = estimate_reciprocal(x);
     return fmaf(estimate, fmaf(-x, estimate, 1.0f), estimate);

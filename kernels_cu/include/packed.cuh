@@ -3,7 +3,7 @@
 #pragma once
 #include "vec.cuh"
 
-// Where the codes of a weight lie (packed_layouts.py), for kernels that read them in the order in which they lie.
+// Layouts of packed weights (packed_layouts.py), for kernels that read the quants in memory order.
 enum PackedLayout {
     layout_marlin,
     layout_gptq,
@@ -13,16 +13,16 @@ enum PackedLayout {
     layout_marlin_8,
     layout_w4a8,
     layout_marlin_24,
-    layout_rows  // along K, as checkpoints of experts have them
+    layout_rows  // packed along K, as in checkpoints of experts
 };
 
-// The number that raised_pair adds, twice in a word. Its last place is worth 1: or-ing a small integer to its bits adds
-// the integer.
+// The bias that raised_pair adds, once in each half of a word. Its ulp is 1, so OR-ing a small integer into its bits
+// adds the integer.
 template <typename T> constexpr uint32_t RAISED_PAIR = 0;
 template <> constexpr uint32_t RAISED_PAIR<half_t> = 0x64006400;  // 1024
 template <> constexpr uint32_t RAISED_PAIR<bf16_t> = 0x43004300;  // 128
 
-// Two nibbles as numbers plus the number of RAISED_PAIR, which cancels in a difference of two such numbers. `nibbles`
+// Converts two nibbles to T, plus the bias RAISED_PAIR, which cancels in a difference of two such numbers. `nibbles`
 // has them in the low bits of its halves; its other bits are 0.
 template <typename T>
 DEVICE void raised_pair(T* out, uint32_t nibbles) {
@@ -33,7 +33,7 @@ DEVICE void raised_pair(T* out, uint32_t nibbles) {
     }
 }
 
-// Columns first ... first + N - 1 (`first` is even) of the eight columns in a word of AWQ, as raised_pair gives them.
+// Columns first ... first + N - 1 (`first` is even) of the eight columns in an AWQ word, with the bias of raised_pair.
 // The nibbles of the word, from the lowest, are columns 0 2 4 6 1 3 5 7.
 template <typename T, int N>
 DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
@@ -43,19 +43,20 @@ DEVICE Vec<T, N> awq_columns(uint32_t word, int first) {
     return result;
 }
 
-// Eight codes plus 8, of what `marlin_int4_fp8_preprocess` has made of them: 0 ... 7 are themselves, 8 ... 15 are -1 ... -8.
+// Converts eight int4 values from the encoding of `marlin_int4_fp8_preprocess` (0 ... 7 for 0 ... 7, and 8 ... 15 for
+// -1 ... -8) to value + 8.
 DEVICE uint32_t recoded_plus_8(uint32_t codes) {
     const uint32_t signs = codes & 0x88888888;
     return codes ^ 0x88888888 ^ (signs - (signs >> 3));
 }
 
-// integer - offset, exactly, for integers below 2^22: the last place of 2^23 is worth 1, so that or-ing an integer to its
-// bits adds the integer.
+// integer - offset, exactly, for integers below 2^22: the ulp of 2^23 is 1, so OR-ing an integer into its bits adds the
+// integer.
 DEVICE float integer_to_float(uint32_t integer, float offset) {
     return __uint_as_float(integer | 0x4b000000) - (8388608.0f + offset);
 }
 
-// The number of a code of e2m1. A digit of the constant for each magnitude: twice 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+// The value of an e2m1 number. Each digit of the constant is twice a magnitude: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 DEVICE float e2m1_to_float(uint32_t code) {
     const float twice = float(int(0xc8643210u >> (code & 7u) * 4 & 15u));
     return (code & 8u ? -0.5f : 0.5f) * twice;
@@ -65,7 +66,7 @@ DEVICE float e2m1_to_float(uint32_t code) {
 DEVICE void bytes_to_floats(uint32_t word, float offset, float* x) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        // The last place of 2^23 is worth 1: or-ing a byte to its bits adds the byte.
+        // The ulp of 2^23 is 1, so OR-ing a byte into its bits adds the byte.
         x[i] = __uint_as_float(byte_perm(word, 0x4b000000, 0x7540 + i)) - (8388608.0f + offset);
     }
 }
@@ -81,20 +82,20 @@ DEVICE uint32_t nibbles_to_bytes(uint32_t four) {
     return (four | four << 4) & 0x0f0f0f0f;
 }
 
-// Four look-ups in a table of 16 bytes: byte i of the result is entry number (nibble 2 i, or if `upper` 2 i + 1, of `word`).
-// What the look-ups of both nibbles share is computed once where both are asked for.
+// Four look-ups in a table of 16 bytes: byte i of the result is the table entry for nibble 2 i (2 i + 1 if `upper`) of
+// `word`. If a caller asks for both nibbles, the compiler computes their common part once.
 DEVICE uint32_t look_up_nibbles(uint32_t word, bool upper, const uint32_t (&table)[4]) {
 #if PYOPS_HIP
-    // HIP's __byte_perm takes a selector that is no constant through memory.
+    // HIP's __byte_perm passes a non-constant selector through memory.
     const uint32_t indices = word >> 4 * upper & 0x0f0f0f0f, eighth = indices & 0x07070707;
     const uint32_t low = __builtin_amdgcn_perm(table[1], table[0], eighth);
     const uint32_t high = __builtin_amdgcn_perm(table[3], table[2], eighth);
     const uint32_t is_high = (indices >> 3 & 0x01010101) * 0xff;
     return (low & ~is_high) | (high & is_high);
 #else
-    // A selector is four nibbles, whose last three bits choose an entry of half of the table.
+    // A selector has four nibbles. The last three bits of a nibble choose an entry of one half of the table.
     const uint32_t entries = word & 0x77777777, halves = (word >> 1 & 0x44444444) | 0x32103210;
-    uint32_t found[2];  // of four neighbouring nibbles each
+    uint32_t found[2];  // entries of four adjacent nibbles each
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t low = __byte_perm(table[0], table[1], entries >> 16 * i);

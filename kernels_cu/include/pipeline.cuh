@@ -1,15 +1,15 @@
-// pipeline.cuh: a ring of stages in shared memory, through which one thread feeds tiles to warpgroups that
-// multiply.
+// pipeline.cuh: a ring of stages in shared memory. One producer thread feeds it with TMA; consumer warpgroups execute
+// the MMAs.
 //
-// Stage i has two mbarriers: full[i] ends a phase when the tiles of a step of K are there, empty[i] when every warp
-// that multiplies, in all blocks that a multicast reaches, has done with the tiles. The producer and the consumers
-// walk around the ring each with a Ring of their own, in the same order.
+// Stage i has two mbarriers. full[i] completes a phase when the stage holds the tiles of a k-tile; empty[i] when every
+// consumer warp, in all CTAs that a multicast reaches, has released the stage. The producer and the consumers each have
+// their own Ring and visit the stages in the same order.
 #pragma once
 #include "cluster.cuh"
 #include "tma.cuh"
 
-// Loads rows of a tile that all BLOCKS blocks of a cluster need. The block number `rank` brings a part for all of them, of
-// which boxes of the map are; x and y are where the tile begins.
+// Loads ROWS rows of a tile that all BLOCKS CTAs of a cluster need. CTA `rank` loads ROWS / BLOCKS rows and multicasts
+// them to all CTAs; the boxes of the tensor map have that size. x and y are the coordinates of the whole tile.
 template <int BLOCKS, int ROWS, int ROW_BYTES>
 DEVICE void load_rows(uint8_t* to, const TensorMap* map, uint64_t* barrier, int rank, int x, int y) {
     constexpr int PART = ROWS / BLOCKS;
@@ -20,14 +20,14 @@ DEVICE void load_rows(uint8_t* to, const TensorMap* map, uint64_t* barrier, int 
 
 template <int STAGES>
 struct Ring {
-    uint64_t* barriers;  // full, then empty
+    uint64_t* barriers;  // [2, STAGES]: full, then empty
     int stage = 0;
     uint32_t phase = 0;
 
     DEVICE explicit Ring(void* shared) : barriers(static_cast<uint64_t*>(shared)) {}
 
-    // By one thread; start_cluster() follows. `releases`: warps that release a stage. `fills`: threads that say that a
-    // stage is full, beside the bytes that one of them announces.
+    // One thread calls this; start_cluster() follows. `releases`: number of warps that release a stage. `fills`: number
+    // of arrivals that fill a stage, in addition to the announced bytes.
     DEVICE void init(int releases, int fills = 1) const {
         for (int i = 0; i < STAGES; ++i) {
             mbarrier_init(barriers + i, fills);
@@ -36,16 +36,17 @@ struct Ring {
         fence_mbarrier_init();
     }
     DEVICE uint64_t* full() const { return barriers + stage; }
-    // Of the producer: until the stage is free. The first time round, every stage is.
+    // The producer waits until the stage is free. In the first round every stage is free.
     DEVICE void acquire() const { mbarrier_wait(barriers + STAGES + stage, phase ^ 1); }
-    // Of the producer, last: until every stage is free. No block of the cluster sends to one that has ended.
+    // The producer waits, as its last action, until every stage is free: no CTA of the cluster may arrive at an
+    // mbarrier of a CTA that has exited.
     DEVICE void drain() {
         for (int i = 0; i < STAGES; ++i, advance()) acquire();
     }
-    // Of a consumer: until the tiles of the stage are there.
+    // A consumer waits until the stage is full.
     DEVICE void wait() const { mbarrier_wait(full(), phase); }
-    // Of each consuming warp: it does not read stage `which` any more. BLOCKS lanes tell one block of the cluster
-    // each.
+    // Each consumer warp calls this after its last read of stage `which`. Lane i arrives at the empty barrier of CTA i
+    // of the cluster, for i < BLOCKS.
     template <int BLOCKS = 1>
     DEVICE void release(int which) const {
         const int lane = threadIdx.x % 32;
@@ -59,7 +60,7 @@ struct Ring {
             phase ^= 1;
         }
     }
-    // Passes over `steps` steps, which others take.
+    // Advances by `steps` stages, which other warps consume.
     DEVICE void skip(int steps) {
         const int end = stage + steps;
         stage = end % STAGES;

@@ -1,8 +1,8 @@
-// platform.cuh: the seam to the platform: compilers, integer types, launches and warps.
+// platform.cuh: the platform layer: compilers, integer types, launches and warps.
 //
-// PYOPS_CUDA (NVRTC), PYOPS_HIP (hiprtc) or PYOPS_HOST (a CPU's compiler) is 1. PYOPS_HOST compiles against
-// host/cuda.h, which has CUDA's names but no assembly. Kernels know no platform: what platforms do differently has one
-// name in the headers platform, arith, memory, number, reduce, async, cluster and product.
+// PYOPS_CUDA (NVRTC), PYOPS_HIP (hiprtc) or PYOPS_HOST (a CPU compiler) is 1. PYOPS_HOST compiles against host/cuda.h,
+// which has CUDA's names but no assembly. Kernels do not test the platform: each operation that differs between
+// platforms has one name in the headers platform, arith, memory, number, reduce, async, cluster and product.
 #pragma once
 
 #if defined(PYOPS_HOST)
@@ -52,9 +52,9 @@ template <> struct lane_mask_of<64> { using type = uint64_t; };
 using lane_mask_t = lane_mask_of<WARP_SIZE>::type;
 constexpr lane_mask_t ALL_LANES = ~lane_mask_t(0);
 
-// Programmatic dependent launch. A kernel whose first statement this is may be started while the kernel before it in
-// the stream still runs. The call returns when that kernel has ended and its writes are visible; then the next kernel
-// may be started.
+// Programmatic dependent launch. A kernel that starts with this statement may be launched while the previous kernel in
+// the stream still runs. The call returns when the previous kernel has ended and its writes are visible; then the next
+// kernel may be launched.
 DEVICE void await_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
@@ -111,8 +111,8 @@ DEVICE void sync_warp() {
 #endif
 }
 
-// A barrier of the block behind which its threads see each other's shared memory, and no more: on RDNA, __syncthreads()
-// waits for all loads from global memory, too.
+// A barrier of the block after which its threads see each other's writes to shared memory, but not to global memory. On
+// RDNA, __syncthreads() would also wait for all loads from global memory.
 DEVICE void sync_shared() {
 #if PYOPS_HIP && __clang_major__ >= 20
     __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");

@@ -1,14 +1,14 @@
-// product.cuh: a matrix product by a warp, the seam to tensor cores (mma.cuh) and AMD's matrix cores (matrix_core.cuh).
+// product.cuh: MMA of a warp, with one interface to tensor cores (mma.cuh) and AMD's matrix cores (matrix_core.cuh).
 //
 //     d[r, c] += sum_k a[r, k] * b[c, k],    16 rows r of a, PRODUCT_COLUMNS rows c of b
 //
-// A lane holds PRODUCT_SUMS elements of d, ROW_SUMS neighbours in each of LANE_ROWS rows: sum i is
+// A lane holds PRODUCT_SUMS accumulators of d, ROW_SUMS adjacent ones in each of LANE_ROWS rows. Accumulator i is
 //
 //     row       lane_row(lane) + i / ROW_SUMS * ROW_STEP
 //     column    lane_column(lane) + i % ROW_SUMS
 //
-// Operands are loaded for 16 rows of each, so b serves 16 / PRODUCT_COLUMNS products. What a lane holds of them is the
-// platform's own; both operands have it in the same order of K.
+// Operands are loaded for 16 rows each, so one b serves 16 / PRODUCT_COLUMNS MMAs. The fragment of a lane depends on
+// the platform; both operands have the same order of K.
 #pragma once
 #include "matrix_core.cuh"
 #include "mma.cuh"
@@ -22,12 +22,13 @@ DEVICE int lane_row(int lane) { return ON_MATRIX_CORES ? lane % 16 : lane / 4; }
 constexpr int FIRST_ROW_MASK = ON_MATRIX_CORES ? 16 : 1, END_ROW_MASK = ON_MATRIX_CORES ? WARP_SIZE : 4;
 DEVICE int lane_column(int lane) { return ON_MATRIX_CORES ? lane / 16 * MATRIX_SUMS : lane % 4 * 2; }
 
-// Whether products take elements of T. fp8 that they do not take becomes float16, which holds every code.
+// Whether MMAs take elements of T. fp8 types that they do not take are converted to float16, which represents every fp8
+// value.
 template <typename T>
 constexpr bool MULTIPLIES = ON_MATRIX_CORES ? MATRIX_TAKES<T> : sizeof(T) == 2 || MULTIPLIES_BYTES<T>;
 
-// Words of an operand in a lane: of LOAD_BYTES bytes of each row, the most that one access brings; and of 16 elements
-// of 16 bits, the least that a product takes.
+// Words of an operand in a lane: LOAD_WORDS for LOAD_BYTES bytes of each row, the most that one access loads, and
+// SHORT_WORDS for 16 elements of 16 bits, the least that an MMA takes.
 constexpr int LOAD_WORDS = ON_MATRIX_CORES && MATRIX_WORDS > 4 ? MATRIX_WORDS : 4;
 constexpr int LOAD_BYTES = ON_MATRIX_CORES ? LOAD_WORDS * 4 * K_LANES : 32;
 constexpr int SHORT_WORDS = ON_MATRIX_CORES ? MATRIX_WORDS : 4;
@@ -46,7 +47,8 @@ DEVICE void load_run(uint32_t (&words)[WORDS], const Tile& tile, int row, int by
     }
 }
 
-// Operand a: 16 rows of a tile from `origin` on, a multiple of 8, bytes from part * LOAD_BYTES on (SHORT_WORDS: part * 32).
+// Loads operand a: 16 rows of a tile from `origin` on, a multiple of 8, bytes from part * LOAD_BYTES on (with
+// SHORT_WORDS words: from part * 32 on).
 template <int WORDS, typename Tile>
 DEVICE void load_rows(uint32_t (&words)[WORDS], const Tile& tile, int origin, int part, int lane) {
     if constexpr (ON_MATRIX_CORES) {
@@ -56,7 +58,7 @@ DEVICE void load_rows(uint32_t (&words)[WORDS], const Tile& tile, int origin, in
     }
 }
 
-// Operand b, likewise.
+// Loads operand b in the same way.
 template <int WORDS, typename Tile>
 DEVICE void load_columns(uint32_t (&words)[WORDS], const Tile& tile, int origin, int part, int lane) {
     if constexpr (ON_MATRIX_CORES) {
@@ -66,7 +68,7 @@ DEVICE void load_columns(uint32_t (&words)[WORDS], const Tile& tile, int origin,
     }
 }
 
-// Words of a column of a tile of 16-bit elements, from row `row` on, element by element.
+// Loads words of a column of a tile of 16-bit elements, from row `row` on, one element at a time.
 template <int WORDS, typename Tile>
 DEVICE void load_column_run(uint32_t (&words)[WORDS], const Tile& tile, int row, int column) {
 #pragma unroll
@@ -77,8 +79,9 @@ DEVICE void load_column_run(uint32_t (&words)[WORDS], const Tile& tile, int row,
     }
 }
 
-// Operand b: 16 columns of a tile of 16-bit elements from chunk 2 * step on, 16 rows from `origin` on for K. On matrix
-// cores element by element: for tiles that few waves read so. Others lie transposed in shared memory.
+// Loads operand b transposed: 16 columns of a tile of 16-bit elements from chunk 2 * step on, with K along the 16 rows
+// from `origin` on. Matrix cores load it one element at a time, which suits tiles that few waves read; other tiles are
+// stored transposed in shared memory.
 template <typename Tile>
 DEVICE void load_transposed(uint32_t (&words)[SHORT_WORDS], const Tile& tile, int origin, int step, int lane) {
     if constexpr (ON_MATRIX_CORES) {
@@ -89,7 +92,7 @@ DEVICE void load_transposed(uint32_t (&words)[SHORT_WORDS], const Tile& tile, in
     }
 }
 
-// d += a * b^T for the columns number `half` of the 16 / PRODUCT_COLUMNS that b has.
+// d += a * b^T for part number `half` of the columns of b: b has 16 / PRODUCT_COLUMNS such parts.
 template <typename T, typename Sum, int WORDS>
 DEVICE void product(Sum (&d)[PRODUCT_SUMS], const uint32_t (&a)[WORDS], const uint32_t (&b)[WORDS], int half = 0) {
     static_assert(MULTIPLIES<T>);
@@ -102,8 +105,9 @@ DEVICE void product(Sum (&d)[PRODUCT_SUMS], const uint32_t (&a)[WORDS], const ui
     }
 }
 
-// Makes an operand a of 16 columns of sums, rounded and packed: words of the pairs of a lane's sums of these columns, one
-// product after another. WMMA of gfx11 takes those of the other lane of a row, too.
+// Makes an operand a from 16 columns of accumulators. `words` holds the lane's accumulators of these columns, rounded
+// and packed in pairs, one MMA after another. For WMMA of gfx11 a lane also needs the words of the other lane that
+// shares its row.
 DEVICE void finish_operand(uint32_t (&words)[SHORT_WORDS]) {
     if constexpr (MATRIX_CORE == WMMA_11) {
         constexpr int OWN = SHORT_WORDS / 2;

@@ -1,9 +1,10 @@
-// quant.cuh: codes of int8 and fp8 from floats and scales, rounded exactly as the specifications say.
+// quant.cuh: quantization of floats to int8 and fp8, rounded exactly as the ops specify.
 
 #pragma once
 #include "number.cuh"
 
-// Of a code type Q: the largest magnitude of a code, and the smallest scale that a dynamic quantisation may choose.
+// Limits of a quantized type Q: the largest magnitude of a quantized value, and the smallest scale of dynamic
+// quantization.
 template <typename Q> struct Codes;
 template <> struct Codes<int8_t> {
     static constexpr float largest = 127.0f;
@@ -21,8 +22,8 @@ template <> struct Codes<fp8_e4m3fnuz_t> {
 // x clamped to -limit ... limit; NaN becomes limit.
 DEVICE float clamp(float x, float limit) { return fmaxf(-limit, fminf(x, limit)); }
 
-// A float to be converted to an fp8 code that is at most Codes<Q>::largest; NaN becomes the largest. Where that is the
-// largest number of the type, only NaN needs care here: the conversion saturates.
+// Limits x to at most Codes<Q>::largest before a conversion to fp8; NaN becomes Codes<Q>::largest. Where that is the
+// largest number of the type, the fminf only handles NaN: the conversion saturates.
 template <typename Q>
 DEVICE float within_codes(float x) {
     if constexpr (is_same<Q, fp8_e4m3fnuz_t>) return clamp(x, Codes<Q>::largest);
@@ -34,8 +35,8 @@ DEVICE float within_codes(float x) {
 // divisor is positive.
 DEVICE float divide(float x, float divisor, float reciprocal) { return nearer(x * reciprocal, x, divisor, reciprocal); }
 
-// Quotients by one divisor, to be converted to codes: correctly rounded wherever the rounding can change a code. A
-// residual corrects the product with the reciprocal (Markstein 1990).
+// Quotients by one divisor, for conversion to a quantized type. They are correctly rounded wherever rounding can change
+// the quantized value. The residual corrects the product with the reciprocal (Markstein 1990).
 struct Quotient {
     float divisor, reciprocal;
     bool ordinary;  // the reciprocal, and every residual that can change a code, are normal numbers
@@ -45,8 +46,8 @@ struct Quotient {
           reciprocal(reciprocal_of(divisor)),
           ordinary(fabsf(divisor) >= 0x1p-64f && fabsf(divisor) <= 0x1p64f) {}
 
-    // For int8: a zero may lose its sign. Where the corrected quotient is NaN, the product is the result: it is infinite
-    // or NaN itself.
+    // For int8: a zero may lose its sign. If the corrected quotient is NaN, the result is the product x * reciprocal,
+    // which is then infinite or NaN itself.
     DEVICE float operator()(float x) const {
         if (!ordinary) return ieee_divide(x, divisor);
         const float product = x * reciprocal;
@@ -54,9 +55,9 @@ struct Quotient {
         return quotient == quotient ? quotient : product;
     }
 
-    // For fp8: replaces each x by its quotient, where a zero has its sign; absmax is the largest magnitude of x. If the
-    // divisor is positive and no residual can be infinite, neither NaN nor the sign of a zero needs care; otherwise
-    // ieee_divide takes that care.
+    // For fp8: replaces each x by its quotient and keeps the sign of a zero; absmax is the largest magnitude of x. If
+    // the divisor is positive and no residual can be infinite, `divide` handles NaN and zeros correctly; otherwise
+    // ieee_divide is used.
     template <int N>
     DEVICE void of_each(float (&x)[N], float absmax) const {
         if (ordinary && divisor > 0.0f && absmax <= 0x1p62f) {
@@ -69,22 +70,22 @@ struct Quotient {
     }
 };
 
-// 1 / scale, correctly rounded; 0 if the reciprocal is infinite: every code under such a scale is the code of 0. NaN
-// stays NaN.
+// 1 / scale, correctly rounded; 0 if the reciprocal is infinite, so that every value is quantized to 0 under such a
+// scale. NaN stays NaN.
 DEVICE float reciprocal_or_zero(float scale) {
     const float reciprocal = ieee_divide(1.0f, scale);
     return ieee_abs(reciprocal) > FLOAT_MAX ? 0.0f : reciprocal;
 }
 
-// x * reciprocal, to be converted to an fp8 code; the reciprocal is that of reciprocal_or_zero.
+// x * reciprocal, clamped for a conversion to fp8; `reciprocal` comes from reciprocal_or_zero.
 template <typename Q>
 DEVICE float scaled_fp8(float x, float reciprocal) {
     return within_codes<Q>(ieee_multiply(x, reciprocal));
 }
 
-// int8 codes with a zero point: round(x) + azp, saturating, for any int32 azp.
+// int8 quantization with a zero point: round(x) + azp, saturating, for any int32 azp.
 struct ZeroPoint {
-    int32_t azp, low, high;  // integers from low to high have codes that do not saturate
+    int32_t azp, low, high;  // rounded values in low ... high do not saturate
 
     explicit DEVICE ZeroPoint(int32_t azp)
         : azp(azp),
@@ -93,7 +94,7 @@ struct ZeroPoint {
     DEVICE int8_t operator()(float x) const { return int8_t(min(max(round_to_int(x), low), high) + azp); }
 };
 
-// The scale of a row or group whose largest magnitude is absmax.
+// The dynamic scale of a row or group with largest magnitude absmax.
 template <typename Q>
 DEVICE float dynamic_scale(float absmax) {
     constexpr float largest = Codes<Q>::largest;
@@ -104,24 +105,25 @@ DEVICE float dynamic_scale(float absmax) {
 // The smallest power of two that is at least x, for a normal x > 0; infinity stays infinite.
 DEVICE float power_of_two_above(float x) { return __uint_as_float((__float_as_uint(x) + 0x7fffffu) & 0x7f800000u); }
 
-// 2^ceil(bf16(log2 x)), as power_of_two_above but for rounding: now and then it is the power of two below x.
+// 2^ceil(bf16(log2 x)). It equals power_of_two_above except where the rounding of log2 x to bf16 gives the power of two
+// below x.
 DEVICE float power_of_two_by_log(float x) {
     if (x > FLOAT_MAX) return x;
     return __uint_as_float(uint32_t(int(ceilf(round_to<bf16_t>(log2f(x)))) + 127) << 23);
 }
 
-// The biased exponent of x > 0. For a power of two this is its code in UE8M0.
+// The biased exponent of x > 0. For a power of two this is its UE8M0 encoding.
 DEVICE uint8_t exponent_of(float x) { return uint8_t(__float_as_uint(x) >> 23); }
 
-// Codes under one scale. int8 multiplies by the reciprocal, fp8 divides: so the specifications say. BOUNDED: values may
-// be larger than the magnitude that the scale was made for.
+// Quantizes under one scale. int8 multiplies by the reciprocal, fp8 divides, as the ops specify. BOUNDED: values may be
+// larger than the magnitude that the scale was made for, so they are clamped.
 template <typename Q, bool BOUNDED>
 struct Quantizer {
     float divisor, reciprocal, limit;
 
     explicit DEVICE Quantizer(float scale) : divisor(scale), reciprocal(reciprocal_of(scale)) {
         limit = fminf(scale * 512.0f, FLOAT_MAX);  // quotients of larger values saturate
-        if (scale > FLOAT_MAX) {  // infinite scale: finite values become 0, infinite values the largest code
+        if (scale > FLOAT_MAX) {  // infinite scale: finite values become 0, infinite values the largest quantized value
             divisor = 0.0f;
             reciprocal = 0.0f;
             limit = scale;

@@ -1,12 +1,12 @@
-// radix_select.cuh: selection by radix: which key is the k-th largest, found digit by digit of its bits, and the prefix sums
-// for it.
+// radix_select.cuh: radix select, which finds the k-th largest key digit by digit of its bits, and the prefix sums that
+// it needs.
 
 #pragma once
 #include "reduce.cuh"
 
 // Bits of a float as an integer of the same order: -NaN, -inf, ..., -0, +0, ..., +inf, +NaN.
 DEVICE uint32_t ordered_bits(uint32_t bits) { return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u); }
-// The float whose ordered_bits these are.
+// The inverse of ordered_bits.
 DEVICE float float_of_ordered(uint32_t ordered) {
     return __uint_as_float(ordered ^ (uint32_t(int32_t(~ordered) >> 31) | 0x80000000u));
 }
@@ -23,8 +23,8 @@ DEVICE T sum_to_lane(T sum) {
     return sum;
 }
 
-// Exclusive prefix sum over the warps of a block, for the caller's warp; of_warps has one value per warp, and `total`
-// becomes their sum. Every lane of the warp calls.
+// Exclusive prefix sum over the warps of a block, for the calling warp. of_warps has one value per warp, and `total`
+// becomes the sum over all warps. Every lane of the warp calls.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
     constexpr int NUM_WARPS = NUM_THREADS / WARP_SIZE;
@@ -35,7 +35,7 @@ DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
         total = lane_reduce<Sum, WARP_SIZE>(here);
         return lane_reduce<Sum, WARP_SIZE>(lane < warp ? here : T(0));
     } else {
-        const T up_to = sum_to_lane(here);  // of the warps up to number `lane`
+        const T up_to = sum_to_lane(here);  // sum over warps 0 ... lane
         total = shfl<WARP_SIZE>(up_to, WARP_SIZE - 1);
         const T before = shfl<WARP_SIZE>(up_to, max(warp - 1, 0));
         return warp > 0 ? before : T(0);
@@ -43,7 +43,8 @@ DEVICE T sum_of_warps_before(const T* of_warps, T& total) {
 }
 
 // Exclusive prefix sum over the threads of a block; `total` becomes the sum over all threads. Every thread of the block
-// calls. `partial` is shared memory of one value per warp. Two sums in a row need two such arrays, which may alternate.
+// calls. `partial` is shared memory for one value per warp. Two consecutive calls need two such arrays, which may
+// alternate.
 template <int NUM_THREADS, typename T>
 DEVICE T sum_before(T value, T* partial, T& total) {
     const T sum = sum_to_lane(value);
@@ -52,7 +53,8 @@ DEVICE T sum_before(T value, T* partial, T& total) {
     return sum_of_warps_before<NUM_THREADS>(partial, total) + (sum - value);
 }
 
-// Digit number 0, 1 or 2 of 32-bit keys, from the left: the bit it begins at, and how many values (bins) it has.
+// Digit number 0, 1 or 2 of 32-bit keys, the most significant first: `shift` is its lowest bit, `bins` its number of
+// values.
 struct Digit {
     int shift, bins;
     explicit DEVICE Digit(int number)
@@ -61,23 +63,23 @@ struct Digit {
                               : 0),
           bins(number < 2 ? 2048 : 1024) {}
     DEVICE uint32_t of(uint32_t key) const { return key >> shift & (bins - 1); }
-    // Whether the digits of the key before this one are those of `prefix`, whose other digits are 0.
+    // Whether the more significant digits of the key equal those of `prefix`. The other digits of `prefix` are 0.
     DEVICE bool matches(uint32_t key, uint32_t prefix) const {
         return shift == 21 || (key ^ prefix) >> shift < uint32_t(bins);
     }
 };
 constexpr int MAX_BINS = 2048;
 
-// A bin, the sum that lies in it, and how much of this sum is wanted.
+// A bin, the sum that it holds, and how much of this sum is wanted.
 template <typename T>
 struct Found {
     uint32_t bin;
     T held, wanted;
 };
 
-// The bin in which the sum of the bins, from the highest bin down, reaches wanted_of(sum of all bins); 0 < wanted <=
-// that sum. load(bin) is what a bin holds. Every thread calls; `partial` is as in sum_before. The bins may be written
-// as soon as this returns.
+// Finds the bin in which the running sum of the bins, from the highest bin down, reaches wanted_of(sum of all bins).
+// This must be positive and at most that sum. load(bin) returns the sum that a bin holds. Every thread of the block
+// calls; `partial` is as in sum_before. The bins may be overwritten as soon as this returns.
 template <int NUM_THREADS, typename T, typename F, typename LOAD>
 DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial, Found<T>* found) {
     constexpr int THREAD_BINS = MAX_BINS / NUM_THREADS;
@@ -91,7 +93,7 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     __syncthreads();
     T before = sum_of_warps_before<NUM_THREADS>(partial, total);
     const T wanted = wanted_of(total);
-    if (before < wanted && wanted <= before + of_warp) {  // the warp whose bins reach `wanted`
+    if (before < wanted && wanted <= before + of_warp) {  // this warp's bins reach `wanted`
         before += sum_to_lane(sum) - sum;
 #pragma unroll
         for (int i = 0; i < THREAD_BINS; ++i) {
@@ -103,7 +105,7 @@ DEVICE Found<T> find_from_above(int num_bins, LOAD load, F wanted_of, T* partial
     return *found;
 }
 
-// find_from_above by one warp, for up to 32 * LANE_BINS bins, which may lie in memory of high latency. If the bins do
+// find_from_above by one warp, for up to 32 * LANE_BINS bins, which may be in memory of high latency. If the bins do
 // not reach `wanted`, the result holds 0.
 template <int LANE_BINS, typename LOAD, typename F>
 DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
@@ -130,8 +132,9 @@ DEVICE Found<uint64_t> find_by_lanes(int num_bins, LOAD load, F wanted_of) {
 }
 
 // find_from_above in two levels: the first warp of the block searches the sums of up to 64 groups of GROUP_BINS bins,
-// and then the bins of one group; the other warps wait. So few loads may be of high latency. load_group(group) is what
-// a group holds, load(bin) is what a bin holds. Every thread of the block calls.
+// and then the bins of one group; the other warps wait. The number of loads stays small, which matters if they have a
+// high latency. load_group(group) returns the sum that a group holds, load(bin) that of a bin. Every thread of the
+// block calls.
 constexpr int GROUP_BINS = 32;
 template <typename GROUP, typename LOAD>
 DEVICE Found<uint32_t>
@@ -146,7 +149,7 @@ find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found
             const int group = groups - 1 - (lane * LANE_GROUPS + i);
             sum += held[i] = lane < LANES && group >= 0 ? load_group(group) : 0;
         }
-        // One lane finds the group, numbered from the highest, and what the groups above it hold.
+        // One lane finds the group, counted from the highest, and the sum of the groups above it.
         uint32_t before = sum_to_lane(sum) - sum, above = 0;
         int mine = -1;
 #pragma unroll
@@ -168,10 +171,10 @@ find_in_groups(int num_bins, GROUP load_group, LOAD load, uint32_t wanted, Found
     return *found;
 }
 
-// Finds the first element at which the running sum of weights, elements in order, exceeds `left`. The one thread that
-// has this element calls found(vector, j, rest), where rest is `left` less the weights before the element.
-// weigh(vector, weights) gives the weights of the VEC elements of a vector, of any vector whatever. Every thread of the
-// block calls.
+// Finds the first element at which the running sum of weights, in element order, exceeds `left`. The thread that holds
+// this element calls found(vector, j, rest), where rest is `left` minus the weights before the element. weigh(vector,
+// weights) gives the weights of the VEC elements of a vector; it must accept any vector index, also beyond `vectors`.
+// Every thread of the block calls.
 template <int NUM_THREADS, int VEC, typename WEIGH, typename FOUND>
 DEVICE void
 find_by_weight(uint64_t left, int vectors, WEIGH weigh, FOUND found, uint64_t (&partial)[2][NUM_THREADS / WARP_SIZE]) {

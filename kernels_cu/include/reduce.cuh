@@ -1,4 +1,4 @@
-// reduce.cuh: sums and extremes over the threads that share a row.
+// reduce.cuh: reductions (sum, max, min) over the threads that share a row.
 //
 // A row belongs to ROW_THREADS consecutive threads: a power of two up to the warp size, or a whole block of several
 // warps. Every thread of the row gets the result; all compute it in the same order.
@@ -23,7 +23,7 @@ struct Min {
     static DEVICE uint32_t apply(uint32_t a, uint32_t b) { return min(a, b); }
 };
 
-// Reduces 32-bit integers over a warp by one instruction, where the device has it.
+// Reduces 32-bit integers over a warp with one instruction (redux.sync), where the device has it.
 #define PYOPS_REDUX (PYOPS_HOST || PYOPS_CUDA && __CUDA_ARCH__ >= 800)
 #if PYOPS_REDUX
 DEVICE uint32_t warp_reduce(Sum, uint32_t value) { return __reduce_add_sync(ALL_LANES, value); }

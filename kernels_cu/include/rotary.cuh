@@ -1,14 +1,15 @@
-// rotary.cuh: rotary embedding (Su et al. 2021, arXiv:2104.09864): each pair of elements of a head turns by an angle.
+// rotary.cuh: rotary position embedding, RoPE (Su et al. 2021, arXiv:2104.09864). It rotates each pair of elements of a
+// head by an angle.
 //
 //     x' = x * cos - y * sin,   y' = y * cos + x * sin
 //
-// The pairs of the rotary part of a head, 2 * HALF elements: pair j is elements j and j + HALF if IS_NEOX, else 2j and
-// 2j + 1. Angle j belongs to pair j.
+// The rotary part of a head has 2 * HALF elements: pair j is elements j and j + HALF if IS_NEOX, else 2j and 2j + 1.
+// Pair j is rotated by angle j.
 
 #pragma once
 #include "vec.cuh"
 
-// Turns pairs (x, y). Every product, sum and difference is rounded to T, as in eager tensor arithmetic.
+// Rotates pairs (x, y). Every product, sum and difference is rounded to T, as in eager tensor arithmetic.
 template <typename T, int N>
 DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<T, N>& sine) {
     const Vec<T, N> turned = x * cosine - y * sine;
@@ -16,7 +17,7 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const Vec<T, N>& cosine, const Vec<
     x = turned;
 }
 
-// Turns pairs (x, y) in float32 and rounds once at the end.
+// Rotates pairs (x, y) in float32 and rounds once at the end.
 template <typename T, int N>
 DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const float (&sine)[N]) {
     float a[N], b[N], turned[N];
@@ -31,7 +32,8 @@ DEVICE void turn(Vec<T, N>& x, Vec<T, N>& y, const float (&cosine)[N], const flo
     y = Vec<T, N>::from_floats(b);
 }
 
-// Turns pairs (x, y) by angles of T, rounding as the first of the functions above, or by angles of float, as the second.
+// Rotates pairs (x, y). With cosines and sines of type T it rounds as the first overload of `turn`, with float as the
+// second.
 template <typename T, typename A, int N>
 DEVICE void turn_by(Vec<T, N>& x, Vec<T, N>& y, const Vec<A, N>& cosine, const Vec<A, N>& sine) {
     if constexpr (is_same<T, A>) {
@@ -44,8 +46,8 @@ DEVICE void turn_by(Vec<T, N>& x, Vec<T, N>& y, const Vec<A, N>& cosine, const V
     }
 }
 
-// N neighbouring pairs of a head: the first elements in x, the second elements in y. A memory access moves ACCESS
-// elements, at most N if IS_NEOX, else at most 2 * N. Without IS_NEOX, 2 * N elements must fit into 16 bytes.
+// N adjacent pairs of a head: the first elements in x, the second elements in y. A memory access moves ACCESS elements,
+// at most N if IS_NEOX, else at most 2 * N. Without IS_NEOX, 2 * N elements must fit into 16 bytes.
 template <typename T, int N, int HALF, bool IS_NEOX, int ACCESS>
 struct Pairs {
     static_assert(HALF % N == 0);
@@ -98,10 +100,10 @@ DEVICE int64_t token_offset(int64_t token, int size1, int64_t stride0, int64_t s
     return uint32_t(token) / uint32_t(size1) * stride0 + uint32_t(token) % uint32_t(size1) * stride1;
 }
 
-// Where a thread works. The HEADS heads of a token are dealt to groups of LANES neighbouring threads: group g takes
-// heads g, g + GROUPS, g + 2 * GROUPS and so on, at most THREAD_HEADS heads. A block has BLOCK_GROUPS groups of each of
-// its BLOCK_TOKENS tokens. blockIdx.x counts the tokens, BLOCK_TOKENS at a time; blockIdx.y counts the blocks that
-// share a token.
+// The work of a thread. The HEADS heads of a token are distributed over GROUPS groups of LANES adjacent threads: group
+// g takes heads g, g + GROUPS, g + 2 * GROUPS and so on, at most THREAD_HEADS heads. A block has BLOCK_GROUPS groups
+// for each of its BLOCK_TOKENS tokens. blockIdx.x counts tokens in steps of BLOCK_TOKENS; blockIdx.y counts the blocks
+// that share a token.
 template <int NUM_THREADS, int LANES, int HEADS, int THREAD_HEADS, int BLOCK_GROUPS>
 struct HeadIndex {
     static constexpr int GROUPS = ceil_div(HEADS, THREAD_HEADS);

@@ -1,13 +1,13 @@
-// row.cuh: a row of a matrix, spread over the threads that share it.
+// row.cuh: a row of a matrix, distributed over the ROW_THREADS threads that share it.
 //
-// Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so that neighbouring threads access
-// neighbouring memory. With KEEP the row stays in registers; otherwise the row is read again wherever it is used.
+// Vector i of a thread is vector i * ROW_THREADS + (thread in the row) of the row, so that accesses of adjacent threads
+// are adjacent in memory. With KEEP the row stays in registers; otherwise every use reads it again.
 //
-// SHIFTED: a row has any size and starts anywhere. Its vectors begin where memory is aligned for a vector, `head`
-// elements into the row; `head` differs from row to row. EDGE_SIZE elements are left before and behind the vectors. The
-// last threads of the row take one of these elements each, as one more vector, which has the number EDGE and a single
-// element. Row r of every tensor must have the same `head`. A weight, which starts aligned for every row, is read by
-// RowWeight. The plan of a kernel defines SHIFTED; no kernel names it.
+// SHIFTED: a row has any size and starts at any element. Its vectors begin at the first address aligned for a vector,
+// `head` elements into the row; `head` differs from row to row. EDGE_SIZE elements remain before and after the vectors.
+// The last threads of the row take one of these elements each, as one more vector with the index EDGE and a single
+// element. Row r of every tensor must have the same `head`. RowWeight reads a weight, which starts aligned for every
+// row. The plan of a kernel defines SHIFTED; no kernel names it.
 
 #pragma once
 #include "vec.cuh"
@@ -23,7 +23,8 @@ struct Row {
     static constexpr int SIZE = ROW_SIZE;
     static constexpr int VEC = VEC_SIZE;
     static constexpr int ACCESS = ACCESS_SIZE;
-    // SHIFTED: one vector less than fits in a row, so that the weight has a vector behind the last one for RowWeight.
+    // SHIFTED: one vector less than fits in a row, so that RowWeight can read one vector of the weight after the last
+    // one.
     static constexpr int ROW_VECS = ROW_SIZE / VEC_SIZE - SHIFTED;
     static constexpr int THREAD_VECS = ceil_div(ROW_VECS, ROW_THREADS);
     static constexpr int MAX_VECS = THREAD_VECS + SHIFTED;  // vectors of a thread, EDGE included
@@ -37,9 +38,9 @@ struct Row {
     int head;
     bool active;
 
-    // Calls f(i, column) for every vector of the calling thread. SHIFTED: a thread that has one vector less than other
-    // threads is called for the missing vector, too, with the column of its first vector. The missing vector is read as
-    // zeros and not stored. (A load behind a condition would be issued late.)
+    // Calls f(i, column) for every vector of the calling thread. SHIFTED: if a thread has one vector less than other
+    // threads, f is also called for the missing vector, with the column of the thread's first vector. The missing
+    // vector is read as zeros and not stored. (The compiler would issue a conditional load late.)
     template <typename F>
     DEVICE void for_each(F f) const {
 #pragma unroll(KEEP ? THREAD_VECS : 1)
@@ -58,13 +59,13 @@ struct Row {
         }
     }
 
-    // Whether the row has vector i of the calling thread.
+    // Whether vector i of the calling thread exists in the row.
     static DEVICE bool exists(int i) {
         return !SHIFTED || i == EDGE || i * ROW_THREADS + int(threadIdx.x % ROW_THREADS) < ROW_VECS;
     }
-    // The number of elements of vector i. The other elements of EDGE are 0.
+    // The number of elements of vector i. EDGE has one; the rest of its vector is 0.
     static DEVICE int elements(int i) { return i == EDGE ? 1 : VEC_SIZE; }
-    // Calls f(j) for every element j of vector i, without the other elements of EDGE and without vectors that do not
+    // Calls f(j) for every element j of vector i. It skips the zeros after the element of EDGE, and vectors that do not
     // exist.
     template <typename F>
     static DEVICE void for_each_element(int i, F f) {
@@ -74,7 +75,7 @@ struct Row {
         }
     }
 
-    // A row whose vectors will be given one by one with `set`. Without KEEP, `get` reads them from `address`.
+    // A row with vectors that the caller sets one by one with `set`. Without KEEP, `get` reads them from `address`.
     explicit DEVICE Row(const T* address, bool active = true)
         : address(address), head(SHIFTED ? int(-(uint64_t(address) / sizeof(T)) % VEC_SIZE) : 0), active(active) {}
 
@@ -84,13 +85,14 @@ struct Row {
         row.template fill<false>();
         return row;
     }
-    // For a row that is read once: the row leaves the caches first.
+    // For a row that is read once: loads have an evict-first hint.
     static DEVICE Row load_once(const T* address, bool active = true) {
         Row row(address, active);
         row.template fill<true>();
         return row;
     }
-    // Not part of `load`: a lambda there would capture the struct that is returned, whose address LLVM 21 loses.
+    // `fill` is separate from `load`: in `load` a lambda would capture the struct being returned, and LLVM 21 then
+    // loses the address of this struct.
     template <bool ONCE>
     DEVICE void fill() {
         if constexpr (KEEP) for_each([&](int i, int column) { vecs[i] = read<ONCE>(i, column); });
@@ -129,8 +131,8 @@ struct Row {
     }
 };
 
-// A weight, or another row that belongs to every row of a matrix. The weight starts aligned, whatever the `head` of the
-// matrix's row.
+// A weight, or another vector that applies to every row of a matrix. The weight starts aligned, whatever the `head` of
+// the matrix's row.
 template <typename row_t, bool KEEP>
 struct RowWeight {
     using vec_t = typename row_t::vec_t;
@@ -165,8 +167,8 @@ struct RowWeight {
     }
 };
 
-// Where a thread works when a block of NUM_THREADS threads holds NUM_THREADS / ROW_THREADS rows. Threads beyond the
-// last row are not active: they go through the last row, because every lane takes part in reductions, and write
+// The row of a thread in a block of NUM_THREADS threads with NUM_THREADS / ROW_THREADS rows. Threads beyond the last
+// row are not `active`: they process the last row again, because every lane takes part in reductions, and write
 // nothing.
 template <int NUM_THREADS, int ROW_THREADS>
 struct RowIndex {

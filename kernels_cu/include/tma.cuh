@@ -1,26 +1,26 @@
-// tma.cuh: copies between global and shared memory by the copy engine (TMA): boxes of tensors, and runs of bytes.
+// tma.cuh: TMA copies between global and shared memory: boxes of tensors, and contiguous runs of bytes.
 //
-// A plan gives a parameter `const __grid_constant__ TensorMap name_map` a TensorMap: the tensor, the box, and how rows
-// of the box are swizzled. Coordinates count elements from the fastest dimension on: x, y, z, w, v. Of a box, what lies
-// outside the tensor is loaded as zeros and is not stored; it counts among the bytes of a load all the same.
+// A plan passes a TensorMap to a parameter `const __grid_constant__ TensorMap name_map`: the tensor, the box, and the
+// swizzle of the rows of the box. Coordinates count elements, the fastest dimension first: x, y, z, w, v. Elements of a
+// box outside the tensor are loaded as zeros and are not stored; they count among the bytes of a load all the same.
 //
 // A swizzle permutes the 16-byte chunks of shared memory: bits 4 to 6 of a chunk's address are combined by exclusive
 // or with bits 7 to 9 (128 bytes); bits 4 and 5 with bits 7 and 8 (64 bytes); bit 4 with bit 7 (32 bytes). A row of a
 // swizzled box is no longer than the swizzle.
 //
-// One thread starts a copy. An mbarrier counts the bytes of a load: mbarrier_arrive_expect_tx(barrier, bytes) by one
-// thread, mbarrier_wait by those that read. Stores form groups of the thread that starts them, as cp_async does.
-// Addresses of shared memory are multiples of 128 for boxes (of 1024, 512 and 256 where a box that begins there is
-// swizzled by 128, 64 and 32 bytes), of 16 for bytes.
+// One thread issues a copy. An mbarrier counts the bytes of a load: one thread calls mbarrier_arrive_expect_tx(barrier,
+// bytes), and the threads that read the box call mbarrier_wait. Stores form groups of the thread that issues them, as
+// cp_async does. Shared memory addresses are multiples of 128 for boxes (of 1024, 512 and 256 where a box swizzled by
+// 128, 64 and 32 bytes begins), and multiples of 16 for runs of bytes.
 #pragma once
 #include "barrier.cuh"
 
 struct alignas(64) TensorMap { uint64_t words[16]; };
 
-// Offset of byte `column` of row `row` in a box of rows of 128 bytes, swizzled by 128 bytes.
+// Offset of byte `column` of row `row` in a box of 128-byte rows with the 128-byte swizzle.
 DEVICE int swizzle_128b(int row, int column) { return row * 128 + ((column >> 4 ^ row) & 7) * 16 + column % 16; }
 
-// Offset of the 16 bytes `chunk` of a row in a box whose rows are swizzled by their size.
+// Offset of 16-byte chunk `chunk` of a row in a box with a swizzle as wide as its rows.
 template <int ROW_BYTES>
 DEVICE int swizzle_chunk(int row, int chunk) {
     return row * ROW_BYTES + (chunk ^ row * ROW_BYTES / 128 % (ROW_BYTES / 16)) * 16;
@@ -67,8 +67,8 @@ DEVICE void tma_load(void* to, const TensorMap* map, uint64_t* barrier, int x, i
 #endif
 }
 
-// Loads a box to the address of `to` in each block of the cluster whose bit is set in `blocks`. The mbarrier that each
-// of them has at the address of `barrier` counts the bytes.
+// Loads a box to the address of `to` in each CTA of the cluster that has its bit set in `blocks`. In each of these CTAs
+// the mbarrier at the address of `barrier` counts the bytes.
 DEVICE void tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier, uint16_t blocks, int x, int y) {
 #if PYOPS_CUDA
     PYOPS_TMA_LOAD("2d", "{%3, %4}", ".multicast::cluster", ", %5", "r"(x), "r"(y), "h"(blocks));
@@ -88,8 +88,8 @@ tma_load_multicast(void* to, const TensorMap* map, uint64_t* barrier, uint16_t b
 }
 #undef PYOPS_TMA_LOAD
 
-// Stores a box. The threads that wrote it call fence_proxy_async() before. It may be written again after
-// tma_store_wait_read; the thread waits for its stores by one of the waits before it exits.
+// Stores a box. The threads that wrote it to shared memory call fence_proxy_async() first. The box may be overwritten
+// after tma_store_wait_read; the issuing thread calls one of the two waits before it exits.
 DEVICE void tma_store(const TensorMap* map, const void* from, int x, int y) {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -111,7 +111,7 @@ DEVICE void tma_store(const TensorMap* map, const void* from, int x, int y, int 
 #endif
 }
 
-// Closes the group of stores that the thread has started since the last call.
+// Closes the group of stores that the thread has issued since the last call.
 DEVICE void tma_store_commit() {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -120,7 +120,7 @@ DEVICE void tma_store_commit() {
 #endif
 }
 
-// Waits until at most the GROUPS_IN_FLIGHT newest groups of the thread have yet to read shared memory.
+// Waits until all but the GROUPS_IN_FLIGHT newest groups of the thread have read their shared memory.
 template <int GROUPS_IN_FLIGHT>
 DEVICE void tma_store_wait_read() {
 #if PYOPS_CUDA
@@ -130,7 +130,7 @@ DEVICE void tma_store_wait_read() {
 #endif
 }
 
-// The same, and until the other groups have been written to global memory.
+// Waits until all but the GROUPS_IN_FLIGHT newest groups have also been written to global memory.
 template <int GROUPS_IN_FLIGHT>
 DEVICE void tma_store_wait() {
 #if PYOPS_CUDA
@@ -140,7 +140,7 @@ DEVICE void tma_store_wait() {
 #endif
 }
 
-// Brings a box into the L2 cache.
+// Prefetches a box into the L2 cache.
 DEVICE void tma_prefetch(const TensorMap* map, int x, int y, int z) {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y),
@@ -149,9 +149,9 @@ DEVICE void tma_prefetch(const TensorMap* map, int x, int y, int z) {
 #endif
 }
 
-// Copies of `bytes` bytes; addresses and `bytes` are multiples of 16.
+// The functions below copy `bytes` bytes; addresses and `bytes` are multiples of 16.
 
-// Loads from global memory.
+// Loads bytes from global memory to shared memory.
 DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -163,7 +163,7 @@ DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barr
 #endif
 }
 
-// Loads to the blocks of the cluster whose bits are set in `blocks`, as tma_load_multicast does.
+// Loads bytes to the CTAs of the cluster that have their bits set in `blocks`, as tma_load_multicast does.
 DEVICE void bulk_load_multicast(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint16_t blocks) {
 #if PYOPS_CUDA
     asm volatile(
@@ -176,7 +176,7 @@ DEVICE void bulk_load_multicast(void* to, const void* from, uint32_t bytes, uint
 #endif
 }
 
-// Stores to global memory, as one of the thread's groups of stores (tma_store_commit, tma_store_wait).
+// Stores bytes to global memory, as one of the thread's groups of stores (tma_store_commit, tma_store_wait).
 DEVICE void bulk_store(void* to, const void* from, uint32_t bytes) {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
@@ -187,8 +187,8 @@ DEVICE void bulk_store(void* to, const void* from, uint32_t bytes) {
 #endif
 }
 
-// Copies shared memory of this block to the address of `to` in block `rank` of the cluster. The mbarrier that the other
-// block has at the address of `barrier` counts the bytes; a wait there tells that `from` has been read, too.
+// Copies shared memory of this CTA to the address of `to` in CTA `rank` of the cluster. The mbarrier at the address of
+// `barrier` in the other CTA counts the bytes; when a wait on it returns, `from` has been read, too.
 DEVICE void bulk_copy_to_block(void* to, const void* from, uint32_t bytes, uint64_t* barrier, unsigned rank) {
 #if PYOPS_CUDA
     asm volatile(
@@ -202,7 +202,7 @@ DEVICE void bulk_copy_to_block(void* to, const void* from, uint32_t bytes, uint6
 #endif
 }
 
-// Brings global memory into the L2 cache.
+// Prefetches global memory into the L2 cache.
 DEVICE void bulk_prefetch(const void* from, uint32_t bytes) {
 #if PYOPS_CUDA
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)

@@ -1,5 +1,4 @@
-// vec.cuh: Vec<T, N>, N neighbouring elements, moved by accesses of ACCESS elements (all N at once unless told
-// otherwise).
+// vec.cuh: Vec<T, N>: N adjacent elements. A memory access moves ACCESS elements, by default all N.
 //
 // An access of A elements of type T needs an address that is a multiple of A * sizeof(T), and moves at most 16 bytes.
 
@@ -25,7 +24,7 @@ struct alignas(sizeof(T) * N) Vec {
             result.word<ACCESS>(i) = *reinterpret_cast<const word_t<ACCESS>*>(address + i);
         return result;
     }
-    // For data of global memory that is read once: it leaves the caches first.
+    // Loads data of global memory that is read once, with an evict-first hint.
     template <int ACCESS = N>
     static DEVICE Vec load_once(const T* address) {
         Vec result;
@@ -40,7 +39,7 @@ struct alignas(sizeof(T) * N) Vec {
         for (int i = 0; i < N; i += ACCESS)
             store_streaming(reinterpret_cast<word_t<ACCESS>*>(address + i), word<ACCESS>(i));
     }
-    // To shared memory, where streaming stores cannot go.
+    // Stores to shared memory, where streaming stores are not allowed.
     DEVICE void store_shared(T* address) const { *reinterpret_cast<word_t<N>*>(address) = word<N>(0); }
 
     template <int ACCESS>
@@ -95,7 +94,7 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
-    // One value everywhere, rounded to T.
+    // N copies of one value, rounded to T.
     static DEVICE Vec full(float x) {
         Vec result;
 #pragma unroll
@@ -103,7 +102,7 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
-    // The elements of `low` without the first `skip`, followed by as many of `high`; 0 <= skip < N.
+    // Elements skip ... skip + N - 1 of the concatenation of `low` and `high`; 0 <= skip < N.
     static DEVICE Vec join(const Vec& low, const Vec& high, int skip) {
         constexpr int PACKED = 4 / sizeof(T);  // elements of a word
         constexpr int WORDS = N / PACKED;
@@ -113,8 +112,8 @@ struct alignas(sizeof(T) * N) Vec {
             words[k] = low.template word<PACKED>(k * PACKED);
             words[WORDS + k] = high.template word<PACKED>(k * PACKED);
         }
-        // First skip whole words, by one bit of their number at a time; then skip the rest, less than a word, by a
-        // shift.
+        // Whole words are skipped first, one bit of their count at a time; the rest, less than a word, is skipped by a
+        // funnel shift.
 #pragma unroll
         for (int step = WORDS / 2; step > 0; step /= 2) {
 #pragma unroll
@@ -175,7 +174,7 @@ struct alignas(sizeof(T) * N) Vec {
         return result;
     }
 
-    // The largest magnitude; NaN is ignored, and 0 is the result if there is nothing else.
+    // The largest magnitude of the elements. NaN is ignored; the result is 0 if all elements are NaN.
     DEVICE float absmax() const {
         if constexpr (N == 1) {
             return ieee_max(0.0f, ieee_abs(to_float(data[0])));
@@ -188,7 +187,7 @@ struct alignas(sizeof(T) * N) Vec {
     }
 };
 
-// Loads N neighbouring elements as floats, ACCESS elements in one memory access.
+// Loads N adjacent elements as floats, ACCESS elements in one memory access.
 template <int ACCESS, typename T, int N>
 DEVICE void load_floats(const T* address, float (&x)[N]) {
 #pragma unroll

@@ -1,25 +1,27 @@
-// wgmma.cuh: asynchronous matrix products by a warpgroup: four warps, the first of which is a multiple of four
-// (sm_90a).
+// wgmma.cuh: asynchronous MMA of a warpgroup (wgmma.mma_async, sm_90a). A warpgroup is four warps that start at a
+// multiple of four.
 //
-// D [64, N] += A [64, K] * B [N, K]^T, where K elements are 32 bytes. B lies in shared memory, A in shared memory or in
+// D [64, N] += A [64, K] * B [N, K]^T, where K elements are 32 bytes. B is in shared memory, A in shared memory or in
 // registers. With w = warp % 4, g = lane / 4 and t = lane % 4, a thread holds
 //
 //     d[i]: row 16w + g + i / 2 % 2 * 8, column 2t + i % 2 + i / 4 * 8            of D
 //     a[i]: row 16w + g + i % 2 * 8, the 4 bytes from 4t + i / 2 * 16 on          of A
 //
-// Products form groups, as cp_async does, and every warp of the warpgroup does the same:
+// MMAs form groups, as cp_async copies do. All four warps of the warpgroup execute the same sequence:
 //
-//     warpgroup_arrive();                 after the thread has last used registers of the products
-//     wgmma<T, N>(d, a, b); ...           the first product into d may overwrite d, not add to it
+//     warpgroup_arrive();                 after the thread's last use of the MMAs' registers
+//     wgmma<T, N>(d, a, b); ...           the first MMA into d may overwrite d instead of adding to it
 //     warpgroup_commit_batch();           closes the group
-//     warpgroup_wait<GROUPS_IN_FLIGHT>()  until at most so many groups are in flight
+//     warpgroup_wait<GROUPS_IN_FLIGHT>()  waits until at most GROUPS_IN_FLIGHT groups are in flight
 //     warpgroup_fence_operand(d);         tells the compiler that d is ready only now
 //
-// Sums of 16-bit floats are float32. Those of fp8 are kept in float32, but have 14 bits: each of the 32 products, and the
-// sum so far, is cut towards zero to a multiple of 2^-13 of the largest power of two among them, and the result to its
-// first 14 bits. Threads that add up sums of 64 or 128 elements of K in float32 keep the error small.
+// Accumulators of fp16 and bf16 MMAs are float32. Accumulators of fp8 MMAs are stored as float32, but have 14 bits of
+// mantissa: each of the 32 products and the accumulator are truncated towards zero to a multiple of 2^-13 of the
+// largest power of two among them, and the result is truncated to its first 14 bits. To keep the error small, a kernel
+// adds (promotes) the accumulators to float32 registers after every 64 or 128 elements of K.
 //
-// While a product is in flight no thread uses d or writes to a, and nothing writes to the shared memory that it reads.
+// While an MMA is in flight no thread uses d or writes to a, and nothing writes to the shared memory that the MMA
+// reads.
 #pragma once
 #include "mma.cuh"
 #include "tma.cuh"
@@ -28,8 +30,9 @@
 static_assert(false, "wgmma exists on sm_90a alone: a plan takes Kernel.for_arch(device.arch_feature)");
 #endif
 
-// Sets the number of registers of each thread of the calling warpgroup: fewer, which others may take, or more, once
-// others have given enough away. The launch bounds of the kernel give the number that a thread begins with.
+// Sets the number of registers of each thread of the calling warpgroup (setmaxnreg). dealloc lowers the number and
+// frees registers for other warpgroups; alloc raises it and waits until enough registers are free. The launch bounds of
+// the kernel determine the number that a thread starts with.
 template <int REGISTERS>
 DEVICE void warpgroup_reg_dealloc() {
     static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0);
@@ -49,17 +52,17 @@ DEVICE void warpgroup_reg_alloc() {
 #endif
 }
 
-// The swizzle of a matrix in shared memory, as descriptors number it: that of the tensor map which has written the
-// matrix.
+// The swizzle of a matrix in shared memory, as numbered in matrix descriptors. It equals the swizzle of the tensor map
+// that loaded the matrix.
 enum SmemSwizzle : int { SWIZZLE_NONE = 0, SWIZZLE_128B = 1, SWIZZLE_64B = 2, SWIZZLE_32B = 3 };
 
-// Describes a matrix whose rows run along K or, where the product says TRANSPOSED, whose rows run along M or N.
+// Makes the descriptor of a matrix with rows along K or, for an MMA with TRANSPOSED_A or TRANSPOSED_B, along M or N.
 //
-// Rows of a swizzled matrix are as long as the swizzle, and 8 rows follow each other. `stride` is the distance in
-// bytes between groups of 8 rows. A matrix begins at a multiple of 8 rows, or a multiple of 32 bytes on within the
-// first row: the next piece of K. A TRANSPOSED matrix that is wider than a row continues `leading` bytes further on,
-// with the first row of the next columns. Without a swizzle, the rows are 16 bytes, and `leading` lies between
-// neighbours along K.
+// A row of a swizzled matrix is as long as the swizzle, and each group of 8 rows is contiguous. `stride` is the
+// distance in bytes between groups of 8 rows. A matrix begins at a multiple of 8 rows, or, for the next slice of K, at
+// a multiple of 32 bytes within the first row. A transposed matrix that is wider than a row continues `leading` bytes
+// later with the first row of the next columns. Without a swizzle, rows are 16 bytes, and `leading` is the distance
+// between adjacent 16-byte chunks along K.
 template <SmemSwizzle SWIZZLE = SWIZZLE_128B>
 DEVICE uint64_t make_smem_desc(const void* matrix,
                                int stride = SWIZZLE == SWIZZLE_128B  ? 1024
@@ -74,7 +77,7 @@ DEVICE uint64_t make_smem_desc(const void* matrix,
     return address | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | uint64_t(SWIZZLE) << 62;
 }
 
-// Describes the matrix that lies `bytes` further on, a multiple of 16.
+// Advances a descriptor by `bytes`, a multiple of 16.
 DEVICE uint64_t advance_smem_desc(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }
 
 DEVICE void warpgroup_arrive() {
@@ -103,8 +106,8 @@ DEVICE void warpgroup_wait() {
 #endif
 }
 
-// To the compiler, d is ready after the asm of a product. This keeps uses of d behind a wait, where it is called after
-// the wait, and assignments to d before the products, where it is called before warpgroup_arrive.
+// The compiler assumes that d is ready right after the asm of an MMA. A call after a wait keeps uses of d after that
+// wait; a call before warpgroup_arrive keeps assignments to d before the MMAs.
 template <typename S, int REGISTERS>
 DEVICE void warpgroup_fence_operand(S (&d)[REGISTERS]) {
 #if PYOPS_CUDA
@@ -118,23 +121,23 @@ DEVICE void warpgroup_fence_operand(S (&d)[REGISTERS]) {
 #endif
 }
 
-// Keeps the next wait behind the instructions that compute `x`, which is not negative. To the assembler a wait depends on
-// nothing but products, so it moves the wait ahead of arithmetic that should run beside them, without a warning. It
-// moves no wait ahead of an instruction that may sleep, and this one never does.
+// Keeps the next warpgroup_wait after the instructions that compute `x`, which is not negative. ptxas treats a wait as
+// dependent on MMAs only, so it hoists the wait above arithmetic that should overlap the MMAs, without a warning. It
+// hoists no wait above an instruction that may sleep; the nanosleep here is never executed.
 DEVICE void hold_next_wait(float x) {
 #if PYOPS_CUDA
     asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 1;}" ::"f"(x) : "memory");
 #endif
 }
 
-// The type of sums of products of T: half_t, bf16_t, fp8_e4m3_t, fp8_e5m2_t or int8_t.
+// The accumulator type of MMAs of T: half_t, bf16_t, fp8_e4m3_t, fp8_e5m2_t or int8_t.
 template <typename T> struct wgmma_sum { using type = float; };
 template <> struct wgmma_sum<int8_t> { using type = int32_t; };
 template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
 
 #if PYOPS_CUDA
-// An instruction names its registers one by one, and operands by number: first the registers of d, by eights, then
-// those of the other operands, I0 to I6.
+// An MMA lists its registers one by one, and its operands by number: first the registers of d, in groups of eight, then
+// the other operands, I0 to I6.
 #define PYOPS_RHALF "%0, %1, %2, %3"
 #define PYOPS_R1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PYOPS_R2 PYOPS_R1 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -171,7 +174,8 @@ template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
 #define PYOPS_D14(C) PYOPS_D13(C), PYOPS_EIGHT(C, 104)
 #define PYOPS_D15(C) PYOPS_D14(C), PYOPS_EIGHT(C, 112)
 #define PYOPS_D16(C) PYOPS_D15(C), PYOPS_EIGHT(C, 120)
-// TYPES with the depth, C the constraint of d, A_AND_B the operands and what follows them.
+// E: groups of eight accumulators. TYPES: K and the element types. C: the asm constraint of d. A_AND_B: the operands A
+// and B and the immediates after them.
 #define PYOPS_WGMMA(N, E, TYPES, C, I0, A_AND_B, ...)                                                    \
     asm volatile("{.reg .pred p; setp.ne.b32 p, %" #I0 ", 0; wgmma.mma_async.sync.aligned.m64n" #N TYPES \
                  " {" PYOPS_R##E "}, " A_AND_B ";}"                                                      \
@@ -230,7 +234,7 @@ template <typename T> using wgmma_sum_t = typename wgmma_sum<T>::type;
     X(256, 16, 128, 129, 130, 131, 132, 133, 134)
 #endif
 
-// d += A * B^T or, unless `accumulate`, d = A * B^T. make_smem_desc describes A and B.
+// d += A * B^T if `accumulate`, otherwise d = A * B^T. `a` and `b` are descriptors from make_smem_desc.
 template <typename T, int COLUMNS, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false>
 DEVICE void wgmma(wgmma_sum_t<T> (&d)[COLUMNS / 2], uint64_t a, uint64_t b, bool accumulate = true) {
     static_assert((COLUMNS % 16 == 0 || COLUMNS == 8) && COLUMNS > 0 && COLUMNS <= 256);

@@ -1,4 +1,4 @@
-// widen.cuh: fp8 elements as pairs of float16 or bfloat16, the operands of products where a device multiplies no fp8.
+// widen.cuh: conversion of fp8 to pairs of float16 or bfloat16, for MMAs on devices without fp8 MMA.
 #pragma once
 #include "vec.cuh"
 
@@ -8,7 +8,7 @@ constexpr int ARCHITECTURE = __CUDA_ARCH__;  // 900 for sm_90
 constexpr int ARCHITECTURE = 0;
 #endif
 
-// Two 16-bit elements of T in a word of a fragment, `low` in the lower half.
+// Packs two 16-bit elements of T into a word of a fragment, `low` in the lower half.
 template <typename T>
 DEVICE uint32_t pack_pair(float low, float high) {
     Vec<T, 2> pair;
@@ -22,7 +22,7 @@ DEVICE void unpack_pair(uint32_t word, float& low, float& high) {
     load_pair<T>(pair.data, low, high);
 }
 
-// Four 8-bit elements of T in a word, the first in the lowest byte.
+// Packs four 8-bit elements of T into a word, the first in the lowest byte.
 template <typename T>
 DEVICE uint32_t pack_four(const float (&x)[4]) {
     Vec<T, 4> four;
@@ -30,7 +30,8 @@ DEVICE uint32_t pack_four(const float (&x)[4]) {
     return four.template word<4>(0);
 }
 
-// The same of numbers whose NaN are those of T: on AMD, where no instruction rounds to bfloat16, NaN costs none then.
+// pack_pair for floats with NaN that T represents exactly. On AMD GPUs without an instruction that rounds to bfloat16,
+// such NaN need no check.
 template <typename T>
 DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {
 #if PYOPS_HIP && !defined(__gfx950__)
@@ -42,19 +43,19 @@ DEVICE uint32_t pack_pair_of_plain_nan(float low, float high) {
     return pack_pair<T>(low, high);
 }
 
-// A word of the lower (HIGH: upper) halves of two words, the half of `low` first.
+// Packs the lower (HIGH: upper) halves of two words into one word, the half of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_halves(uint32_t low, uint32_t high) {
     return byte_perm(low, high, HIGH ? 0x7632 : 0x5410);
 }
 
-// A word of the two lower (HIGH: upper) bytes of each of two words, alternating, a byte of `low` first.
+// Packs the two lower (HIGH: upper) bytes of each of two words into one word, alternating, a byte of `low` first.
 template <bool HIGH>
 DEVICE uint32_t pack_bytes(uint32_t low, uint32_t high) {
     return byte_perm(low, high, HIGH ? 0x7362 : 0x5140);
 }
 
-// Whether an instruction of AMD's makes float32 of a code of T.
+// Whether an AMD instruction converts fp8 values of T to float32.
 template <typename T> constexpr bool MAKES_FLOATS = false;
 #if defined(__gfx942__)
 template <> constexpr bool MAKES_FLOATS<fp8_e4m3fnuz_t> = true;
@@ -62,14 +63,14 @@ template <> constexpr bool MAKES_FLOATS<fp8_e4m3fnuz_t> = true;
 template <> constexpr bool MAKES_FLOATS<fp8_e4m3_t> = true;
 #endif
 
-// Four fp8 elements as two words of float16 pairs; float16 holds every fp8 number.
+// Converts four fp8 elements to two words of float16 pairs; float16 represents every fp8 value.
 template <typename T>
 DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
     constexpr bool IS_E5M2 = is_same<T, fp8_e5m2_t>, IS_FNUZ = is_same<T, fp8_e4m3fnuz_t>;
     constexpr bool HAS_INSTRUCTION = PYOPS_CUDA && ARCHITECTURE >= 890 && !IS_FNUZ;
     if constexpr (HAS_INSTRUCTION) {
 #if PYOPS_CUDA
-        // CUDA's header shifts the upper half of a word down first; the instruction can read it where it is.
+        // CUDA's header first shifts the upper half of a word down; the instruction can read the upper half directly.
 #define PYOPS_FP8(FORMAT)                                                                                      \
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2." FORMAT " %0, low; cvt.rn.f16x2." FORMAT \
         " %1, high;}"                                                                                          \
@@ -89,17 +90,18 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
     } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // Two codes in the upper bytes of halves. One of e5m2 is float16 without its last bits.
+            // Two fp8 values move to the upper bytes of the halves. An e5m2 value is the upper byte of a float16.
             const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             halves[i] = bytes;
             if constexpr (!IS_E5M2) {
-                // Exponent and mantissa of e4m3, in their places in float16, are a number 2^-8 (FNUZ: 2^-7) times as
-                // large, and so are those of subnormal numbers.
+                // The exponent and mantissa bits of e4m3, moved to those of float16, are 2^-8 (FNUZ: 2^-7) times the
+                // value. This also holds for subnormal numbers.
                 const uint32_t sign = bytes & 0x80008000u, magnitude = bytes & 0x7f007f00u;
                 Vec<half_t, 2> pair;
                 pair.template word<2>(0) = sign | magnitude >> 1;
                 pair = pair * Vec<half_t, 2>::full(IS_FNUZ ? 128.0f : 256.0f);
-                // The sign bit of each half that is NaN: of -0, or of the largest magnitude. It becomes 0x7e00.
+                // is_nan has the sign bit of each half that is NaN: -0 (FNUZ), or the largest magnitude. NaN becomes
+                // 0x7e00.
                 const uint32_t is_nan =
                     IS_FNUZ ? sign & ~(magnitude + 0x7f007f00u) : (magnitude + 0x01000100u) & 0x80008000u;
                 halves[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 6));
@@ -108,10 +110,10 @@ DEVICE void fp8_to_half(uint32_t codes, uint32_t (&halves)[2]) {
     }
 }
 
-// Four e4m3 elements (not FNUZ) as two words of bfloat16 pairs; bfloat16 holds every fp8 number.
+// Converts four e4m3 elements (not FNUZ) to two words of bfloat16 pairs; bfloat16 represents every fp8 value.
 DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
     if constexpr (PYOPS_CUDA && ARCHITECTURE >= 890) {
-        // Four conversions of a pair take less time than the nine integer operations below.
+        // Four conversions of pairs take less time than the nine integer operations below.
         fp8_to_half<fp8_e4m3_t>(codes, pairs);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -122,21 +124,21 @@ DEVICE void fp8_to_bf16(uint32_t codes, uint32_t (&pairs)[2]) {
     } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // Exponent and mantissa, in their places in bfloat16, are a number 2^-120 times as large, and so are those
-            // of subnormal numbers.
+            // The exponent and mantissa bits, moved to those of bfloat16, are 2^-120 times the value. This also holds
+            // for subnormal numbers.
             const uint32_t bytes = byte_perm(codes, 0, i == 0 ? 0x1404 : 0x3424);
             const uint32_t magnitude = bytes & 0x7f007f00u;
             Vec<bf16_t, 2> pair;
             pair.template word<2>(0) = (bytes & 0x80008000u) | magnitude >> 4;
             pair = pair * Vec<bf16_t, 2>::full(0x1p120f);
-            // The sign bit of each half that is NaN: of the largest magnitude. It becomes 0x7fc0.
+            // is_nan has the sign bit of each half that is NaN, the largest magnitude. NaN becomes 0x7fc0.
             const uint32_t is_nan = (magnitude + 0x01000100u) & 0x80008000u;
             pairs[i] = pair.template word<2>(0) | (is_nan - (is_nan >> 9));
         }
     }
 }
 
-// Four fp8 elements of type C as two words of pairs of T, float16 or bfloat16, of which either holds every fp8 number.
+// Converts four fp8 elements of type C to two words of pairs of T, float16 or bfloat16. Both represent every fp8 value.
 template <typename T, typename C>
 DEVICE void fp8_to_pairs(uint32_t codes, uint32_t (&pairs)[2]) {
     fp8_to_half<C>(codes, pairs);
@@ -148,7 +150,7 @@ DEVICE void fp8_to_pairs(uint32_t codes, uint32_t (&pairs)[2]) {
     }
 }
 
-// 8, or 16, e4m3 elements as elements of T.
+// Converts 8 or 16 e4m3 elements to T.
 template <typename T>
 DEVICE void widen_fp8(uint2 codes, uint4 (&elements)[1]) {
     const uint32_t words[2] = {codes.x, codes.y};
@@ -161,7 +163,7 @@ DEVICE void widen_fp8(uint2 codes, uint4 (&elements)[1]) {
     elements[0] = make_uint4(pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]);
 }
 
-// The same times a scale: products of float32, rounded to T.
+// Converts e4m3 elements to T and multiplies them by a scale: the products are float32, rounded to T.
 template <typename T>
 DEVICE void widen_scaled_fp8(uint2 codes, float scale, uint4 (&elements)[1]) {
     const uint32_t words[2] = {codes.x, codes.y};
