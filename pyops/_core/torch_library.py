@@ -184,7 +184,7 @@ def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> st
     parts = []
     for index, p in enumerate(parameters):
         mark = f"(a{index}!)" if p.written else ""
-        # A compiler may not take an integer for a constant: the integer may be a size, which changes with every call.
+        # torch.compile may not specialise on an integer, which may be a size that changes with every call.
         kind = {"int": "SymInt", "tuple[int, int]": "(int, int)", "dtype": "ScalarType"}.get(p.kind, p.kind)
         text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
         if p.has_default and not p.returned:
