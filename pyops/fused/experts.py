@@ -126,7 +126,7 @@ def experts_into(
 
     Args:
         out: [num_tokens, hidden_size] float32, float16 or bfloat16, written.
-        hidden_states, a1_scale: of the dtype of `out` and None, or quantized values and scales, as in `multiply_experts`.
+        hidden_states, a1_scale: of the dtype of `out` and None, or quantized and with scales, as in `multiply_experts`.
     """
     config = _PLAIN if quant_config is None else quant_config
     per_byte = 2 if codes_of(config) in ("uint4", "float4_e2m1f") else 1
