@@ -434,7 +434,7 @@ def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch
     call.pop("plain")
     V1.wrapper(**call)
     call["block_tables"][1, 1] = 77
-    call["block_tables"][0, 2] = 77  # behind the sequence
+    call["block_tables"][0, 2] = 77  # after the sequence
     with pytest.raises(
         pyops.OpError, match=r"block_tables: 1 of 6 indices are out of range, the first at \(1, 1\): 77"
     ):
@@ -519,7 +519,7 @@ def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
 
 
 def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
-    """Only sequences of one query token are served, at their row; rows behind the last are left alone."""
+    """Only sequences of one query token are served, at their row; rows after the last are left alone."""
     op = pyops.registry["paged_attention_rocm"]
     call = paged_call([20, 30, 300, 5], head_size=64, dtype=torch.float16, on=on)
     plain = call.pop("plain")

@@ -36,8 +36,8 @@ _CONFIGS = {64: E4m3Config(128, 3), 128: E4m3Config(128, 2), 256: E4m3Config(64,
 
 @pytest.fixture(params=KERNELS)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both. The host has few
-    multiprocessors, so that a block has several items of work."""
+    """The host backend and, on Hopper, the GPU, each by its name. The host has few SMs, so that a block has several
+    work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))

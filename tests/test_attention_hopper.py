@@ -35,14 +35,14 @@ from tests.test_nvrtc import MISSING
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 NAME = "paged_attention_varlen"
-# Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
+# Query tokens and lengths next to multiples of the tile, 64 rows and 128 keys; one key in a tile of its own.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 
 
 @pytest.fixture(params=KERNELS)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both. The host has few
-    multiprocessors, so that a block has several items of work."""
+    """The host backend and, on Hopper, the GPU, each by its name. The host has few SMs, so that a block has several
+    work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -432,7 +432,7 @@ def test_choice() -> None:
                 found = launch(served, one)[0]
                 assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
-    # Splits where items of work are fewer than multiprocessors: 8 of 16 tokens and a key-value head.
+    # Splits where there are fewer work items than SMs: 8 items of 16 tokens and one key-value head.
     assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=8)
     assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
@@ -603,7 +603,7 @@ def test_mla_codes(
     ],
 )
 def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
-    """As many splits as multiprocessors, for one long sequence too, unless there are blocks enough."""
+    """One split per SM, for one long sequence too, unless there are enough blocks without splits."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")

@@ -383,7 +383,7 @@ def test_indices_out_of_range_are_named(device: str, monkeypatch: pytest.MonkeyP
     call.pop("plain")
     MLA.wrapper(**call)
     call["page_table"][1, 1] = 77
-    call["page_table"][0, 2] = 77  # behind the sequence
+    call["page_table"][0, 2] = 77  # after the sequence
     with pytest.raises(pyops.OpError, match=r"page_table: 1 of 6 indices are out of range, the first at \(1, 1\): 77"):
         MLA.wrapper(**call)
     call["page_table"][1, 1] = call["page_table"][0, 2] = 0

@@ -260,7 +260,7 @@ def test_rows_by_definition(sizes: tuple[int, int], causal: bool, device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_by_hand(device: str) -> None:
-    """Causal, blocks of 4: the diagonal, and one 9 keys back; verticals in, between and behind their ranges."""
+    """Causal, blocks of 4: the diagonal, and one 9 keys back; verticals in, between and after their ranges."""
     inputs = ([8], [16], [[[0, 3, 5, 8, 15]]], [[[9, 0]]])
     tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in inputs]
     # Row 0 ends at key 12: keys -1 to 3, which are 0 to 4, and 8 to 12. Row 1 at key 16: keys 3 to 7 and 12 to 16.

@@ -58,7 +58,7 @@ def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torc
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_rope_fused_of_padded_tokens_by_a_float32_table(is_neox: bool, where: str) -> None:
-    """Tokens behind the last slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
+    """Tokens after the last slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
     args = [
         torch.arange(7, device=where),
         *(make(*shape, dtype=torch.bfloat16, where=where) for shape in ((7, 2, 16), (7, 16), (7, 24))),
@@ -171,12 +171,12 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
     ],
 )
 def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.CacheConfig) -> None:
-    """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
+    """On 132 SMs: few tokens take small blocks; more, one vector per thread; many, four vectors per thread."""
     assert _geometry.choose(_geometry.CacheProblem(num_tokens, token_vecs, float32), device.model()) == config
 
 
 def test_geometry_of_early_blocks() -> None:
-    """Smaller blocks, where there are more than those that look up early: four on each of 132 multiprocessors."""
+    """Smaller blocks, where there are more than those that look up early: four on each of 132 SMs."""
     few, many = (_geometry.CacheProblem(num_tokens, 72, float32, early=True) for num_tokens in (2115, 2116))
     assert _geometry.choose(many, device.model()) == _geometry.CacheConfig(tokens=4, batch=2, num_threads=160)
     assert _geometry.choose(few, device.model()) == _geometry.CacheConfig(tokens=3, batch=1, num_threads=256)

@@ -254,7 +254,7 @@ def test_a_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it comes: a product is the next call behind a dispatch that has waited for a rank."""
+    """Wherever it comes: a product is the next call after a dispatch that has waited for a rank."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -360,7 +360,7 @@ def test_calls_are_refused() -> None:
 def test_sizes_are_refused(sizes: tuple[Any, ...], name: str) -> None:
     with pytest.raises(pyops.OpError, match=f"^ExpertParallel: {name}: "):
         ranks(2, 20).run(lambda rank: pyops.ExpertParallel(None, "cpu", *sizes))
-    assert SIGNAL_BYTES % 256 == 0  # rows behind the signals are as aligned as the memory
+    assert SIGNAL_BYTES % 256 == 0  # rows after the signals are as aligned as the memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -58,7 +58,7 @@ SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 4095, 4097, 5137, 8191, 8192, 16
 
 
 def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -> list[Any]:
-    """`args` with the token tensors that the op reads filled anew; not a cache that happens to have as many blocks."""
+    """`args` with the token tensors that the op reads filled again; not a cache that happens to have as many blocks."""
     read = {p.name for p in op.tensors if p.role != "out"}
     return replaced(
         op,

@@ -53,7 +53,7 @@ def caches() -> Caches:
     return found
 
 
-CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # and the batch behind the call
+CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # and the batch after the call
     "crop": ("crop", (-2,), 3),
     "crop nothing": ("crop", (0,), 3),
     "crop everything": ("crop", (-6,), 3),

@@ -69,7 +69,7 @@ def test_more_rows_than_blocks(output_size: int, hidden_size: int, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_larger_tensors(device: str) -> None:
-    """Gaps behind rows hold NaN and stay as they are; dimensions before the last are tokens."""
+    """Gaps after rows hold NaN and stay as they are; dimensions before the last are tokens."""
     whole = draw(2, 3, 136, dtype=torch.bfloat16, device=device)
     x, weights = whole[..., 8:], draw(40, 160, dtype=torch.bfloat16, device=device, seed=1)
     whole[..., :8] = weights[:, 128:] = torch.nan

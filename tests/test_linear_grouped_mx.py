@@ -58,7 +58,7 @@ def call(name: str, out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, *lis
 def case(name: str, counts: list[int], n: int, k: int, device: str) -> tuple[list[Any], torch.Tensor]:
     """(arguments of `call`, float64 result); of rows of no expert, and of experts without rows, both have 7.
 
-    A row is left out behind those of each expert, and a tile of scales.
+    A row is left out after those of each expert, and a tile of scales.
     """
     generator = torch.Generator().manual_seed(len(counts) + n)
     firsts = [sum(counts[:e]) + e for e in range(len(counts))]

@@ -209,7 +209,7 @@ def test_product_on_matrix_cores(
 
 _LAST_ROUND = PackedConfig(80, 128, 2, 1, 1, 4)
 CUT = [
-    # (call, dtype, config, m, n, k, multiprocessors, sharers): of tiles of 80 x 128 a step has 64 rows of K
+    # (call, dtype, config, m, n, k, SMs, sharers): tiles of 80 x 128 have a k-tile of 64
     (
         awq,
         torch.float16,
@@ -402,7 +402,7 @@ CHOICES = [
     ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 64, 4, 1, 4)),
     ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
     ("sm_90", 16, 28672, 4096, PackedNarrowConfig()),
-    ("sm_90", 16, 24576, 4096, PackedMmaConfig(16, 64, 4, 1, 3)),  # 96 tiles would leave 36 multiprocessors without one
+    ("sm_90", 16, 24576, 4096, PackedMmaConfig(16, 64, 4, 1, 3)),  # 96 tiles would leave 36 SMs idle
     ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
     ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),
@@ -572,7 +572,7 @@ def test_no_geometry() -> None:
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
     assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
-    # 128 tiles, for which clusters of two do not fit: all warps of a multiprocessor, if parts of K are long.
+    # 128 tiles, for which clusters of two do not fit: all warps of an SM, if each warp's part of K is long.
     assert choose_mma(8, 64, 4096, 112, HOPPER, weights=2) == PackedMmaConfig(8, 64, 16, 1, 1)
     assert choose_mma(8, 64, 4096, 32, HOPPER, weights=2) == PackedMmaConfig(8, 64, 8, 1, 2)
     # Of several groups in a step tiles have 8 rows: twice as many as of 16.

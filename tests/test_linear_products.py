@@ -390,7 +390,7 @@ def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
 @pytest.mark.parametrize("one", [replace(SMALL, splits=4), TALL], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
 def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
-    """Under one Config a row has the same bits, whatever lies behind it and whatever the schedule."""
+    """Under one Config a row has the same bits, whatever lies after it and whatever the schedule."""
     weight = draw(80, 200, dtype=torch.bfloat16)
     x = draw(70, 200, dtype=torch.bfloat16, seed=1)
     x[50:] = torch.nan

@@ -134,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def greedy(case: str, prompt: list[int], text: list[int]) -> list[int]:
-    """What transformers' model takes for the likeliest behind the prompt, and behind each token of the text.
+    """What transformers' model takes for the likeliest after the prompt, and after each token of the text.
 
     This is the text if, and only if, the model writes it greedily.
     """

@@ -64,7 +64,7 @@ def rounded(x: Tensor, scale: Tensor, codes: torch.dtype = E4M3) -> Tensor:
 def rounding(model: Any, scales: dict[str, Tensor], codes: torch.dtype) -> Iterator[Any]:
     """A copy of transformers' model with plain attention, whose keys and values go through codes.
 
-    Keys and values of a latent vector are made of it behind its codes.
+    Keys and values of a latent vector are made of it after its codes.
     """
     model = copy.deepcopy(model)
     by_layer = {int(name.split(".")[2]): {} for name in scales}
@@ -102,7 +102,7 @@ def rounding(model: Any, scales: dict[str, Tensor], codes: torch.dtype) -> Itera
 
 
 def likeliest(model: Any, prompt: list[int], text: list[int]) -> list[int]:
-    """The likeliest tokens behind the prompt and behind each token of the text, which are those of a greedy text."""
+    """The likeliest tokens after the prompt and after each token of the text, which are those of a greedy text."""
     tokens: list[int] = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     return tokens
 

@@ -78,7 +78,7 @@ def test_a_request_that_has_ended_is_not_cancelled(llama: Decoder) -> None:
 
 
 def truth(tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities in float64 behind each token, by transformers' model."""
+    """Log-probabilities in float64 after each token, by transformers' model."""
     model = reference(CASE)
     with torch.no_grad():
         found: torch.Tensor = model.double()(torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -150,7 +150,7 @@ def test_logprobs_change_no_token_and_survive_preemption(llama: Decoder) -> None
 
 
 def test_the_hook_of_an_engine_sees_every_row_and_text(llama: Decoder) -> None:
-    """Its logits are those behind the tokens it is shown, and a token it forbids in place never comes."""
+    """Its logits are those after the tokens it is shown, and a token it forbids in place never comes."""
     seen: list[Text] = []
 
     def hook(logits: torch.Tensor, rows: Sequence[Text]) -> None:

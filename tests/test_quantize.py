@@ -545,7 +545,7 @@ def test_empty() -> None:
 
 
 def test_how_many_blocks_look_for_the_largest() -> None:
-    """No more than two for each multiprocessor, whose results every block of the second kernel reads."""
+    """At most two blocks per SM, because every block of the second kernel reads the results of all of them."""
     op = pyops.registry["dynamic_scaled_fp8_quant"]
     assert op.example is not None
     for num_tokens, blocks, batch in ((1, 1, 1), (16, 16, 1), (256, 256, 1), (4096, 264, 8)):

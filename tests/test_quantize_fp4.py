@@ -510,5 +510,5 @@ def test_geometry(problem: Fp4Problem, arch: str, expected: Fp4Config) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2**31 - 1], [1, 4, 4]])
 def test_an_expert_whose_rows_are_not_all_there(offsets: list[int], device: str) -> None:
-    """Of three rows. The expert and those behind it write nothing; nothing is read behind the last row."""
+    """Of three rows. The expert and those after it write nothing; nothing is read after the last row."""
     assert_experts(draw(3, 32, device=device), [5.0] * 2, offsets, [0, 128, 256], 256)

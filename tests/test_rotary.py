@@ -180,7 +180,7 @@ def test_every_layout(shape: tuple[int, ...], is_neox: bool, position_dtype: tor
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gaps_are_left_alone(device: str) -> None:
-    """What lies between heads, and behind those of a slice, keeps its bits, and so do elements that do not turn."""
+    """What lies between heads, and after those of a slice, keeps its bits, and so do elements that do not turn."""
     memory = draw(6, 5, 96, dtype=torch.float16, device=device)
     before = memory.clone()
     positions = torch.arange(6, device=device)

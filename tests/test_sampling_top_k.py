@@ -112,7 +112,7 @@ def test_more_than_fits(device: str) -> None:
     prefill(values("normal", 1, 3000).to(device), [0], [3000], 2999)
     apart = values("normal", 1, 140002).to(device)
     prefill(apart[:, ::2], [3], [69990], 5000)
-    # The last vector, of one element, is the last of four that a thread loads at a time; behind it lie the largest.
+    # The last vector, of one element, is the last of four that a thread loads at a time; after it lie the largest.
     behind = values("normal", 1, 79547).to(device)
     behind[:, 79537:] = 1e9
     prefill(behind, [0], [79537], 5000)

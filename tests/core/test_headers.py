@@ -49,7 +49,7 @@ def test_a_vector_of_several_accesses(
 
 
 def _at(start: int, count: int, native: Any) -> Any:
-    """An array that begins `start` elements behind a multiple of 16 bytes."""
+    """An array that begins `start` elements after a multiple of 16 bytes."""
     memory = numpy.zeros(count * numpy.dtype(native).itemsize + 64, numpy.uint8)
     first = -memory.ctypes.data % 16 + start * numpy.dtype(native).itemsize
     return memory[first:].view(numpy.uint8)[: count * numpy.dtype(native).itemsize].view(native)
