@@ -603,7 +603,7 @@ def test_mla_codes(
     ],
 )
 def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
-    """One split per SM, for one long sequence too, unless there are enough blocks without splits."""
+    """About one split per SM, for one long sequence too, unless there are enough blocks without splits."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")
