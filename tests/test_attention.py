@@ -182,7 +182,7 @@ def test_misaligned(on: str) -> None:
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("max_groups", [0, 8, 1])
 def test_many_splits(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token.
+    """A sequence that many blocks share, and short ones: parts of unequal length, and parts without a token.
 
     The last of the blocks joins them, or several groups of threads of another kernel, or one group. All but several
     groups take one batch of splits after another: a later batch has a larger logit.
@@ -512,7 +512,7 @@ def test_extras_of_partitions(on: str, name: str, window: int) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
-    """Each partition's own results, too, and nothing beside them."""
+    """Each partition's own results, too, and nothing else."""
     for longest, options in ((1100, False), (200, True)):
         call = example(V2, num_tokens=2, max_seq_len=longest, kv_cache_dtype=kind, packed=packed, options=options)
         V2.applied(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])

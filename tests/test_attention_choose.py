@@ -116,7 +116,7 @@ def test_prompts_on_matrix_cores(arch: str, head_size: int, cache: str, expected
         return
     found = tuning.last[VARLEN.name]
     assert (found.num_warps, found.row_tiles, found.step_tokens) == expected
-    assert launch.shared <= on.shared_memory - 2176  # which a block has beside it, at most
+    assert launch.shared <= on.shared_memory - 2176  # the rest is for static shared memory
 
 
 @pytest.mark.parametrize(("num_seqs", "max_tokens", "expected"), CHOICES)
@@ -143,7 +143,7 @@ def test_decode(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> No
     ],
 )
 def test_decode_of_other_models(axes: dict[str, Any], heads: int, tiles: int, min_blocks: int) -> None:
-    """As many bytes in flight as registers have room for."""
+    """The bytes in flight fill the available registers."""
     found = chosen(V1, num_tokens=64, **MODEL | axes)
     assert (found.heads_per_block, found.tiles_per_step, found.min_blocks) == (heads, tiles, min_blocks)
 

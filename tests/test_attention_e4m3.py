@@ -29,7 +29,7 @@ from tests.test_nvrtc import MISSING
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 BITS = 2.0**-8  # what rounding to bfloat16 changes a result by, at most
-# Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
+# Query tokens and lengths next to tiles of 64 rows and 128 keys; one key in a tile of its own.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 _CONFIGS = {64: E4m3Config(128, 3), 128: E4m3Config(128, 2), 256: E4m3Config(64, 2)}
 

@@ -208,8 +208,8 @@ def test_fp8_caches(on: str, one: PrefillSm90Config, head_size: int, block_size:
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
-    """Rows that float16 has no room for, large and small, beside others, whose logits decide; rows of zeros; parts of a
-    row that count for nothing beside others."""
+    """Rows outside the range of float16, large and small, next to rows with decisive logits; rows of zeros; parts of a
+    row that are negligible compared with others."""
     call = varlen_call([70, 3], [70, 200], dtype=torch.bfloat16, on=on)
     call["plain"] = [[x.to(FP8).double() for x in pair] for pair in call["plain"]]
     call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
@@ -357,7 +357,7 @@ def test_hostile_indices(on: str, block_size: int) -> None:
 
 
 def test_slices(on: str) -> None:
-    """Queries inside a fused QKV, caches inside one buffer, indices of 64 bits and apart, heads that lie apart."""
+    """Queries inside a fused QKV, caches inside one buffer, strided 64-bit indices, heads with a stride."""
     call = varlen_call([70, 7], [80, 7], dtype=torch.bfloat16, on=on)
     fused = torch.full((77, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
     fused[:, :4] = call["query"]
@@ -451,7 +451,7 @@ def test_choice() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
-    # Boxes of whole heads, where heads have whole panels and lie whole panels apart.
+    # Boxes of whole heads, where head size and head stride are multiples of a panel.
     for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
         problem = _problem(4096, head_size, heads_apart=apart)
         assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole

@@ -249,7 +249,7 @@ def test_holes(packed: bool) -> None:
 
 
 def test_slices(on: str) -> None:
-    """Queries inside a fused QKV, caches inside one buffer, lengths of 64 bits and apart."""
+    """Queries inside a fused QKV, caches inside one buffer, strided 64-bit lengths."""
     call = _call([30, 7], [40, 7], dtype=torch.bfloat16, on=on)
     fused = torch.full((37, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
     fused[:, :4] = call["query"]

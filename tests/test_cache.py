@@ -112,7 +112,7 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
 )
 @pytest.mark.parametrize("more", [20, -20])
 def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> None:
-    """What the last block has beside the last row is not written, though lengths and owners go on.
+    """The slots of the last block after the last row are not written, though lengths and owners go on.
 
     Nor are rows of no sequence.
     """

@@ -1,4 +1,4 @@
-"""Queries of latent attention beside its cache: `concat_mla_q`, DeepSeek-V4's insert; and copies by addresses."""
+"""Queries of latent attention and its cache: `concat_mla_q`, DeepSeek-V4's insert; and copies by addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PagedCache beside transformers' DynamicCache: the same calls give the same."""
+"""PagedCache compared with transformers' DynamicCache: the same calls give the same results."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ CHANGES: list[Change] = [
 
 
 def places(model: Any) -> list[str]:
-    """Names of modules in layers, and of those beside them."""
+    """Names of modules in layers, and of those next to them."""
     return [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
 
 

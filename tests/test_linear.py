@@ -18,7 +18,7 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.T
 
 
 def test_reads_nothing_beside_its_tensors() -> None:
-    """Rows of weight and of input that a block has room for and that are not there."""
+    """Tiles with more rows of weight and of input than exist."""
     tensors = [torch.ones(3, 5), torch.ones(3, 64), torch.ones(5, 64), torch.ones(5)]
     with config.cpu("kernels"):
         pyops.skinny_linear(*tensors)

@@ -136,7 +136,7 @@ def test_exact_sums() -> None:
 
 
 def test_sums_that_cancel() -> None:
-    """A small element beside large ones whose products cancel: digits keep its product, integers nothing else."""
+    """A small element next to large ones whose products cancel: digits keep its product, integers nothing else."""
     n, k = 20, 768
     weight, truth = draw(8, 1, k)
     blocks = weight.view(-1, 34)
@@ -154,7 +154,7 @@ def test_sums_that_cancel() -> None:
 
 
 def test_no_number_is_lost() -> None:
-    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the row beside it what it should."""
+    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the row next to it what it should."""
     weight, truth = draw(12, 20, 512)
     x = torch.randn(2, 512).bfloat16()
     for row, value in ((0, torch.inf), (1, torch.nan)):

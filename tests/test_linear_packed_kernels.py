@@ -221,7 +221,7 @@ CUT = [
         3,
     ),  # a round, then two tiles by three blocks: more steps than stages
     (gptq, torch.bfloat16, _LAST_ROUND, 70, 128, 320, 6, 5),  # a tile by five blocks, a step each
-    # A round of two clusters, which share the last tile and none beside it.
+    # A round of two clusters, which share the last tile and no other.
     (gptq, torch.float16, replace(_LAST_ROUND, neighbours=2), 70, 640, 320, 4, 2),
 ]
 
@@ -541,7 +541,7 @@ def test_what_is_written_in_full() -> None:
 
 
 def test_w4a8_of_float16() -> None:
-    """Tiles whose sums have room twice; many rows are written in full."""
+    """Tiles with two sets of accumulators in registers; for large M, weights are dequantised first."""
     make = ArgMaker(HOPPER)
 
     def of(m: int) -> PackedProblem:

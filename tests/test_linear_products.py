@@ -157,7 +157,7 @@ def test_sums_of_integers_are_exact(k: int, device: str) -> None:
     b = columns(torch.full((k, 33), -128, dtype=torch.int8, device=device))
     a[:, 0] = b[0] = 1
     one = torch.ones(1, device=device)
-    high = (k - 1) * 2**14  # what the sum is beside the odd 1: a zero point
+    high = (k - 1) * 2**14  # the sum without the odd 1: a zero point
     out = torch.empty(18, 33, dtype=torch.bfloat16, device=device)
     pyops.cutlass_scaled_mm_azp(out, a, b, one, one, torch.full((33,), high, dtype=torch.int32, device=device))
     assert (out == 1.0).all()

@@ -83,7 +83,7 @@ def scan(given: Tokens, by: Layer, states: torch.Tensor, **how: Any) -> tuple[to
 
 
 def assert_near(actual: torch.Tensor, right: torch.Tensor) -> None:
-    """Within a rounding of the result and, in float32, what sums of products leave beside the largest value."""
+    """Within a rounding of the result and, in float32, the error of dot products relative to the largest value."""
     unit = torch.finfo(actual.dtype).eps / 2
     allowed = right.abs() * unit * 1.01 + right.abs().max() * 2.0**-19
     assert ((actual.cpu().double() - right).abs() <= allowed).all()

@@ -135,7 +135,7 @@ def soiled(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts of 9 tokens at most, beside the next tokens of other texts; the last waits for a slot."""
+    """Prompts in parts of 9 tokens at most, with the next tokens of other sequences; the last waits for a slot."""
     engine = soiled(Engine(load(folder(case)), max_seq_len=104, max_num_seqs=2, max_num_batched_tokens=9))
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=64)) == texts(case)
     assert sorted(engine._scheduler.free_slots) == [0, 1], "every slot came back, once"
@@ -352,7 +352,7 @@ def test_the_kernels_write_the_same(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINIES)
 def test_a_model_that_was_warmed_up_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of any lengths beside steps of any batch; on the host."""
+    """Prompts of any lengths with decode steps of any batch; on the host."""
     limits = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 24}
     prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
     model = Decoder(TINIES[kind]).randomise(3, scale=2.0)

@@ -99,7 +99,7 @@ def check(found: Logprobs | None, expected: torch.Tensor, token: int, count: int
 
 @pytest.mark.parametrize("budget", [8192, 7], ids=["whole prompts", "prompts in parts"])
 def test_logprobs_are_those_of_the_model_in_float64(budget: int, llama: Decoder) -> None:
-    """Of the prompt and of what is drawn, beside a request that asks for none, and one for another number of tokens."""
+    """Of the prompt and of what is drawn, with a request that asks for none, and one for another number of tokens."""
     engine = Engine(llama, max_seq_len=160, max_num_batched_tokens=budget)
     asked = {"temperature": 1.5, "max_tokens": 8, "seed": 3}
     plain = engine.add(PROMPTS[0], SamplingParams(**asked))

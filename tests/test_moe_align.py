@@ -142,7 +142,7 @@ def test_align_of_more_rows_than_registers_keep(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_align_of_outputs_at_any_address(device: str) -> None:
-    """Outputs that begin and end within a 16-byte word; nothing beside them is written."""
+    """Outputs that begin and end within a 16-byte word; nothing outside of them is written."""
     ids = ids_of(7, 3, 5, 1).to(device)
     rows = by_expert([local(expert, 5, None) for expert in ids.reshape(-1).tolist()], 5)
     right, right_blocks = aligned(rows, 4, ids.numel())

@@ -202,7 +202,7 @@ def test_static_int8_saturates_at_every_step(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @E4M3
 def test_ties(kind: torch.dtype, device: str) -> None:
-    """Halfway between two codes, and the float32 numbers beside it, for every code and many scales."""
+    """Halfway between two codes, and the float32 numbers next to it, for every code and many scales."""
     ties8, largest = numpy.arange(-129.5, 129, 1.0), LARGEST[kind]
     ties = (_VALUES[:127] + _VALUES[1:128]) / 2 * (largest / 448)  # the last lies between 448 and what is no code
     generator = numpy.random.default_rng(0)

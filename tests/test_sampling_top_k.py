@@ -82,7 +82,7 @@ def test_segments(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [16385, 40003])
 def test_long_rows(kind: str, columns: int, device: str) -> None:
-    """The blocks of a cluster share a long row; rows of one piece or less lie beside it."""
+    """The blocks of a cluster share a long row; rows of one piece or less lie next to it."""
     logits = values(kind, 5, columns).to(device)
     ends = [columns, columns - 1, 16384, 300, 20000]
     prefill(logits, [0, 3, 0, 5, 3000], ends, 300)

@@ -183,7 +183,7 @@ def test_decode_with_the_sums_of_ranks(config: Any) -> None:
     ("dtype", "cache"), [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "fp8")]
 )
 def test_prompts_beside_decode(config: Any, dtype: torch.dtype, cache: str) -> None:
-    """Prompts; then the rest of two of them after chunks of what the cache holds, beside single tokens.
+    """Prompts; then the rest of two of them after chunks of what the cache holds, with single tokens.
 
     vLLM takes at most WORKSPACE tokens of the cache at a time: those of the second step come in several chunks, of
     which the shorter sequence has no tokens in the last.

@@ -100,7 +100,7 @@ def test_fp8_by_integer_arithmetic(run_on_host: Callable[..., None]) -> None:
         assert numpy.isnan(there.view(kind)[numpy.isnan(right)].astype(numpy.float32)).all()
 
 
-# Four integers as int8, four bytes as floats, and sums of pairs of 16 bits. What lies beside the results stays 7.
+# Four integers as int8, four bytes as floats, and sums of pairs of 16 bits. What lies next to the results stays 7.
 FOURS = """#include "packed.cuh"
 extern "C" __global__ void fours(int8_t* small, float* bytes, uint32_t* sums, const int* in, int word) {
     store_four_integers(small + 1, in);
