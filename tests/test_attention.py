@@ -112,7 +112,7 @@ LENGTHS = [0, 1, 15, 16, 17, 100]
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_is_attention(on: str, dtype: torch.dtype, packed: bool) -> None:
-    """Lengths of 0, of 1, and ending in a block, whose other slots hold NaN."""
+    """Lengths of 0, of 1, and ending inside a block; the other slots of the block hold NaN."""
     _assert_is_attention(paged_call(LENGTHS, dtype=dtype, packed=packed, on=on))
 
 

@@ -159,7 +159,7 @@ def test_keys_and_values_take_turns_where_they_would_spill() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
 def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
-    """On the portable kernel: a warp's sums of 16 such heads would be all registers of a lane."""
+    """The portable kernel: a warp's accumulators of 16 such heads would take all registers of a lane."""
     op = pyops.registry[name]
     launches = op.launches(*example_of(op, device.model(arch), head_size=512))
     one = launches[0].specialisation

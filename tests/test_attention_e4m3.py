@@ -101,7 +101,7 @@ def _truths(call: dict[str, Any]) -> Any:
     [(128, 16, False, 0), (256, 8, True, 100), *few([(64, 64, True, 100), (128, 256, True, 150)], 0)],
 )
 def test_exact_sums(on: str, head_size: int, block_size: int, has_lse: bool, window: int) -> None:
-    """Weights and values of which all sums are exact."""
+    """Weights and values with exact sums."""
     call = _call(COUNTS, LENGTHS, head_size=head_size, block_size=block_size, on=on) | {"sliding_window": window}
     call = _in_powers_of_two(call)
     call["lse"] = torch.zeros(4, 195, device=on) if has_lse else None

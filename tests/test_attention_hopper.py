@@ -82,7 +82,7 @@ def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("block_size", "head_size", "has_lse"), [(16, 64, False), (64, 128, True)])
 def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
-    """With sums of probabilities by products, which a log-sum-exp does without."""
+    """Row sums on the tensor cores, which are not used when a log-sum-exp is returned."""
     call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
     _varlen(PrefillSm90Config(128, 2), SCHEDULES, has_lse=has_lse, **call)
 
@@ -437,7 +437,7 @@ def test_choice() -> None:
     assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
-    # Of 70 sequences, whose single tokens decode attention takes, none may be left; numbers without work cost, too.
+    # Decode attention takes all of the 70 sequences of one token; work items without work cost time, too.
     assert choose(_problem(70, 128, num_seqs=70), HOPPER) == PrefillSm90Config(128, 2)
     for problem in (
         _problem(0, 128),

@@ -26,7 +26,7 @@ from tests.calls import DEVICES, example, refusal
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize(("rope_size", "latent_size"), [(64, 512), (20, 36), (6, 5)])
 def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torch.dtype, where: str) -> None:
-    """Angles and turns from float64, within three roundings; the cache holds what was turned, to the bit."""
+    """Angles and rotations from float64, within three roundings; the cache holds the rotated keys, to the bit."""
     n, num_heads = 9, 3
     both = make(n, rope_size + latent_size, dtype=dtype, where=where)
     k_pe, kv_c = both[:, :rope_size], both[:, rope_size:]

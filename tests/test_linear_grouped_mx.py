@@ -1,4 +1,4 @@
-"""Grouped products of MXFP4 and MXFP8 against float64: values by ml_dtypes, places of scales by their formula."""
+"""Grouped GEMMs of MXFP4 and MXFP8 against float64: values by ml_dtypes, offsets of scales by their formula."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_few_rows_by_codes(counts: list[int], n: int, k: int, device: str) -> No
 
 
 def test_which_rows_are_few() -> None:
-    """Of a weight whose sizes the kernels of codes do not divide, or of too many rows, weights are made in full."""
+    """With sizes that the kernels on packed weights do not serve, or too many rows, weights are dequantised first."""
     op = registry["cutlass_mxfp4_group_mm"]
     for axes, by_codes in (
         ({"num_tokens": 16, "output_size": 64}, "wq_grouped_gemm_sm80"),

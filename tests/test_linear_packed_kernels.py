@@ -461,7 +461,7 @@ def test_blocks_that_share_the_last_round(
 
 
 def test_room_for_what_blocks_share() -> None:
-    """Each part of a tile has a place of its own among the sums of parts, and each tile its counters."""
+    """Each part of a tile has its own slot among the partial sums, and each tile its own counters."""
     launch = choose(one := problem(256, 28672, 4096, HOPPER), HOPPER).launches(one)[0]
     rest, steps, sharers = 224 - 132, 64, launch.fixed["sharers"]
     begins = [rest * steps * block // sharers for block in range(sharers + 1)]
@@ -523,7 +523,7 @@ def test_warps_that_shared_memory_holds() -> None:
 
 
 def test_what_is_written_in_full() -> None:
-    """Whatever the kernels that read codes have no instance for."""
+    """Whatever the kernels that read quants have no instance for."""
     for given in (
         {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
         {"type": SCALAR_TYPES["int4"]},

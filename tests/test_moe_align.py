@@ -1,4 +1,4 @@
-"""Rows of experts, aligned to blocks and counted, against loops in Python: every place, and ids that do not exist."""
+"""Rows of experts, aligned to blocks and counted, against loops in Python: every slot, and ids that do not exist."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def filled(values: list[int], size: int, value: int) -> list[int]:
 
 
 def check_align(ids: torch.Tensor, num_experts: int, block_size: int, expert_map: torch.Tensor | None) -> None:
-    """The op against a loop; its result has room for any distribution, and is not longer."""
+    """The op against a loop; its result fits any distribution, and is not longer."""
     result = pyops.moe_align_block_size.new(ids, num_experts, block_size, expert_map)
     places, blocks, total = (x.tolist() for x in result)
     experts = [local(expert, num_experts, expert_map) for expert in ids.reshape(-1).tolist()]
@@ -229,7 +229,7 @@ def test_align_refuses_too_little_room() -> None:
         (128, 2**30, "block_size"),
     ):
         assert refusal(op, [ids, num_experts, block_size, *outputs, None]).argument == argument
-    # One row takes 2^31 - 1 places, which can still be counted: only the room for them is missing.
+    # One row takes 2^31 - 1 slots, which 32 bits can still count; only the memory for them is missing.
     assert refusal(op, [ids[:1, :1], 128, 2**31 - 1, *outputs, None]).argument == "sorted_token_ids"
 
 

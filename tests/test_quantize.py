@@ -1,4 +1,4 @@
-"""The quantising ops against float64: codes and scales are exact, whatever the contents, the strides and the scale."""
+"""The quantising ops against float64: quants and scales are exact, whatever the contents, the strides and the scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVFP4 against float64: codes and scales are exact, wherever they lie and whatever the contents and the scale."""
+"""NVFP4 against float64: quants and scales are exact, wherever they lie and whatever the contents and the scale."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIXTH = f32(1 / 6)
 
 
 def truth(x: Any, g: Any) -> tuple[Any, Any]:
-    """(codes, one to an element; codes of scales) of rows, g being one number or one for each row."""
+    """(quants, one to an element; codes of scales) of rows, g being one number or one for each row."""
     blocks = exact(x).reshape(x.shape[0], -1, 16)
     g = f32(numpy.broadcast_to(numpy.asarray(g, "float64"), (x.shape[0],)))[:, None, None]
     scales = fp8(f32(g * f32(absmax(blocks) * SIXTH)))
@@ -62,7 +62,7 @@ def tensor(g: float, device: str) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor, g: float | torch.Tensor, layout: Layout | None = None) -> tuple[Any, Any]:
-    """(codes, scales) of rows, from tiles and from rows, which are the same; padding is 0."""
+    """(quants, scales) of rows, from tiles and from rows, which are the same; padding is 0."""
     rows, columns = x.shape[0], x.shape[1] // 16
     device = str(x.device)
     scale = g if isinstance(g, torch.Tensor) else tensor(g, device)

@@ -1,4 +1,4 @@
-"""Quantisation under a scale for each group of neighbouring elements: codes and scales are exact."""
+"""Quantisation under a scale for each group of neighbouring elements: quants and scales are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantisation into new tensors, by the functions that return codes and scales."""
+"""Quantisation into new tensors, by the functions that return quants and scales."""
 
 from __future__ import annotations
 
