@@ -1,4 +1,4 @@
-"""Times of every op beside its rivals: ``python -m benchmarks --help``.
+"""Times of every op and of its rivals: ``python -m benchmarks --help``.
 
 A file imports only files above it:
 
@@ -6,7 +6,7 @@ shapes timing rivals                              which arguments; how a call is
 accuracy                                          whether two sets of outputs agree
 kernel_time overhead compile_time numerics        one measurement each: a row for an op at a shape
 report                                            rows to tables, JSON and a plot
-tune                                              other Configs of a problem: ``python -m benchmarks tune --help``
+tune                                              search for Configs: ``python -m benchmarks tune --help``
 __main__                                          the command line
 
 Commands of their own:

@@ -163,7 +163,7 @@ def measure_group(
 
 
 def environment() -> dict[str, str]:
-    """GPU, driver and versions, on which times depend besides the code."""
+    """GPU, driver and versions: what times depend on, apart from the code."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]

@@ -45,7 +45,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, flo
 _NEED_DOUBLE = {torch.float64, torch.int32, torch.int64}
 
 
-# {op: {output: dimension along which other libraries leave the order to chance}}
+# {op: {output: dimension along which other libraries guarantee no order}}
 _ANY_ORDER = {
     "moe_align_block_size": {"sorted_token_ids": -1},
     "moe_lora_align_block_size": {"sorted_token_ids": -1},
@@ -93,7 +93,7 @@ class Check:
 
 
 def _epsilon(x: torch.Tensor) -> float:
-    """One rounding of the element type, relative. For 8-bit integers: one step, relative to the largest code."""
+    """The relative rounding error of the element type. For 8-bit integers: 1, relative to the largest integer."""
     if x.dtype.is_floating_point:
         return float(torch.finfo(x.dtype).eps)
     return 1 / 127 if x.dtype.itemsize == 1 else 0.0

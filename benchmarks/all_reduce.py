@@ -6,12 +6,12 @@ torchrun --nproc-per-node 4 -m benchmarks.all_reduce --norm
 torchrun --nproc-per-node 4 -m benchmarks.all_reduce --quick
 python -m benchmarks.all_reduce --predict
 
-A number is a message's bytes; elements are bfloat16. Times are microseconds of a call in a CUDA graph of 20, of the
-slowest rank. `pyops` copies its input to a registered buffer, `in place` has registered the input itself, as vLLM has
-in graphs; `predicted` is that of the model in docs/many_gpus.md, whose table `--predict` prints. A wrong sum is an
-error. `--norm` adds a residual and normalises rows of 4096 elements after the sum: `fused` in the same kernel, the
-others in a kernel of its own. `--quick` has the sums that cross the links in 16, 8, 6 and 4 bits. Without GPUs,
-processes of gloo measure what `pyops.models.Group` does on CPUs, beside gloo's own sum.
+A number is the size of a message in bytes; elements are bfloat16. Times are microseconds per call in a CUDA graph of
+20, on the slowest rank. `pyops` copies its input to a registered buffer; `in place` registers the input itself, as vLLM
+does in graphs; `predicted` is the estimate of the model in docs/many_gpus.md (`--predict` prints its table). A wrong
+sum is an error. `--norm` adds a residual and normalises rows of 4096 elements after the sum: `fused` in the same
+kernel, the others in a separate kernel. `--quick` times quick reduce, with 16, 8, 6 and 4 bits on the links. Without
+GPUs, gloo processes time `pyops.models.Group` on CPUs, and gloo's own all-reduce.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .rivals import libraries, load_vllm, reason
 SIZES = tuple(8192 << i for i in range(11))  # 8 KiB to 8 MiB
 PREDICTED_SIZES = tuple(1024 * kib for kib in (8, 64, 256, 512, 1024, 8192))
 NVLINK, LATENCY, FLAG, LAUNCH = 450e9, 1e-6, 1.5e-6, 1.5e-6  # bytes a second each way; seconds
-# Fitted to two H200s, within 3 % from 1 MiB on: a meeting by relaxed flags; loads of 36 SMs from another GPU, bytes a
-# second; the copy to a registered buffer, seconds and bytes a second; a launch of packets with its loads, last look and
-# sum; packets, bytes a second; the fence of vLLM's flags that release.
+# Fitted to two H200s, within 3 % from 1 MiB on: a barrier by relaxed flags; loads of 36 SMs from another GPU, bytes/s;
+# the copy to a registered buffer, seconds and bytes/s; a launch of the packet kernel with its loads, last poll and sum;
+# packets, bytes/s; the fence of vLLM's release flags.
 RELAXED_FLAG, LOADS, COPY, COPIES = 0.45e-6, 318e9, 1.55e-6, 4.5e12
 PACKET_LAUNCH, PACKETS, FENCE = 1.3e-6, 300e9, 0.65e-6
 _CALLS, _REPLAYS, _HIDDEN = 20, 20, 4096
@@ -49,16 +49,16 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
-    """Seconds: packets over a GPU's links; or two meetings of ranks, a load's latency for each shot, and the bytes.
+    """Seconds: packets over a GPU's links; or two barriers, a load's latency per shot, and the bytes.
 
-    Of inputs that vLLM's kernels read where they are, and these copy to a registered buffer.
+    vLLM's kernels read registered inputs in place; the kernels of pyops include the copy to a registered buffer.
     """
     two, others = two_shot(world_size, nbytes, True), world_size - 1
     if not by_vllm and by_packets(world_size, nbytes):
         return PACKET_LAUNCH + LATENCY + 2 * nbytes * others / PACKETS
     part = nbytes / world_size if two else nbytes
     blocks, threads = geometry(max(1, int(part) // VEC_BYTES))
-    in_flight = blocks * threads * others * VEC_BYTES  # a thread of vLLM's kernels has a load for each other rank
+    in_flight = blocks * threads * others * VEC_BYTES  # each thread of vLLM's kernels has one load in flight per peer
     if by_vllm:
         flags, copy = 2 * FLAG - (1 if two else 2) * FENCE, 0.0
     else:
@@ -69,7 +69,7 @@ def predicted(world_size: int, nbytes: int, by_vllm: bool = False) -> float:
 
 
 def table() -> str:
-    """What docs/many_gpus.md has of the predictions, in microseconds."""
+    """The table of predictions in docs/many_gpus.md, in microseconds."""
     worlds = (2, 4, 8)
     lines = [["bytes", *(text for world in worlds for text in (f"{world} ranks", "vLLM"))]]
     lines.append(["---"] * len(lines[0]))
@@ -91,11 +91,11 @@ class Way:
     call: Call
     captured: Callable[[], object] = lambda: None
     serves: Callable[[torch.Tensor], bool] = lambda x: True
-    error: float = 0.0  # of the largest magnitude of a sum
+    error: float = 0.0  # allowed error, as a fraction of the largest magnitude of a sum
 
 
 def measure(way: Way, x: torch.Tensor, right: torch.Tensor) -> float:
-    """What `timed` says of a way that sums rightly. NaN: it does not serve `x`."""
+    """`timed`, after a check of the sum. NaN: the way does not support `x`."""
     if not way.serves(x):
         return float("nan")
     if float((way.call(x.clone()).view_as(right) - right).abs().max()) > way.error * float(right.abs().max()):
@@ -116,7 +116,7 @@ def _on_gpu(way: Way, x: torch.Tensor) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     graph, start, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # NCCL's own thread asks for events meanwhile, which a capture of all threads would not survive.
+    # NCCL's watchdog thread queries events meanwhile, which would invalidate a capture in the mode "global".
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_CALLS):
             way.call(x)
@@ -145,7 +145,7 @@ def _on_cpu(way: Way, x: torch.Tensor) -> float:
 
 
 def _summed(x: torch.Tensor) -> torch.Tensor:
-    """By the library of the process group, in place: the contents of `x` are of no interest here."""
+    """The all-reduce of the process group, in place: the contents of `x` are not used afterwards."""
     dist.all_reduce(x)
     return x
 
@@ -220,7 +220,7 @@ def _fused(host: Any, device: torch.device) -> tuple[Way, Callable[[], None]]:
 
 
 def _quick(host: Any) -> tuple[list[Way], Callable[[], None]]:
-    """The sums that cross the links in codes of fewer bits."""
+    """Quick reduce: all-reduce with quantized values on the links."""
     fa = pyops.init_custom_qr(dist.get_rank(), dist.get_world_size(), SIZES[-1])
     pyops.qr_open_handles(fa, _gathered(pyops.qr_get_handle(fa), host))
 
@@ -237,7 +237,7 @@ def _quick(host: Any) -> tuple[list[Way], Callable[[], None]]:
 
 
 def _in_place(name: str, ops: Any, fa: int, buffer: int, max_size: int, host: Any) -> Way:
-    """By the ops of a library, all of which have vLLM's names: captured calls read their input where it is."""
+    """All-reduce by ops with vLLM's names, from either library: captured calls read their input in place."""
 
     def call(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)

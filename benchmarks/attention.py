@@ -1,18 +1,23 @@
-"""Attention of prompts and of decode rows beside torch's, and MLA decode, in turn within one process.
+"""Prefill and decode attention compared with torch's, and MLA decode, alternately within one process.
 
 python -m benchmarks.attention
 python -m benchmarks.attention prompts:bf16:16x2048:32/8x128 prompts:fp8:1x8192:32/8x128:64 mla:fp8:64x4096:128
 python -m benchmarks.attention decode:bf16:64x2048:32/8x128 decode:bf16:64x1-16384:32/8x128
 
-A row is prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE, or HEAD_SIZE/VALUE_SIZE for shorter values, the same
-with "capped" for "prompts", where a soft cap of 30 is on logits, or with "ragged", prompts without a cache, or with
-"full", the same where every token attends to all of its sequence, or with "decode", one query token to a sequence, or
-mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS, decode rows and a prompt of NEW tokens in one batch, beside a call of each, or
-mla:CACHE:SEQUENCESxTOKENS:HEADS, and may end in :BLOCK, the slots of a block of the cache (16, of MLA 64). CACHE is
-bf16, fp8, e4m3 (prompts: an fp8 cache, queries of e4m3) or, for MLA, ds_mla, entries of 656 bytes; other queries are
-bf16. Prompts are causal, every query token new; TOKENS of 256+32768 are 256 new ones behind 32768 cached ones. TOKENS
-of 1-16384 of decode rows are lengths from 1 to 16384, evenly spaced. torch's attention (cuDNN's and FlashAttention of
-prompts; of decode rows, whichever it takes) reads contiguous keys and values, of whole prompts and of equal lengths.
+A row is one of these, and may end in :BLOCK, the slots of a cache block (default 16; for MLA 64):
+
+prompts:CACHE:SEQUENCESxTOKENS:HEADS/KV_HEADSxHEAD_SIZE    causal prefill; HEAD_SIZE/VALUE_SIZE for shorter values
+capped:...                                                 the same with a logits soft cap of 30
+ragged:...                                                 prefill without a cache
+full:...                                                   the same without a causal mask
+decode:...                                                 one query token per sequence
+mixed:CACHE:SEQUENCESxTOKENS+NEW:HEADS                     decode rows and a prompt of NEW tokens: one call, two calls
+mla:CACHE:SEQUENCESxTOKENS:HEADS                           MLA decode
+
+CACHE is bf16, fp8, e4m3 (prefill: fp8 cache and e4m3 queries) or, for MLA, ds_mla, 656 bytes per token; other queries
+are bf16. TOKENS of 256+32768 are 256 new tokens after 32768 cached ones. TOKENS of 1-16384 of decode rows are lengths
+from 1 to 16384, evenly spaced. torch's attention (prefill: cuDNN and FlashAttention; decode: its own choice) reads
+contiguous keys and values; it takes part for whole prompts and equal lengths only.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ ROWS = (
     "mla:bf16:64x4096:128:16",
 )
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn}
-_SETS = 2  # of operands, which calls take in turn: each is larger than the L2 cache
+_SETS = 2  # sets of operands; calls alternate between them, and each is larger than the L2 cache
 _TURNS = 3
 _SOFT_CAP = 30.0
 _LATENT, _ROPE, _DS_MLA_BYTES = 512, 64, 656
@@ -59,13 +64,13 @@ def _randn(*shape: int) -> Any:
 
 
 def _tables(num_seqs: int, tokens: int, block: int) -> Any:
-    """Blocks that lie anywhere."""
+    """Block tables with blocks in random order."""
     blocks = -(-tokens // block)
     return torch.randperm(num_seqs * blocks, device="cuda").int().view(num_seqs, blocks)
 
 
 def prompts(cache: str, num_seqs: int, new: int, heads: tuple[int, ...], block: int, cached: int = 0) -> dict[str, Any]:
-    """The arguments of `paged_attention_varlen`, by name, for so many new tokens behind cached ones."""
+    """The arguments of `paged_attention_varlen`, by name, for `new` tokens after `cached` ones."""
     num_heads, num_kv_heads, *sizes = heads
     tokens = new + cached
     tables = _tables(num_seqs, tokens, block)
@@ -122,7 +127,7 @@ def decode(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block
 
 
 def mixed(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block: int, new: int) -> dict[str, Any]:
-    """The arguments of `paged_attention_varlen`, by name, for decode rows of so many tokens and a new prompt."""
+    """The arguments of `paged_attention_varlen`, by name, for decode rows of `tokens` tokens and a new prompt."""
     call = prompts(cache, num_seqs + 1, 1, heads, block, max(tokens, new) - 1)
     index = {"dtype": torch.int32, "device": "cuda"}
     query = _randn(num_seqs + new, heads[0], heads[2])
@@ -137,7 +142,7 @@ def mixed(cache: str, num_seqs: int, tokens: int, heads: tuple[int, ...], block:
 def mla(cache: str, num_seqs: int, tokens: int, num_heads: int, page: int) -> dict[str, Any]:
     """The arguments of `sm100_cutlass_mla_decode`, by name."""
     table = _tables(num_seqs, tokens, page)
-    if cache == "ds_mla":  # any codes; scales of some 1e-4; rotated keys as small
+    if cache == "ds_mla":  # random fp8 values; scales around 1e-4; RoPE keys equally small
         entries = torch.randint(0, 60, (table.numel(), page, _DS_MLA_BYTES), dtype=torch.uint8, device="cuda")
     else:
         entries = _randn(table.numel(), page, _LATENT + _ROPE).to(_DTYPES[cache])
@@ -198,7 +203,7 @@ def _sdpa(backend: Any, call: dict[str, Any]) -> Call:
 
 
 def _sdpa_of_one_token(call: dict[str, Any]) -> Call:
-    """torch's attention, where query heads that share a key-value head are queries of one head."""
+    """torch's attention; the query heads of a key-value head become query rows of one head."""
     query, keys, values = _contiguous(call)
     query = query.reshape(len(query), keys.shape[1], -1, query.shape[-1])
     return lambda: F.scaled_dot_product_attention(query, keys, values)
@@ -253,7 +258,7 @@ def parse(row: str) -> tuple[str, str, list[Any], float]:
         return kind, cache, [num_seqs, tokens, num_heads, int(block[0]) if block else 64], operations
     num_heads, num_kv_heads, head_size, *value_size = map(int, heads.replace("/", "x").split("x"))
     sizes_of_heads = num_heads, num_kv_heads, head_size, *(value_size or [head_size])
-    elements = num_heads * sum(sizes_of_heads[2:])  # of keys and values that a query token meets
+    elements = num_heads * sum(sizes_of_heads[2:])  # of keys and values that a query token reads
     if kind == "decode":
         least = int(shortest) if is_mixed else tokens
         operations = 1.0 * num_seqs * (least + tokens) * elements

@@ -64,7 +64,7 @@ def theirs(batch: int, context: int) -> Callable[[], Any]:
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(config).bfloat16().eval()
     cache = transformers.StaticCache(config=config, max_cache_len=context)
-    room = _WARM + _STEPS + 1  # every step adds a token
+    room = _WARM + _STEPS + 1  # each step adds a token to the cache
     tokens = torch.randint(0, 100, (batch, context - room), device="cuda")
     with torch.no_grad():
         model(tokens, **{CACHE: cache}, logits_to_keep=1)

@@ -4,13 +4,13 @@ torchrun --nproc-per-node 4 -m benchmarks.expert_parallel
 torchrun --nproc-per-node 4 -m benchmarks.expert_parallel DeepSeek-V3
 python -m benchmarks.expert_parallel --predict
 
-A Markdown table of microseconds, of a call in a CUDA graph of 20, of the slowest rank; every rank has `tokens` tokens
-in bfloat16, each with random experts. `in fp8` is a dispatch whose rows cross as codes. `both` is one of bfloat16 and a
-combine with nothing in between, and `predicted` what the model of docs/many_gpus.md, whose table `--predict` prints,
-says of it. `link` is the bytes of both over 450 GB/s, which no way can undercut. `gather` is NCCL's all-gather of rows
-and choices and its reduce-scatter of results; `all-to-all` is its exchange of as many rows as a rank has tokens with
-every rank, and back, with the sum. Before a line is timed, each way moves rows whose results are exact, and
-`parallel_fused_experts` agrees with one GPU that has all experts; else an error.
+A Markdown table of microseconds per call in a CUDA graph of 20, on the slowest rank; every rank has `tokens` tokens in
+bfloat16, each with random experts. `in fp8` is a dispatch that sends fp8 rows. `both` is a bfloat16 dispatch and a
+combine with nothing in between, `predicted` its estimate by the model of docs/many_gpus.md (`--predict` prints its
+table). `link` is the bytes of both over 450 GB/s, a lower bound. `gather` is NCCL's all-gather of rows and choices and
+its reduce-scatter of results; `all-to-all` exchanges `tokens` rows with every rank, and back, with the sum. Before a
+line is timed, each way must move rows with exactly known results, and `parallel_fused_experts` must agree with one GPU
+that has all experts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pyops.ops.collective.process_group import reach_each_other
 from .all_reduce import FLAG, LATENCY, LAUNCH, NVLINK, RELAXED_FLAG, Way, timed
 
 TOKENS = (1, 8, 32, 64, 128)
-_CHANNELS = 128  # of an expert where products are checked: fewer than a model has, so that all experts fit one GPU
+_CHANNELS = 128  # intermediate size for checks: fewer than a model's, so that all experts fit one GPU
 _TIMEOUT = timedelta(seconds=45)  # of NCCL; kernels of pyops give up after 30
 
 Dispatched = tuple[
@@ -62,7 +62,7 @@ MODELS = (Model("DeepSeek-V3", 7168, 256, 8), Model("Qwen3-30B-A3B", 2048, 128, 
 
 
 def predicted(model: Model, world_size: int, tokens: int) -> tuple[float, float]:
-    """Seconds of a dispatch and of a combine: a launch, a meeting, a load's latency, and the bytes over the links.
+    """Seconds of a dispatch and of a combine: a launch, a barrier, a load's latency, and the bytes over the links.
 
     A combine loads from other GPUs, up to eight vectors of a thread at a time.
     """
@@ -77,7 +77,7 @@ def predicted(model: Model, world_size: int, tokens: int) -> tuple[float, float]
 
 
 def table(worlds: Sequence[int] = (2, 4, 8)) -> str:
-    """What docs/many_gpus.md has of the predictions, in microseconds: a dispatch, a combine, the bytes of both."""
+    """The table of predictions in docs/many_gpus.md, in microseconds: a dispatch, a combine, the bytes of both."""
     lines = [["model", "tokens", *(text for world in worlds for text in (f"{world} ranks", "link"))]]
     lines.append(["---"] * len(lines[0]))
     for model in MODELS:
@@ -97,7 +97,7 @@ def _row(cells: Sequence[str]) -> str:
 
 @dataclass
 class Exchange:
-    """A way of rows there and back. `dispatch` takes rows, ids and weights; `combine` takes the rows of results."""
+    """A way to exchange rows. `dispatch` takes rows, ids and weights; `combine` takes the rows of results."""
 
     name: str
     dispatch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Dispatched]
@@ -109,7 +109,7 @@ def of_kernels(parallel: pyops.ExpertParallel) -> Exchange:
 
 
 def of_codes(parallel: pyops.ExpertParallel) -> Exchange:
-    """Of a `parallel` whose rows cross as codes."""
+    """The exchange of a `parallel` that dispatches fp8 rows."""
 
     def dispatch(*choices: torch.Tensor) -> Dispatched:
         sent = parallel.dispatch(*choices)
@@ -121,7 +121,7 @@ def of_codes(parallel: pyops.ExpertParallel) -> Exchange:
 
 
 def _unpacked(choices: torch.Tensor, experts: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's numbers of experts, and weights, of ids and weights that lie side by side as words."""
+    """Local expert indices and weights, from words that hold ids and weights next to each other."""
     ids, weights = choices.chunk(2, 1)
     local = ids - experts.start
     return local.where((local >= 0) & (local < len(experts)), -1), weights.view(torch.float32)
@@ -151,7 +151,7 @@ def by_gather(experts: range, world_size: int) -> Exchange:
 
 
 def by_all_to_all(experts: range, world_size: int) -> Exchange:
-    """NCCL: every rank has room for all rows of every other, so that no count has to come first."""
+    """NCCL: every rank has space for all rows of every other rank, so that no exchange of counts is needed."""
 
     def exchanged(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -170,12 +170,12 @@ def by_all_to_all(experts: range, world_size: int) -> Exchange:
 
 
 def factors(ids: torch.Tensor, weights: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """What stands in for experts: of each row, a whole number up to 96 that is the sum over its choices."""
+    """A stand-in for experts: an integer factor up to 96 per row, the sum over its choices."""
     return ((1 + (ids + first) % 4) * weights).where(ids >= 0, 0).sum(1, keepdim=True)
 
 
 def draw(model: Model, tokens: int, rank: int, device: torch.device) -> Dispatched:
-    """(rows, ids, weights) of a rank's tokens: bfloat16 has every product with `factors`."""
+    """(rows, ids, weights) of a rank's tokens: values times `factors` are exact in bfloat16."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randint(-1, 3, (tokens, model.hidden_size), generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(model.num_experts, generator=generator)[: model.top_k] for _ in range(tokens)])
@@ -193,7 +193,7 @@ def check(way: Exchange, experts: range, x: torch.Tensor, ids: torch.Tensor, wei
 
 
 def check_products(parallel: pyops.ExpertParallel, model: Model, tokens: int, rank: int) -> None:
-    """AssertionError unless the experts of all ranks make of a rank's tokens what they make on one GPU."""
+    """AssertionError unless expert parallelism gives a rank's tokens the same results as one GPU."""
     _, ids, weights = draw(model, tokens, rank, parallel.device)
     generator = torch.Generator(parallel.device).manual_seed(1)  # the same weights on all ranks
 
@@ -213,7 +213,7 @@ def check_products(parallel: pyops.ExpertParallel, model: Model, tokens: int, ra
 
 
 def measure(model: Model, tokens: int, group: Any, device: torch.device) -> list[float]:
-    """Microseconds: of a dispatch, one of codes, a combine, and both by the kernels; of both by NCCL's ways."""
+    """Microseconds of our kernels: bfloat16 dispatch, fp8 dispatch, combine, both; then of both by NCCL's ways."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = model.num_experts, tokens, model.hidden_size, model.top_k
     parallel = pyops.ExpertParallel(group, device, *sizes)

@@ -4,8 +4,8 @@ python -m benchmarks.experts
 python -m benchmarks.experts mixtral:16 deepseek:1024
 
 A row is model:tokens. Models: mixtral, bfloat16; mixtral_w4, 4 bits in groups of 128 rows, in Marlin's layout;
-mixtral_codes, the same along K, as checkpoints have them; deepseek, fp8 under scales of blocks, as DeepSeek-V3 has it,
-gpt_oss, mxfp4 in Marlin's layout, sizes of gpt-oss-120b, gpt_oss_codes, the same along K, and gpt_oss_bf16, decoded.
+mixtral_codes, the same packed along K, as in checkpoints; deepseek, fp8 with block scales, as in DeepSeek-V3; gpt_oss,
+mxfp4 in Marlin's layout, sizes of gpt-oss-120b; gpt_oss_codes, the same packed along K; gpt_oss_bf16, dequantized.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROWS = (
     *(f"gpt_oss_bf16:{tokens}" for tokens in (1, 64, 4096)),
 )
 _BLOCK = 128
-_MAX_CODE = 240.0  # far from what fp8 cannot hold
-_MEMORY = 4.3e6  # bytes of a microsecond
+_MAX_CODE = 240.0  # well below the largest fp8 value
+_MEMORY = 4.3e6  # bytes per microsecond
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Model:
     """Sizes of a layer of experts.
 
     Attributes:
-        experts, top_k: of the layer, and of a token.
-        hidden, channels: elements of a hidden state, and of an expert's.
-        kind: "fp8", under scales of blocks; "w4", of 4 bits under scales of groups; "mxfp4"; "codes of int4" and "codes
-            of mxfp4", along K; or "bf16".
+        experts, top_k: experts of the layer, experts of a token.
+        hidden, channels: hidden size, intermediate size of an expert.
+        kind: "fp8" with block scales; "w4", 4 bits with group scales; "mxfp4"; "codes of int4" and "codes of mxfp4",
+            packed along K; or "bf16".
         most: mean error of results, as a share of their mean.
     """
 
@@ -74,9 +74,9 @@ MODELS = {
     "gpt_oss_codes": Model(128, 4, 2880, 2880, "codes of mxfp4", 0.01),
     "gpt_oss_bf16": Model(128, 4, 2880, 2880, "bf16", 0.01),
 }
-# What experts in Marlin's layout are: {kind: (number of the type of codes, rows of a group)}.
+# Experts in Marlin's layout: {kind: (number of the quantized type, rows of a group)}
 _MARLIN = {"w4": (pyops.SCALAR_TYPES["uint4b8"].id, _BLOCK), "mxfp4": (pyops.SCALAR_TYPES["float4_e2m1f"].id, 32)}
-# Of codes along K: {kind: (weight_quant_dtype of `fused_experts`, b_type of `grouped_gemm_packed`)}.
+# Weights packed along K: {kind: (weight_quant_dtype of `fused_experts`, b_type of `grouped_gemm_packed`)}.
 _CODES = {"codes of int4": ("int4", "uint4"), "codes of mxfp4": ("mxfp4", "float4_e2m1f")}
 _E8M0_BIAS = 127
 
@@ -119,7 +119,7 @@ def wide(model: Model, weight: Any, scales: Any) -> Any:
     if weight.dtype == torch.int32:
         n, k = scales.shape[1], weight.shape[0] * 16
         kind = _MARLIN["mxfp4" if scales.dtype == torch.uint8 else "w4"][0]
-        a = torch.empty(1, dtype=torch.bfloat16)  # whose dtype counts alone
+        a = torch.empty(1, dtype=torch.bfloat16)  # only its dtype matters
         given: Any = (a, weight, scales, None, None, None, None, kind, n, k, True, False)
         return values(marlin_weight(*given)[0]).float().T
     return weight.float() * scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
@@ -138,7 +138,7 @@ def error(model: Model, out: Any, x: Any, chances: Any, ids: Any, w1: Any, w2: A
 
 
 def measure(model: Model, num_tokens: int, w1: Any, w2: Any) -> str:
-    """Microseconds of a call, beside what memory takes for the weights that it reads."""
+    """Microseconds of a call, and the time that memory needs for the weights that it reads."""
     x = torch.randn(num_tokens, model.hidden, dtype=torch.bfloat16, device="cuda")
     logits = torch.randn(num_tokens, model.experts, device="cuda")
     chances, ids, _ = pyops.fused_topk(x, logits, model.top_k, renormalize=True)

@@ -23,26 +23,26 @@ from pyops._core.kernel import Kernel, Specialisation
 from pyops._core.wrapper import NAMESPACE
 
 _INDEX = 0
-_FUNCTION = 1  # in the place of a loaded function's address
-_ZEROS = 1 << 20  # in the place of the address of zeros
+_FUNCTION = 1  # stands for the address of a loaded function
+_ZEROS = 1 << 20  # stands for the address of zeroed memory
 
 
 def _launch(*_: Any) -> None:
-    """In the place of CuPy's cuLaunchKernel, which returns None on success."""
+    """Replaces CuPy's cuLaunchKernel, which returns None on success."""
 
 
-# In the place of cuLaunchKernelEx: a C function, so that ctypes converts the arguments of a real launch. pthread_equal
+# Replaces cuLaunchKernelEx: a C function, so that ctypes converts the arguments as for a real launch. pthread_equal
 # compares its first two arguments as numbers: here the address of the launch's configuration and the address of the
 # kernel's function. The two addresses differ, so pthread_equal returns 0, which is the driver's status for success.
 _launch_with_attributes = ctypes.CDLL(None).pthread_equal
 
-# Likewise in the place of cuTensorMapReplaceAddress: the address of a map is never that of the tensor.
+# It also replaces cuTensorMapReplaceAddress: the address of a map never equals that of the tensor.
 _replace_address = ctypes.PyDLL(None).pthread_equal
 _replace_address.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
 
 
 def _encode_map(*_: Any) -> int:
-    """In the place of cuTensorMapEncodeTiled."""
+    """Replaces cuTensorMapEncodeTiled."""
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Products with the quantised weights of GGUF files beside vLLM, in turn within one process.
+"""GEMMs with the quantised weights of GGUF files compared with vLLM, alternately within one process.
 
 python -m benchmarks.gguf
 python -m benchmarks.gguf q4_k:1x4096x4096 q6_k:16x4096x4096

@@ -42,7 +42,7 @@ MISSES = (
     "paged_attention_v1",
     "paged_attention_v2",
 )
-_CALLS = 1000  # of a batch
+_CALLS = 1000  # calls of a batch
 _WARM = 25  # pairs of calls before each batch, because the batch before has filled the CPU's caches
 _TIMES = ("ns", "lowest_ns", "other_ns", "lowest_other_ns")
 
@@ -53,7 +53,7 @@ def case_of(op: Op) -> Case:
 
 
 def call_of(case: Case) -> Call:
-    """A call on CPU tensors of the case's shapes. Nothing reads them, so they hold nothing."""
+    """A call on CPU tensors of the case's shapes. They are uninitialised, because nothing reads them."""
     return ours(case.op)(*(_memory(arg) if isinstance(arg, TensorArg) else arg for arg in case.described))
 
 
@@ -69,7 +69,7 @@ def num_pairs(op: Op) -> int:
 def measure_hits(ops: Sequence[Op], batches: int) -> list[dict[str, Any]]:
     """A row for each op: its tensors and launches, and nanoseconds per call, with the same tensors and with others.
 
-    Batches of one op alternate with those of the others, so that a slow moment of the machine strikes all alike.
+    Batches of all ops alternate, so that a slow phase of the machine affects all ops alike.
     """
     cases = [case_of(op) for op in ops]
     calls = [(call_of(case), call_of(case)) for case in cases]
@@ -83,7 +83,7 @@ def measure_hits(ops: Sequence[Op], batches: int) -> list[dict[str, Any]]:
 
 
 def _ns_per_call(first: Call, second: Call) -> float:
-    """Of the two calls in turn."""
+    """Nanoseconds per call, the two calls alternating."""
     for _ in repeat(None, _WARM):
         first()
         second()

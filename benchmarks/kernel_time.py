@@ -1,4 +1,4 @@
-"""GPU time of an op and its rivals on the same tensors. Whoever disagrees with the op's reference has no time."""
+"""GPU time of an op and its rivals on the same tensors. A contender that disagrees with the reference is not timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .timing import Call, Effort, gpu_us, num_sets
 def argument_sets(case: Case, effort: Effort) -> tuple[list[tuple[Any, ...]], list[Call]]:
     """(sets of arguments for calls to rotate over, calls that put back what such calls edit).
 
-    Numbers that are edited over and over, say divided by a penalty, would become numbers that no caller has.
+    Values that calls edit repeatedly, for example by a penalty, would drift away from realistic ones.
     """
     sets = [case.arguments(seed) for seed in range(num_sets(case.nbytes, _l2_bytes(), effort.sets))]
     edited = [arg for args in sets for p, arg in zip(case.op.parameters, args, strict=True) if p.role == "inout"]

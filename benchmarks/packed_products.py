@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.products` whose weights are packed codes, of 4 bits in groups of 128 rows or of 8 bits."""
+"""The rows of `benchmarks.products` with packed weights: 4 bits in groups of 128 rows, or 8 bits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pyops
 
 from .timing import Call
 
-# By marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm of e4m3 codes under scales of columns, cutlass_w4a8_mm,
-# allspark_w8a16_gemm, which vLLM does not compile for Hopper, and marlin_gemm of 4-bit codes and e4m3 activations; then
-# gptq_gemm of 2 and of 3 bits, and with groups in any order, gptq_marlin_24_gemm, marlin_gemm with zero points that are
-# floats, in float16 (HQQ), cutlass_w4a8_mm to float16.
+# The ops, in order: marlin_gemm, awq_gemm, gptq_gemm, marlin_gemm (e4m3 weights, per-column scales), cutlass_w4a8_mm,
+# allspark_w8a16_gemm (which vLLM does not compile for Hopper), marlin_gemm (4-bit weights, e4m3 activations), gptq_gemm
+# (2 bits, 3 bits, act order), gptq_marlin_24_gemm, marlin_gemm (float zero points, float16: HQQ), cutlass_w4a8_mm to
+# float16.
 KINDS = "w4", "awq", "gptq", "w8", "w4a8", "allspark", "w4fp8", "gptq2", "gptq3", "gidx", "sparse", "hqq", "w4a8half"
 ROWS = (
     *(f"w4:{m}x28672x4096" for m in (1, 16, 64, 256, 1024, 4096)),
@@ -26,14 +26,14 @@ ROWS = (
 )
 _GROUP_SIZE = 128
 _KIND, _E4M3, _HQQ = (pyops.SCALAR_TYPES[name].id for name in ("uint4b8", "float8_e4m3fn", "uint4"))
-_MARLIN = {"w4": _KIND, "w8": _E4M3, "w4fp8": _KIND, "hqq": _HQQ}  # the types of the codes
+_MARLIN = {"w4": _KIND, "w8": _E4M3, "w4fp8": _KIND, "hqq": _HQQ}  # quantized types
 _W4A8 = "w4a8", "w4a8half"
-_RAW = {"awq": 4, "gptq": 4, "gptq2": 2, "gptq3": 3, "gidx": 4}  # the bits of codes of AWQ and GPTQ
+_RAW = {"awq": 4, "gptq": 4, "gptq2": 2, "gptq3": 3, "gidx": 4}  # bits of AWQ's and GPTQ's weights
 _Build = Callable[..., Call]
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """(out, a [m, k], codes, scales [groups, n], zero points); of w8 and allspark one group, of w4a8 e4m3 scales."""
+    """(out, a [m, k], quants, scales [groups, n], zero points); w8 and allspark: one group; w4a8: e4m3 scales."""
     dtype = torch.float16 if kind in (*_RAW, "sparse", "hqq", "w4a8half") else torch.bfloat16
     groups = 1 if kind in ("w8", "allspark") else k // _GROUP_SIZE
     tiles = k // 16, 2 * n
@@ -60,7 +60,7 @@ def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
         codes &= 0x77777777  # no NaN
     if kind == "w4fp8":
         a = a.to(torch.float8_e4m3fn)
-    if kind == "sparse":  # the places of the rows that have codes, two of four in order
+    if kind == "sparse":  # 2:4 metadata: the positions of two of four rows, ascending
         places = torch.tensor([0x4, 0x8, 0xC, 0x9, 0xD, 0xE], device="cuda")
         quads = places[torch.randint(0, 6, (k // 32, 2 * n, 4), device="cuda")] << torch.arange(0, 16, 4, device="cuda")
         zeros = quads.sum(2).to(torch.int16)

@@ -1,14 +1,14 @@
-"""Matrix products of language models beside cuBLAS and vLLM, in turn within one process.
+"""GEMMs of language models compared with cuBLAS and vLLM, alternately within one process.
 
 python -m benchmarks.products
 python -m benchmarks.products bf16:16x28672x4096 fp8:256x28672x4096
 
-A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 under scales of rows, fp8 to float16 (half) and fp8 under
-scales of blocks (blocks), by `cutlass_scaled_mm`; weights of 4 bits in groups of 128 rows: w4 by `marlin_gemm`, awq and
-gptq by their ops, w4a8 by `cutlass_w4a8_mm`; w8, e4m3 weights of 16-bit activations, by `marlin_gemm`;
-allspark, weights of 8 bits, by `allspark_w8a16_gemm`; w4fp8, by `marlin_gemm` with e4m3 activations; gptq2 and gptq3,
-of 2 and 3 bits; gidx, whose rows have groups in any order; sparse, two of four rows, by `gptq_marlin_24_gemm`; hqq, by
-`marlin_gemm` with zero points that are floats; w4a8half, w4a8 to float16.
+A row is kind:MxNxK. Kinds: bf16, by `linear`; fp8 and int8 with per-row scales, fp8 to float16 (half) and fp8 with
+block scales (blocks), by `cutlass_scaled_mm`; 4-bit weights in groups of 128 rows: w4 by `marlin_gemm`, awq and gptq by
+their ops, w4a8 by `cutlass_w4a8_mm`; w8, e4m3 weights with 16-bit activations, by `marlin_gemm`; allspark, 8-bit
+weights, by `allspark_w8a16_gemm`; w4fp8, by `marlin_gemm` with e4m3 activations; gptq2 and gptq3, 2 and 3 bits; gidx,
+GPTQ with act order; sparse, 2:4 weights, by `gptq_marlin_24_gemm`; hqq, by `marlin_gemm` with float zero points;
+w4a8half, w4a8 to float16.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ROWS = (
     *("int8:16x28672x4096", "int8:4096x28672x4096"),
     *packed_products.ROWS,
 )
-_BLOCK = 128  # elements of K, and rows of the weight, under one scale
+_BLOCK = 128  # side of a scale block, along K and N
 _COLD = 200 << 20  # bytes of operands that calls rotate over, several times the L2 cache
 _TURNS = 3
 
 
 def operands(kind: str, m: int, n: int, k: int) -> tuple[Any, ...]:
-    """(out, a [m, k], b [k, n], a_scales, b_scales) of the op; bf16 has no scales. Or those of `packed_products`."""
+    """(out, a [m, k], b [k, n], a_scales, b_scales), no scales for bf16; or `packed_products.operands`."""
     if kind in packed_products.KINDS:
         return packed_products.operands(kind, m, n, k)
     out = torch.empty(m, n, dtype=torch.float16 if kind == "half" else torch.bfloat16, device="cuda")
@@ -91,7 +91,7 @@ def contenders(kind: str) -> dict[str, Callable[..., Call]]:
 
 
 def load_vllm() -> None:
-    """torch.ops has vLLM's ops, where its libraries are."""
+    """Load vLLM's libraries, if they are installed, so that torch.ops has its ops."""
     for path in filter(None, libraries().split(os.pathsep)):
         torch.ops.load_library(path)
 
@@ -109,7 +109,7 @@ def measure(row: str) -> dict[str, float]:
 def in_turn(
     row: str, contenders: dict[str, Callable[..., Call]], operands: Callable[[], tuple[Any, ...]], nbytes: int
 ) -> dict[str, float]:
-    """What `measure` returns, of these contenders and operands of so many bytes."""
+    """What `measure` returns, for these contenders and operands of `nbytes`."""
     sets = [operands() for _ in range(max(2, -(-_COLD // nbytes)))]
     times: dict[str, list[float]] = {}
     for turn in range(_TURNS):

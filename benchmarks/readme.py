@@ -1,6 +1,6 @@
-"""The README's figures, from the saved JSON files: vLLM's engine, and the ops, of which a plot is made.
+"""The README's figures, from the saved JSON files: vLLM's engine, and a plot of the ops.
 
-The plot is an SVG for light pages and one for dark pages, beside the JSON files.
+The plot is an SVG for light pages and one for dark pages, next to the JSON files.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ THEMES = {
 # The plot, in pixels. The ratio of times goes from left to right, on a logarithmic axis.
 _WIDTH, _LEFT, _RIGHT, _TOP = 840, 172, 24, 84
 _RADIUS = 2.8
-_LOW, _HIGH = 0.7, 100.0  # beyond them a dot lies on the edge
+_LOW, _HIGH = 0.7, 100.0  # dots beyond them are drawn at the edge
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
 _FONT = "-apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 
 def update(folder: Path) -> None:
-    """Write the plots of the JSON files in `folder` beside them, and what they say into the README."""
+    """Write the plots of the JSON files in `folder` next to them, and their figures into the README."""
     results = read(folder)
     for theme in THEMES:
         (folder / f"speed-{theme}.svg").write_text(plot(results, theme))
@@ -163,12 +163,12 @@ def _x(ratio: float) -> float:
 
 
 def _swarm(places: Sequence[float]) -> Iterator[float]:
-    """For dots at these ascending places, an offset across each that keeps it clear of the dots before."""
+    """Vertical offsets of dots at these ascending x, so that no dot overlaps an earlier one."""
     placed: list[tuple[float, float]] = []
     apart = 2 * _RADIUS + 0.4
     for x in places:
         near = [(x - other, across) for other, across in placed if x - other < apart]
-        # Beside each near dot there are two places where the new one just touches it; the middle is tried first.
+        # Next to each near dot the new one just touches it at two offsets; the middle is tried first.
         tried = [0.0]
         for distance, across in near:
             step = math.sqrt(apart**2 - distance**2)

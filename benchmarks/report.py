@@ -36,7 +36,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def best_rival(row: Row) -> tuple[str, Spread] | None:
-    """(name, time) of the fastest contender besides pyops."""
+    """(name, time) of the fastest contender other than pyops."""
     rivals = {name: Spread(*one["us"]) for name, one in row["times"].items() if name != OURS}
     return min(rivals.items(), key=lambda item: item[1].median) if rivals else None
 
@@ -262,7 +262,7 @@ def _answer(value: bool | str | None) -> str:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write `path` (JSON), the tables and the plot beside it.
+    """Write `path` (JSON), and the tables and the plot next to it.
 
     Sections of an earlier result stay if this result lacks them and has the same environment and method.
     """
@@ -276,7 +276,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def render_file(path: Path) -> None:
-    """Write the tables and the plot of a result beside it."""
+    """Write the tables and the plot of a result next to it."""
     result = json.loads(path.read_text())
     path.with_suffix(".md").write_text(render(result))
     if result.get("gpu", {}).get("rows"):
@@ -284,7 +284,7 @@ def render_file(path: Path) -> None:
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars of pyops beside its best rival: a column of panels per number of tokens, a row per dtype and other axes.
+    """Bars of pyops and its best rival: a column of panels per number of tokens, a row per dtype and other axes.
 
     Panels of few tokens show microseconds, because latency limits there. Panels of many tokens show the fraction of the
     streaming bandwidth.

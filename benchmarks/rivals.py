@@ -67,13 +67,13 @@ def _reference(op: Op) -> Builder:
 def _compile(op: Op) -> Builder:
     # Dynamo cannot trace through the proxy that imports torch on demand.
     op.reference.__globals__["torch"] = torch
-    # Past its limit of recompilations Dynamo would silently run the reference uncompiled, so every shape begins anew.
+    # Past its limit of recompilations Dynamo would silently run the reference uncompiled, so every shape resets it.
     torch._dynamo.reset()
     return _with_all(op, torch.compile(op.reference, dynamic=False, fullgraph=True))
 
 
 def _named(op: Op, table: dict[str, Callable[[Any], Call]]) -> Builder:
-    """The builder that `table` has for the op.
+    """The builder for the op in `table`.
 
     An entry of the table gets a namespace of the arguments, where `out` is the first written tensor.
     """
@@ -142,7 +142,7 @@ def _sdpa(a: Any) -> Call:
 
 
 def _conv1d(a: Any) -> Call:
-    """torch's convolution of each sequence, behind its state, which was copied beforehand."""
+    """torch's convolution of each sequence after its state; the two were concatenated beforehand."""
     if not a.channel_last or a.initial_state_idx is not None:
         raise Unavailable("convolves rows of tokens without blocks here")
     pieces, slots = [], []
@@ -237,7 +237,7 @@ def _vllm(op: Op) -> Builder:
 
 
 def _fitted(function: Callable[..., Any], schema: Sequence[Any], *args: Any) -> Call:
-    """A call with as many of `args` as the schema has, and None for what it has besides and gives no default."""
+    """A call with the `args` that the schema takes, and None for its further arguments without a default."""
     more = [None for argument in schema[len(args) :] if not argument.has_default_value()]
     return partial(function, *args[: len(schema)], *more)
 

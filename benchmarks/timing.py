@@ -18,7 +18,7 @@ from pyops._core import source
 Call = Callable[[], Any]
 
 _MIN_CALLS = 40
-_SLOW_US = 1000.0  # of a call: from here on, fewer than _MIN_CALLS calls to a graph are enough
+_SLOW_US = 1000.0  # calls that take longer may have fewer than _MIN_CALLS in a graph
 _MAX_BYTES = 4 << 30
 
 
@@ -71,11 +71,11 @@ def num_calls(sets: int, us: float) -> int:
 
 
 def gpu_us(calls: Sequence[Call], effort: Effort, renew: Sequence[Call] = ()) -> Spread:
-    """Microseconds of GPU time per call, the calls taken in turn. `renew` puts back what they edit, off the clock."""
+    """Microseconds of GPU time per call, calls in rotation. `renew` restores, untimed, the tensors that they edit."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # to compile, plan and fill the memory pool, none of which a capture allows
+        for call in calls:  # a capture allows no compiling, planning or growing of the memory pool
             call()
         count = num_calls(len(calls), _eager_us(calls))
         graph = _capture(islice(cycle(calls), count))
@@ -110,7 +110,7 @@ def _capture(calls: Iterable[Call]) -> Any:
         for call in calls:
             call()
     except BaseException:
-        with suppress(RuntimeError):  # which would hide the exception that ended the capture
+        with suppress(RuntimeError):  # this error would hide the one that ended the capture
             graph.capture_end()
         raise
     graph.capture_end()
@@ -143,7 +143,7 @@ def host_us(
     return spread([run() for _ in range(runs)])
 
 
-# What the device can do at most: kernels that only launch, or only copy.
+# The limits of the device: kernels that only launch, or only copy.
 
 FLOOR_SOURCE = source.inline(
     "floor.cu",

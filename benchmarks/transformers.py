@@ -20,7 +20,7 @@ from pyops.integrations.transformers.cache import CACHE
 
 from .decode import SIZES
 
-# A model that a machine without a GPU runs in seconds. Such times say nothing of kernels: the references run.
+# A model that a machine without a GPU runs in seconds. Its times do not measure kernels: the references run.
 SMALL = SIZES | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _STEPS = {"cuda": (8, 64), "cpu": (1, 3)}  # (steps to warm up, timed steps)
@@ -36,7 +36,7 @@ def model_of(device: str, family: str) -> Any:
 
 
 def prepared(model: Any, cache: Any, batch: int, context: int, compiled: bool) -> Callable[[], Any]:
-    """A decode step of `batch` texts. Every step adds a token; after the last step a text has `context` tokens."""
+    """A decode step of `batch` sequences. Each step adds a token; after the last one they have `context` tokens."""
     count = context - sum(_STEPS[model.device.type])
     tokens = torch.randint(0, 100, (batch, count), device=model.device)
     with torch.no_grad():

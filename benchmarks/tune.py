@@ -39,7 +39,7 @@ _SCALARS = (bool, int, str)  # what a table can hold
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan chose by, and what `choose` returned."""
+    """The problem and device that a plan passed to `choose`, and the Config that it returned."""
 
     problem: Any
     device: Any
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Timed:
-    """A Config and its time, or why it has none."""
+    """A Config and its time, or the reason why it was not timed."""
 
     config: Config
     us: Spread | None
@@ -63,7 +63,7 @@ class Timed:
 class Tuned:
     """What came of one problem: every Config that was tried, fastest first, and the verdict on the fastest.
 
-    `best` is the choice itself unless another Config was clearly faster when the two were timed again in turn.
+    `best` is the choice itself unless another Config was clearly faster when the two were timed again alternately.
     """
 
     choice: Choice
@@ -91,7 +91,7 @@ def choices(tuning: Any, op: str) -> Iterator[list[Choice]]:
 def search(
     first: Config, beside: Callable[[Config], Sequence[Config]], measure: Callable[[Config], Timed], rounds: int
 ) -> list[Timed]:
-    """Every Config that was timed, fastest first. Each round tries those beside the fastest one so far."""
+    """Every Config that was timed, fastest first. Each round tries the candidates of the fastest one so far."""
     timed = {first: measure(first)}
     for _ in range(rounds):
         best = min(timed.values(), key=lambda one: one.median)
@@ -129,7 +129,7 @@ def tune(op: Op, tuning: Any, check: Callable[[], None], time_us: Callable[[], S
 
     try:
         tried = search(choice.config, lambda config: config.candidates(choice.problem, choice.device), measure, rounds)
-        # The least of many times is low by luck, too: only a second look says whether it is the faster one.
+        # The minimum of many times is biased low, so only a second measurement decides.
         choice_us, best_us = time_with(choice.config), time_with(tried[0].config)
     finally:
         op.forget()

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", choices=MODELS)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile")
-    parser.add_argument("--run", metavar="FILE", help=argparse.SUPPRESS)  # of one process: where results go
+    parser.add_argument("--run", metavar="FILE", help=argparse.SUPPRESS)  # run in this process, results to FILE
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--chunk", type=int, default=512, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _in_process(model: str, args: argparse.Namespace, backend: str | None, chunk: int) -> dict[str, Any]:
-    """What `_run` returns, in a process of its own; no backend is asked for where it is None."""
+    """What `_run` returns, in a process of its own. With `backend` None vLLM chooses."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.vllm_attention", model, "--run", str(file), "--chunk", str(chunk)]
@@ -111,7 +111,7 @@ def _in_process(model: str, args: argparse.Namespace, backend: str | None, chunk
 
 
 def _differences(left: dict[str, Any], right: dict[str, Any]) -> list[float]:
-    """Of the logprobs of all prompt tokens, and of new tokens as long as both chose the same ones."""
+    """Differences of the logprobs of all prompt tokens, and of new tokens until the two runs choose different ones."""
     found = [abs(a - b) for a, b in zip(left["prompts"], right["prompts"], strict=True)]
     for own, other in zip(left["new"], right["new"], strict=True):
         for (token, a), (other_token, b) in zip(own, other, strict=True):
@@ -168,7 +168,7 @@ def _times(llm: Any) -> dict[str, float]:
 
 
 def _generate_ms(llm: Any, shape: tuple[int, int], max_tokens: int) -> float:
-    """The least of several runs: so many prompts of so many tokens, and max_tokens new ones of each."""
+    """The fastest of several runs with `shape` (prompts, tokens of a prompt) and `max_tokens` new tokens for each."""
     from vllm import SamplingParams
 
     asked, prompts = SamplingParams(max_tokens=max_tokens, ignore_eos=True), _prompts((shape[1],) * shape[0])
@@ -192,7 +192,7 @@ _seeds = count()
 
 
 def _draw_weights(layer: Any, _: Any) -> None:
-    """Parameters of a layer of its own, in the place of vLLM's tiny ones, of which all attention would be even."""
+    """Replace vLLM's dummy weights of a layer: they are so small that attention would be uniform."""
     import torch
 
     for name, weight in layer.named_parameters(recurse=False):

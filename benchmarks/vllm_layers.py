@@ -1,12 +1,12 @@
-"""Layers of vLLM with this library's kernels beside those that vLLM has for them, on a GPU with vLLM 0.22.
+"""Layers of vLLM with this library's kernels and with vLLM's own, on a GPU with vLLM 0.22.
 
 python -m benchmarks.vllm_layers
 python -m benchmarks.vllm_layers w4a16:16x28672x4096 sampler:256x128256:kp
 
-A linear layer is kind:MxNxK, a kind being a case of `pyops/integrations/vllm/parts/linear.py`. Its time is that of
-quantising the rows and of the product, in CUDA graphs over more than 200 MB of weights. A sampler is
+A linear layer is kind:MxNxK, a kind being a case of `pyops/integrations/vllm/parts/linear.py`. Its time includes
+quantising the rows and the GEMM, in CUDA graphs over more than 200 MB of weights. A sampler is
 sampler:ROWSxVOCABULARY:LETTERS, of bfloat16 logits: k and p are top-k and top-p, g makes every second request greedy,
-l asks for logprobs. It runs as in vLLM, without a graph: its time is that of one of many calls, the host's included.
+l asks for logprobs. It runs as in vLLM, without a graph: its time is per call of many, host time included.
 
 VLLM_USE_FLASHINFER_SAMPLER=0 has vLLM sample without FlashInfer.
 """
@@ -46,7 +46,7 @@ Build = Callable[..., Call]
 
 @contextmanager
 def one_gpu() -> Iterator[None]:
-    """vLLM's configuration, as far as layers ask for it."""
+    """The part of vLLM's configuration that layers read."""
     import vllm.model_executor.parameter as parameter
     from vllm.config import VllmConfig, set_current_vllm_config
 

@@ -78,7 +78,7 @@ def compiled(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> dict[str, 
 
 
 def drawn(op: Op, case: Axes) -> dict[str, st.SearchStrategy[Any]]:
-    """The axes of `op` that do not compile into its kernels, each with its strategy, beside those of `case`."""
+    """The axes of `op` that do not compile into its kernels, each with its strategy, and those of `case`."""
     assert op.example is not None, f"{op.name} has no example"
     strategies = DRAWN if case.get("hidden_size", _LONG) < _LONG else DRAWN | _FEWER
     return {axis: strategies[axis] for axis in inspect.signature(op.example).parameters if axis in DRAWN}

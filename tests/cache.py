@@ -20,7 +20,7 @@ CODES = pytest.mark.parametrize(("kind", "code"), [*KINDS.items(), ("fp8", FNUZ)
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 HOSTILE = (-1, -2, -(2**31), -(2**63), INT32_MAX, INT64_MAX, INT64_MAX - 15, 2**62)
 packed = import_module("pyops.ops.cache.reshape_and_cache")  # the package has the op under this name
-# What returns a tensor is tested apart.
+# Ops that return a tensor are tested separately.
 FAMILY = [
     name
     for name, op in pyops.registry.items()

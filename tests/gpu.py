@@ -121,7 +121,7 @@ def owed(page: str) -> list[tuple[str, str, str]]:
 
 
 def with_this_python(command: str) -> str:
-    """The command with this interpreter in the place of ``python``, behind assignments of variables."""
+    """The command with this interpreter instead of ``python``, after assignments of variables."""
     return re.sub(
         r"^((?:\w+=\S+ )*)python3?(?= )", lambda match: match[1] + shlex.quote(sys.executable), command.strip()
     )

@@ -205,7 +205,7 @@ def reference(case: str) -> Any:
 
 @cache
 def text(case: str, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What transformers' model writes, greedily, behind the prompt."""
+    """What transformers' model writes, greedily, after the prompt."""
     written = reference(case).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
     return written[0, len(prompt) :].tolist()
 
@@ -230,7 +230,7 @@ def folders(
 
 
 def teacher_forced(runner: Runner, prompt: Sequence[int], following: Sequence[int]) -> torch.Tensor:
-    """Logits behind the prompt, by prefill, and behind each token that follows, by decode steps."""
+    """Logits after the prompt, by prefill, and after each token that follows, by decode steps."""
     blocks = list(range(-(-(len(prompt) + len(following)) // runner.block_size)))[::-1]
     found = [runner.run([Part(prompt, 0, blocks)])]
     for i, token in enumerate(following):

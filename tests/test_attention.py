@@ -112,7 +112,7 @@ LENGTHS = [0, 1, 15, 16, 17, 100]
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_is_attention(on: str, dtype: torch.dtype, packed: bool) -> None:
-    """Lengths of 0, of 1, and ending in a block, whose other slots hold NaN."""
+    """Lengths of 0, of 1, and ending inside a block; the other slots of the block hold NaN."""
     _assert_is_attention(paged_call(LENGTHS, dtype=dtype, packed=packed, on=on))
 
 
@@ -182,7 +182,7 @@ def test_misaligned(on: str) -> None:
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("max_groups", [0, 8, 1])
 def test_many_splits(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that many blocks share, beside short ones: parts of unequal length, and parts without a token.
+    """A sequence that many blocks share, and short ones: parts of unequal length, and parts without a token.
 
     The last of the blocks joins them, or several groups of threads of another kernel, or one group. All but several
     groups take one batch of splits after another: a later batch has a larger logit.
@@ -434,7 +434,7 @@ def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch
     call.pop("plain")
     V1.wrapper(**call)
     call["block_tables"][1, 1] = 77
-    call["block_tables"][0, 2] = 77  # behind the sequence
+    call["block_tables"][0, 2] = 77  # after the sequence
     with pytest.raises(
         pyops.OpError, match=r"block_tables: 1 of 6 indices are out of range, the first at \(1, 1\): 77"
     ):
@@ -512,14 +512,14 @@ def test_extras_of_partitions(on: str, name: str, window: int) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
-    """Each partition's own results, too, and nothing beside them."""
+    """Each partition's own results, too, and nothing else."""
     for longest, options in ((1100, False), (200, True)):
         call = example(V2, num_tokens=2, max_seq_len=longest, kv_cache_dtype=kind, packed=packed, options=options)
         V2.applied(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
 
 
 def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
-    """Only sequences of one query token are served, at their row; rows behind the last are left alone."""
+    """Only sequences of one query token are served, at their row; rows after the last are left alone."""
     op = pyops.registry["paged_attention_rocm"]
     call = paged_call([20, 30, 300, 5], head_size=64, dtype=torch.float16, on=on)
     plain = call.pop("plain")

@@ -116,7 +116,7 @@ def test_prompts_on_matrix_cores(arch: str, head_size: int, cache: str, expected
         return
     found = tuning.last[VARLEN.name]
     assert (found.num_warps, found.row_tiles, found.step_tokens) == expected
-    assert launch.shared <= on.shared_memory - 2176  # which a block has beside it, at most
+    assert launch.shared <= on.shared_memory - 2176  # the rest is for static shared memory
 
 
 @pytest.mark.parametrize(("num_seqs", "max_tokens", "expected"), CHOICES)
@@ -143,7 +143,7 @@ def test_decode(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> No
     ],
 )
 def test_decode_of_other_models(axes: dict[str, Any], heads: int, tiles: int, min_blocks: int) -> None:
-    """As many bytes in flight as registers have room for."""
+    """The bytes in flight fill the available registers."""
     found = chosen(V1, num_tokens=64, **MODEL | axes)
     assert (found.heads_per_block, found.tiles_per_step, found.min_blocks) == (heads, tiles, min_blocks)
 
@@ -159,7 +159,7 @@ def test_keys_and_values_take_turns_where_they_would_spill() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
 def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
-    """On the portable kernel: a warp's sums of 16 such heads would be all registers of a lane."""
+    """The portable kernel: a warp's accumulators of 16 such heads would take all registers of a lane."""
     op = pyops.registry[name]
     launches = op.launches(*example_of(op, device.model(arch), head_size=512))
     one = launches[0].specialisation

@@ -29,15 +29,15 @@ from tests.test_nvrtc import MISSING
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 BITS = 2.0**-8  # what rounding to bfloat16 changes a result by, at most
-# Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
+# Query tokens and lengths next to tiles of 64 rows and 128 keys; one key in a tile of its own.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 _CONFIGS = {64: E4m3Config(128, 3), 128: E4m3Config(128, 2), 256: E4m3Config(64, 2)}
 
 
 @pytest.fixture(params=KERNELS)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both. The host has few
-    multiprocessors, so that a block has several items of work."""
+    """The host backend and, on Hopper, the GPU, each by its name. The host has few SMs, so that a block has several
+    work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -101,7 +101,7 @@ def _truths(call: dict[str, Any]) -> Any:
     [(128, 16, False, 0), (256, 8, True, 100), *few([(64, 64, True, 100), (128, 256, True, 150)], 0)],
 )
 def test_exact_sums(on: str, head_size: int, block_size: int, has_lse: bool, window: int) -> None:
-    """Weights and values of which all sums are exact."""
+    """Weights and values with exact sums."""
     call = _call(COUNTS, LENGTHS, head_size=head_size, block_size=block_size, on=on) | {"sliding_window": window}
     call = _in_powers_of_two(call)
     call["lse"] = torch.zeros(4, 195, device=on) if has_lse else None

@@ -35,14 +35,14 @@ from tests.test_nvrtc import MISSING
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 NAME = "paged_attention_varlen"
-# Query tokens and lengths beside tiles of 64 rows and 128 keys; one key in a tile of its own.
+# Query tokens and lengths next to multiples of the tile, 64 rows and 128 keys; one key in a tile of its own.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 
 
 @pytest.fixture(params=KERNELS)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host and, where it is a Hopper, the GPU: each by its name, with kernels on both. The host has few
-    multiprocessors, so that a block has several items of work."""
+    """The host backend and, on Hopper, the GPU, each by its name. The host has few SMs, so that a block has several
+    work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -82,7 +82,7 @@ def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("block_size", "head_size", "has_lse"), [(16, 64, False), (64, 128, True)])
 def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
-    """With sums of probabilities by products, which a log-sum-exp does without."""
+    """Row sums on the tensor cores, which are not used when a log-sum-exp is returned."""
     call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
     _varlen(PrefillSm90Config(128, 2), SCHEDULES, has_lse=has_lse, **call)
 
@@ -208,8 +208,8 @@ def test_fp8_caches(on: str, one: PrefillSm90Config, head_size: int, block_size:
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
 def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
-    """Rows that float16 has no room for, large and small, beside others, whose logits decide; rows of zeros; parts of a
-    row that count for nothing beside others."""
+    """Rows outside the range of float16, large and small, next to rows with decisive logits; rows of zeros; parts of a
+    row that are negligible compared with others."""
     call = varlen_call([70, 3], [70, 200], dtype=torch.bfloat16, on=on)
     call["plain"] = [[x.to(FP8).double() for x in pair] for pair in call["plain"]]
     call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
@@ -357,7 +357,7 @@ def test_hostile_indices(on: str, block_size: int) -> None:
 
 
 def test_slices(on: str) -> None:
-    """Queries inside a fused QKV, caches inside one buffer, indices of 64 bits and apart, heads that lie apart."""
+    """Queries inside a fused QKV, caches inside one buffer, strided 64-bit indices, heads with a stride."""
     call = varlen_call([70, 7], [80, 7], dtype=torch.bfloat16, on=on)
     fused = torch.full((77, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
     fused[:, :4] = call["query"]
@@ -432,12 +432,12 @@ def test_choice() -> None:
                 found = launch(served, one)[0]
                 assert found.shared + prefill_sm90._STATIC_BYTES <= HOPPER.shared_memory
                 assert found.specialisation.constants["STAGES"] >= 2
-    # Splits where items of work are fewer than multiprocessors: 8 of 16 tokens and a key-value head.
+    # Splits where there are fewer work items than SMs: 8 items of 16 tokens and one key-value head.
     assert choose(_problem(64, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=8)
     assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
-    # Of 70 sequences, whose single tokens decode attention takes, none may be left; numbers without work cost, too.
+    # Decode attention takes all of the 70 sequences of one token; work items without work cost time, too.
     assert choose(_problem(70, 128, num_seqs=70), HOPPER) == PrefillSm90Config(128, 2)
     for problem in (
         _problem(0, 128),
@@ -451,7 +451,7 @@ def test_choice() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
-    # Boxes of whole heads, where heads have whole panels and lie whole panels apart.
+    # Boxes of whole heads, where head size and head stride are multiples of a panel.
     for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
         problem = _problem(4096, head_size, heads_apart=apart)
         assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole
@@ -603,7 +603,7 @@ def test_mla_codes(
     ],
 )
 def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
-    """As many splits as multiprocessors, for one long sequence too, unless there are blocks enough."""
+    """About one split per SM, for one long sequence too, unless there are enough blocks without splits."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")

@@ -54,7 +54,7 @@ def test_decode(used: set[str], axes: dict[str, Any]) -> None:
 
 
 def test_ragged(used: set[str]) -> None:
-    """Heads whose last products have 8 elements and 8 zeros."""
+    """Head sizes that fill half of the last MMA's K: 8 elements and 8 zeros."""
     RAGGED.forget()
     names = [parameter.name for parameter in RAGGED.parameters]
     call = dict(zip(names, example(RAGGED, num_tokens=80, head_size=72, causal=False), strict=True))

@@ -165,7 +165,7 @@ def test_any_page_size(page_size: int, device: str, monkeypatch: pytest.MonkeyPa
 def test_any_lengths(
     lengths: list[int], kind: torch.dtype | None, num_kv_splits: int, scale: float, seed: int, device: str
 ) -> None:
-    """Also with logits that lie far apart, so that the largest so far changes."""
+    """Also with logits that differ widely, so that the running row max changes."""
     call = _call(lengths, kind=kind, num_kv_splits=num_kv_splits, seed=seed, device=device)
     _assert_is_attention(call | {"scale": scale})
 
@@ -296,7 +296,7 @@ def test_reads_entries_of_656_bytes_as_they_are_gathered(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_slices(device: str) -> None:
-    """Queries inside one tensor, gaps between pages and slots, indices of 64 bits and apart, some heads of a result."""
+    """Queries inside one tensor, gaps between pages and slots, strided 64-bit indices, some heads of a result."""
     call = _call([100, 7], dtype=torch.float16, device=device)
     whole = torch.cat((call["q_nope"], call["q_pe"], call["q_pe"].new_full((2, 5, 8), torch.nan)), -1)
     cache = call["kv_c_and_k_pe_cache"]
@@ -383,7 +383,7 @@ def test_indices_out_of_range_are_named(device: str, monkeypatch: pytest.MonkeyP
     call.pop("plain")
     MLA.wrapper(**call)
     call["page_table"][1, 1] = 77
-    call["page_table"][0, 2] = 77  # behind the sequence
+    call["page_table"][0, 2] = 77  # after the sequence
     with pytest.raises(pyops.OpError, match=r"page_table: 1 of 6 indices are out of range, the first at \(1, 1\): 77"):
         MLA.wrapper(**call)
     call["page_table"][1, 1] = call["page_table"][0, 2] = 0

@@ -81,7 +81,7 @@ def test_merge_with_nothing(infinity: float, device: str) -> None:
 @pytest.mark.parametrize("other", [0.5, torch.inf, -torch.inf])
 @pytest.mark.parametrize("in_prefix", [True, False])
 def test_merge_keeps_nan(in_prefix: bool, other: float, device: str) -> None:
-    """An lse that is NaN makes the row NaN, also beside a part that holds nothing."""
+    """An lse that is NaN makes the row NaN, also next to a part that holds nothing."""
     prefix, prefix_lse, suffix, suffix_lse = _parts(2, 1, 16, torch.float32, device)
     (prefix_lse if in_prefix else suffix_lse)[0, 0] = torch.nan
     (suffix_lse if in_prefix else prefix_lse)[0, 0] = other
@@ -107,7 +107,7 @@ def test_merge_where_one_part_outweighs_the_other(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("heads", "size"), [(3, 40), (2, 576), (1, 1), (5, 2500)])
 def test_merge_of_any_layout(heads: int, size: int, device: str) -> None:
-    """Every tensor has strides of its own: heads padded, tokens apart, heads before tokens, rows of lse apart."""
+    """Every tensor has strides of its own: padded heads, strided tokens, heads before tokens, strided rows of lse."""
     inputs = _parts(5, heads, size, torch.bfloat16, device)
     expected, expected_lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
     pyops.merge_attn_states(expected, *inputs, expected_lse)
@@ -260,7 +260,7 @@ def test_rows_by_definition(sizes: tuple[int, int], causal: bool, device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_by_hand(device: str) -> None:
-    """Causal, blocks of 4: the diagonal, and one 9 keys back; verticals in, between and behind their ranges."""
+    """Causal, blocks of 4: the diagonal, and one 9 keys back; verticals in, between and after their ranges."""
     inputs = ([8], [16], [[[0, 3, 5, 8, 15]]], [[[9, 0]]])
     tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in inputs]
     # Row 0 ends at key 12: keys -1 to 3, which are 0 to 4, and 8 to 12. Row 1 at key 16: keys 3 to 7 and 12 to 16.

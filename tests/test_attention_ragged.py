@@ -40,8 +40,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=KERNELS)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host and, where it is a Hopper, the GPU. The host has few multiprocessors, so that a block has several items
-    of work."""
+    """The host backend and, on Hopper, the GPU. The host has few SMs, so that a block has several work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -274,7 +273,7 @@ def test_geometries(
 
 
 def test_options_by_wgmma(hopper: str) -> None:
-    """A window that begins in a tile, behind rows of NaN of another sequence; every option of the logits."""
+    """A window that begins in a tile, after rows of NaN of another sequence; every option of the logits."""
     one, slopes = PrefillSm90Config(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=hopper)
     call = _call([65, 130, 3], [190, 130, 3], on=hopper)
     _by_wgmma(one, **call | {"sliding_window": 40})

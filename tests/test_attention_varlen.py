@@ -249,7 +249,7 @@ def test_holes(packed: bool) -> None:
 
 
 def test_slices(on: str) -> None:
-    """Queries inside a fused QKV, caches inside one buffer, lengths of 64 bits and apart."""
+    """Queries inside a fused QKV, caches inside one buffer, strided 64-bit lengths."""
     call = _call([30, 7], [40, 7], dtype=torch.bfloat16, on=on)
     fused = torch.full((37, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
     fused[:, :4] = call["query"]
@@ -263,6 +263,6 @@ def test_slices(on: str) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("count", [64, 65, 128, 129])
 def test_prompts_that_end_at_the_edge_of_a_tile(on: str, count: int, packed: bool) -> None:
-    """The last tile of keys is full, or holds a single token, whose weight is far from zero."""
+    """The last tile of keys is full, or holds a single token with a weight far from zero."""
     _assert_is_attention(_call([count], [count], dtype=torch.bfloat16, packed=packed, on=on))
     _assert_is_attention(_call([count, 3], [count, count], (2, 2), dtype=torch.float16, packed=packed, on=on))

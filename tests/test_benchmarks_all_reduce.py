@@ -115,7 +115,7 @@ class _Device:
 
 
 def test_the_ways_of_gpus_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs are registered behind the capture and before the first replay, and 400 calls are timed."""
+    """Inputs are registered after the capture and before the first replay, and 400 calls are timed."""
     device = _Device(monkeypatch)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -26,7 +26,7 @@ from tests.calls import DEVICES, example, refusal
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize(("rope_size", "latent_size"), [(64, 512), (20, 36), (6, 5)])
 def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torch.dtype, where: str) -> None:
-    """Angles and turns from float64, within three roundings; the cache holds what was turned, to the bit."""
+    """Angles and rotations from float64, within three roundings; the cache holds the rotated keys, to the bit."""
     n, num_heads = 9, 3
     both = make(n, rope_size + latent_size, dtype=dtype, where=where)
     k_pe, kv_c = both[:, :rope_size], both[:, rope_size:]
@@ -58,7 +58,7 @@ def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torc
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_rope_fused_of_padded_tokens_by_a_float32_table(is_neox: bool, where: str) -> None:
-    """Tokens behind the last slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
+    """Tokens after the last slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
     args = [
         torch.arange(7, device=where),
         *(make(*shape, dtype=torch.bfloat16, where=where) for shape in ((7, 2, 16), (7, 16), (7, 24))),
@@ -112,7 +112,7 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
 )
 @pytest.mark.parametrize("more", [20, -20])
 def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> None:
-    """What the last block has beside the last row is not written, though lengths and owners go on.
+    """The slots of the last block after the last row are not written, though lengths and owners go on.
 
     Nor are rows of no sequence.
     """
@@ -171,12 +171,12 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
     ],
 )
 def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.CacheConfig) -> None:
-    """Few tokens: small blocks. Some: one vector to a thread. Many: four. On 132 multiprocessors."""
+    """On 132 SMs: few tokens take small blocks; more, one vector per thread; many, four vectors per thread."""
     assert _geometry.choose(_geometry.CacheProblem(num_tokens, token_vecs, float32), device.model()) == config
 
 
 def test_geometry_of_early_blocks() -> None:
-    """Smaller blocks, where there are more than those that look up early: four on each of 132 multiprocessors."""
+    """Smaller blocks, where there are more than those that look up early: four on each of 132 SMs."""
     few, many = (_geometry.CacheProblem(num_tokens, 72, float32, early=True) for num_tokens in (2115, 2116))
     assert _geometry.choose(many, device.model()) == _geometry.CacheConfig(tokens=4, batch=2, num_threads=160)
     assert _geometry.choose(few, device.model()) == _geometry.CacheConfig(tokens=3, batch=1, num_threads=256)

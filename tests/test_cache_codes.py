@@ -34,7 +34,7 @@ def test_codes_of_every_value(dtype: torch.dtype, kind: str, code: torch.dtype, 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.7e-3, 2.0**-100])
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, FNUZ])
 def test_codes_of_float32(code: torch.dtype, scale: float, where: str) -> None:
-    """Quotients beside every tie between two codes: a division that is off in the last place would show."""
+    """Quotients next to every tie between two fp8 values: a division that is off by one ulp would show."""
     codes = torch.arange(0x7E if code != FNUZ else 0x80, dtype=torch.uint8).view(code).double()
     ties = ((codes[1:] + codes[:-1]) / 2 * float(numpy.float32(scale))).float()
     around = torch.stack([ties, *(torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 1e38))]).to(where)
@@ -208,7 +208,7 @@ def test_indexer_block(head_size: int, group: int, dtype: torch.dtype, where: st
                 assert torch.equal(of_keys.reshape(4, -1)[offset], torch.cat(right))
         keys = torch.zeros(12, head_size, dtype=torch.uint8, device=where)
         kept = torch.zeros(12, 4 * groups, dtype=torch.uint8, device=where)
-        # The entries of a sequence lie apart.
+        # The tokens of a sequence are not consecutive in the cache.
         table, lens = ints([[2, 1], [0, 9]], torch.int32, where).T, ints([0, 8, 12], torch.int32, where)
         pyops.cp_gather_indexer_k_quant_cache(cache, keys, kept, table, lens)
         order = [2, 0, 1]

@@ -208,7 +208,7 @@ def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("num_seqs", [31, 32])
 def test_gather_of_many_sequences(where: str, num_seqs: int) -> None:
-    """As many as one load of a warp's lanes bounds, and one more; most of them empty, and rows behind the last."""
+    """As many as one load of a warp's lanes bounds, and one more; most of them empty, and rows after the last."""
     lengths = torch.zeros(num_seqs, dtype=torch.int64)
     lengths[[0, 1, 16, -1]] = ints([3, 1, 6, 5])
     owners = torch.arange(num_seqs).repeat_interleave(lengths)

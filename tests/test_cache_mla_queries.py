@@ -1,4 +1,4 @@
-"""Queries of latent attention beside its cache: `concat_mla_q`, DeepSeek-V4's insert; and copies by addresses."""
+"""Queries of latent attention and its cache: `concat_mla_q`, DeepSeek-V4's insert; and copies by addresses."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_queries_of_deepseek_v4(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_of_deepseek_v4(device: str) -> None:
-    """A code times its scale is within half a step of the key; the turned elements are bfloat16; scales suffice."""
+    """An fp8 value times its scale is within half an ulp of the key; RoPE elements are bfloat16; scales suffice."""
     args, _ = insert(device)
     key = turned(args["kv"][:, None], args)[:, 0].cpu()
     blocks = args["k_cache"].cpu()

@@ -114,7 +114,7 @@ def test_sums_are_float32_in_the_order_of_ranks_and_rounded_once() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_ids_that_name_no_expert_lead_nowhere(schedule: Schedule) -> None:
-    """The host reports a read or a write beside what the ranks share. A token of such ids alone becomes 0."""
+    """The host reports a read or a write outside of what the ranks share. A token of such ids alone becomes 0."""
     ids = torch.tensor([HOSTILE[:3], HOSTILE[3:], (HOSTILE[5], 5, LEAST)])
     x = torch.ones(3, HIDDEN)
 
@@ -217,7 +217,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_a_rank_may_be_a_call_ahead(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every access to the rows of a call is ordered with those of the calls beside it, by the flags of two meetings."""
+    """Every access to the rows of a call is ordered with those of adjacent calls, by the flags of two barriers."""
     with scheduled(schedule):
         assert three_calls(3, HEADER, monkeypatch)
 
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it comes: a product is the next call behind a dispatch that has waited for a rank."""
+    """Wherever it comes: a product is the next call after a dispatch that has waited for a rank."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -360,7 +360,7 @@ def test_calls_are_refused() -> None:
 def test_sizes_are_refused(sizes: tuple[Any, ...], name: str) -> None:
     with pytest.raises(pyops.OpError, match=f"^ExpertParallel: {name}: "):
         ranks(2, 20).run(lambda rank: pyops.ExpertParallel(None, "cpu", *sizes))
-    assert SIGNAL_BYTES % 256 == 0  # rows behind the signals are as aligned as the memory
+    assert SIGNAL_BYTES % 256 == 0  # rows after the signals are as aligned as the memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -170,7 +170,7 @@ def _process(rank: int, world_size: int, file: str, results: Any) -> None:
 
 
 def _dying(rank: int, world_size: int, file: str, results: Any) -> None:
-    """Rank 1 ends behind the first call, in which all ranks take part."""
+    """Rank 1 ends after the first call, in which all ranks take part."""
     torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size)
     torch.cuda.set_device(0)
     custom = pyops.CustomAllReduce(torch.distributed.group.WORLD, "cuda:0", SIZE)

@@ -53,12 +53,12 @@ OF_ROWS = [
     for name, op in pyops.registry.items()
     if re.match(r"pyops\.ops\.(norm|quantize|activation)\b", op.reference.__module__) and name not in _OF_WEIGHTS
 ]
-# Sizes between and beside the round ones. An op takes a sample of them: each is a kernel of its own.
+# Sizes between and next to the round ones. An op takes a sample of them: each is a kernel of its own.
 SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 4095, 4097, 5137, 8191, 8192, 16384, 20001, 32767, 32768)
 
 
 def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -> list[Any]:
-    """`args` with the token tensors that the op reads filled anew; not a cache that happens to have as many blocks."""
+    """`args` with the token tensors that the op reads filled again; not a cache that happens to have as many blocks."""
     read = {p.name for p in op.tensors if p.role != "out"}
     return replaced(
         op,
@@ -168,7 +168,7 @@ def test_rows_of_any_stride(op: Op, device: str) -> None:
 
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_strides_of_rows_compile_no_kernel(op: Op) -> None:
-    """Rows that lie further apart run the kernels of others with the same alignment."""
+    """Rows with a larger stride run the kernels of rows with the same alignment."""
     assert op.example is not None
     num_tokens = 7
     args = list(op.example(ArgMaker(device.model()), num_tokens=num_tokens, **axes.fullest(op)))
@@ -219,7 +219,7 @@ def test_empty_input_writes_nothing(op: Op, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", [param for param in OPS if pyops.registry[param.id].declaration.in_place])
 def test_in_place(op: Op, device: str) -> None:
-    """An output that may be an input gives the same result as one beside it."""
+    """An output that may be an input gives the same result as a separate one."""
     args = example(op, device, num_tokens=7)
     assert_same(op, run_in_place(op, args), run(op, args))
 

@@ -43,7 +43,7 @@ def test_cupy_gives_the_bits_of_torch(op: Op) -> None:
 @pytest.mark.parametrize("library", ["torch", "cupy"])
 @pytest.mark.parametrize("op", OPS)
 def test_runs_on_the_current_stream(op: Op, library: str) -> None:
-    """Queued behind a long kernel and a copy that it depends on, on a stream of its own, and without waiting."""
+    """Queued after a long kernel and a copy that it depends on, on a stream of its own, and without waiting."""
     import cupy
 
     source = _args(op)

@@ -91,7 +91,7 @@ def _far_apart(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", OPS)
 def test_offsets_of_64_bits(op: Op) -> None:
-    """Rows so far apart that 32 bits do not count the elements between them. An op may refuse gaps, by name."""
+    """Row strides that do not fit in 32 bits. An op may refuse gaps, by name."""
     args = _args(op, num_tokens=3)
     far = {name: _far_apart(x) for name, x in named(op, args).items() if x.ndim == 2 and x.shape[0] == 3}
     while True:

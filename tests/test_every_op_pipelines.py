@@ -79,7 +79,7 @@ def on_ampere(call: Callable[[], None]) -> None:
 
 
 def on_one(call: Callable[[], None]) -> None:
-    """On one multiprocessor."""
+    """The call on a device with one SM."""
     on_device(call, multiprocessors=1)
 
 
@@ -104,9 +104,9 @@ def mla_on_ampere() -> None:
     latent._assert_is_attention(latent._call([330, 300], 20))
 
 
-# Two prompts, each of which is a segment where there is one multiprocessor.
+# Two prompts; on a device with one SM each is a segment.
 LONG_SEGMENTS = partial(chunk_scan.assert_slow_scan, "cpu", [450, 310])
-# Stages of kernels whose texts have more than two, whatever the plan.
+# Stages of kernels that have more than two for every plan.
 STAGES = {"attention/mla_decode_small_h.cu": 4, "mamba/chunk_scan_states.cu": 3}
 # A call of every kernel, whose pipeline goes round more than twice: see ROUNDS.
 CASES: dict[str, list[Callable[[], None]]] = {

@@ -307,7 +307,7 @@ class _Allocated(TorchDispatchMode):
 
 
 def _of_another_look(value: Any) -> list[Any]:
-    """What may come in the place of an argument."""
+    """What may come instead of an argument."""
     wrong: list[Any] = [None, "x", [1.0], 1.5, -1, 0, 3]
     if not isinstance(value, torch.Tensor):
         return wrong
@@ -340,7 +340,7 @@ def _allocates(op: Op, call: dict[str, Any]) -> bool:
 
 @_each(FORMS)
 def test_nothing_is_allocated_for_what_is_refused(op: Op, p: Parameter) -> None:
-    """Whatever comes in the place of an argument."""
+    """Whatever comes instead of an argument."""
     assert op.form is not None
     args = dict(zip((one.name for one in op.parameters), _args(op), strict=True))
     inputs = {one.name: args[one.name] for one in op.form.declaration.parameters if not one.returned}

@@ -66,7 +66,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generated(model: Any, **options: Any) -> list[torch.Tensor]:
-    """What it writes, greedily, behind one prompt and behind three of different lengths."""
+    """What it writes, greedily, after one prompt and after three of different lengths."""
     options |= {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
     tokens, mask = prompts()
     return [model.generate(tokens[1:2], **options), model.generate(tokens, attention_mask=mask, **options)]
@@ -77,7 +77,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def steps(model: Any, past: Any, padded: bool, step: Any = None) -> torch.Tensor:
-    """Logits behind prompts and behind each of 12 tokens that follow, by `step` if given: [3, 13, vocabulary]."""
+    """Logits after prompts and after each of 12 tokens that follow, by `step` if given: [3, 13, vocabulary]."""
     tokens, mask = (each.to(model.device) for each in prompts())
     following = tokens.flip(1)
     if not padded:
@@ -785,7 +785,7 @@ def test_a_compiled_step_writes_no_other_row(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["right", "hole", "bidirectional", "window"])
 def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[str]) -> None:
-    """It is left to transformers' attention, and so is what comes behind it, until the cache is empty again."""
+    """It is left to transformers' attention, and so is what comes after it, until the cache is empty again."""
     tokens, mask = prompts()
     last = tokens[:, :1]
     mask = {
@@ -818,7 +818,7 @@ def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[s
 
 @pytest.mark.parametrize("hidden", [4, 13])
 def test_a_step_that_skips_a_token(hidden: int, model: Any, calls: Counter[str]) -> None:
-    """One of the prompt, or its own, behind a prompt that the ops have attended to."""
+    """One of the prompt, or its own, after a prompt that the ops have attended to."""
     tokens, mask = prompts()
     longer = torch.cat((mask, torch.ones_like(mask[:, :2])), -1)
     longer[1, hidden] = 0

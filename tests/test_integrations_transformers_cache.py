@@ -1,4 +1,4 @@
-"""PagedCache beside transformers' DynamicCache: the same calls give the same."""
+"""PagedCache compared with transformers' DynamicCache: the same calls give the same results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def caches() -> Caches:
     return found
 
 
-CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # and the batch behind the call
+CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # and the batch after the call
     "crop": ("crop", (-2,), 3),
     "crop nothing": ("crop", (0,), 3),
     "crop everything": ("crop", (-6,), 3),

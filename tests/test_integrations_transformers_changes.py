@@ -63,7 +63,7 @@ PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 def logits(model: Any, past: Any) -> torch.Tensor:
-    """Of two prompts, and of a token behind each; of an encoder hidden states, of padded texts or of images."""
+    """Of two prompts, and of a token after each; of an encoder hidden states, of padded texts or of images."""
     torch.manual_seed(7)
     with torch.no_grad():
         if not model.can_generate():
@@ -312,7 +312,7 @@ CHANGES: list[Change] = [
 
 
 def places(model: Any) -> list[str]:
-    """Names of modules in layers, and of those beside them."""
+    """Names of modules in layers, and of those next to them."""
     return [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
 
 
@@ -344,7 +344,7 @@ SOME = st.lists(st.tuples(st.sampled_from(CHANGES), PLACES), max_size=2)
 def test_changes_in_any_order(
     family: str, before: list[Any], after: list[Any], is_restored: bool, last: list[Any]
 ) -> None:
-    """Before and after `accelerate`, and behind a second `accelerate` or a `restore`."""
+    """Before and after `accelerate`, and after a second `accelerate` or a `restore`."""
     compared(family, [*before, (accelerated, 0), *after, (restored if is_restored else accelerated, 0), *last])
 
 

@@ -134,7 +134,7 @@ def test_dtypes_of_an_encoder(name: str, calls: list[tuple[int, int]]) -> None:
 
 
 def test_what_a_mask_hides() -> None:
-    """Keys that it leaves, or None where it is more than padding; one that is written in place is read anew."""
+    """Keys that it leaves, or None where it is more than padding; one that is written in place is read again."""
     masks, key = Masks(), torch.zeros(2, 1, 3, 8)
     attended = torch.tensor([[1, 1, 1], [0, 1, 0]]).bool()[:, None, None].expand(2, 1, 4, 3).clone()
     additive = torch.where(attended, 0.0, torch.finfo(torch.float32).min)

@@ -119,7 +119,7 @@ class ScaledRouter(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_router_with_a_factor(dtype: torch.dtype) -> None:
-    """Of a choice without groups: the factor counts once, and weights are float32 beside logits of bfloat16."""
+    """Of a choice without groups: the factor counts once, and weights are float32 for bfloat16 logits."""
     module = ScaledRouter().to(dtype)
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
     with torch.no_grad():

@@ -89,7 +89,7 @@ def row(family: str, found: Report) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_same(family: str) -> None:
-    """Behind three prompts that are padded on the left, and again when the model is restored."""
+    """After three prompts that are padded on the left, and again when the model is restored."""
     model = model_of(family)
     tokens, mask = prompts()
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}

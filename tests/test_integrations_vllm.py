@@ -766,7 +766,7 @@ print(refused("gelu_new"))
     assert other.startswith("override: gelu_new: expected the schema gelu_new(Tensor! out, Tensor input) -> ()")
 
 
-# What is in the place of vllm._custom_ops.
+# The functions that replace those of vllm._custom_ops.
 
 
 def _signatures() -> dict[str, inspect.Signature]:

@@ -1,4 +1,4 @@
-"""What is in the place of ``vllm._custom_ops``, called as vLLM 0.22, 0.16 and older versions call it."""
+"""The replacement of ``vllm._custom_ops``, called as vLLM 0.22, 0.16 and older versions call it."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def chosen(**changed: Any) -> str:
     ],
 )
 def test_packed_weights_that_are_refused(part: Any, changed: dict[str, Any], reason: str) -> None:
-    """And those beside them are not."""
+    """And those next to them are not."""
     from pyops.integrations.vllm.parts._packed_linear import PyopsMarlinLinearKernel
 
     can, why = PyopsMarlinLinearKernel.can_implement(packed_config(**changed))

@@ -148,7 +148,7 @@ def test_the_set_of_top_k_and_top_p_with_ties(part: Any) -> None:
 
 
 def test_vllms_limits_of_no_filter(part: Any) -> None:
-    """top_k of the vocabulary and top_p of 1 are how vLLM writes rows without a filter beside rows with one."""
+    """top_k of the vocabulary and top_p of 1 are how vLLM writes rows without a filter next to rows with one."""
     part.install()
     limits = {"top_k": torch.tensor([64, 1], dtype=torch.int32).repeat(500), "top_p": torch.ones(1000)}
     torch.manual_seed(3)
@@ -249,7 +249,7 @@ class Foreign:
     ],
 )
 def test_what_is_left_to_vllm(part: Any, monkeypatch: pytest.MonkeyPatch, mode: str, changed: Any) -> None:
-    """Bit for bit vLLM's results, also of requests with a seed beside others."""
+    """Bit for bit vLLM's results, also of requests with a seed together with others."""
     logits = torch.randn(4, 100)
     limits = {"top_k": torch.tensor([5, 100, 7, 3], dtype=torch.int32), "top_p": torch.full((4,), 0.9)}
     results = []

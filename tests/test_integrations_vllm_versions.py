@@ -144,7 +144,7 @@ def test_selective_scan_fwd_in_chunks() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_persistent_topk(rank: int) -> None:
-    """The positions of the largest of the first `lengths` elements, -1 behind the last of a short row."""
+    """The positions of the largest of the first `lengths` elements, -1 after the last of a short row."""
     logits, k = torch.randn(3, 40), 8
     lengths = torch.tensor([40, 5, 20], dtype=torch.int32)
     output, workspace = torch.empty(3, k, dtype=torch.int32), torch.empty(0, dtype=torch.uint8)

@@ -110,7 +110,7 @@ def test_the_two_ways_agree() -> None:
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 @pytest.mark.slow
 def test_inductor_fuses_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gated MLP behind a norm, off by the default of a model that inductor compiles."""
+    """A gated MLP after a norm, off by the default of a model that inductor compiles."""
     # For one kernel, torch's headers take longer to precompile than to compile, and so do its trials of vector ISAs.
     monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)

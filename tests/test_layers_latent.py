@@ -57,7 +57,7 @@ def layer_of(theirs: Any, rope: int) -> MultiHeadLatentAttentionWrapper:
 def test_prompts_and_steps_are_those_of_transformers(
     forward: str, q_lora_rank: int | None, kv_lora_rank: int, rope: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 7 tokens, then its next token beside a prompt of 5, in blocks of 4 that lie anywhere.
+    """A prompt of 7 tokens, then its next token together with a prompt of 5, in blocks of 4 that lie anywhere.
 
     Keys and values are made of three heads, and then of the fourth.
     """
@@ -117,7 +117,7 @@ def test_tokens_without_a_slot_are_not_kept(forward: str) -> None:
 
 
 def test_prompts_are_traced_as_one_graph() -> None:
-    """Though products write keys beside their rotated elements, in tensors with gaps."""
+    """Though products write keys next to their rotated elements, in tensors with gaps."""
     query, up, entries = torch.randn(10, 40, 24), torch.randn(40, 28, 32), torch.randn(4, 4, 40)
     texts = torch.tensor([[2, 1, 3]]), torch.tensor([10]), torch.tensor([0, 10])
     attend, call = latent.expanded_attention, (query, up, entries, *texts, 0.2, torch.ones(1))

@@ -108,7 +108,7 @@ def test_embedding() -> None:
     tokens = torch.randint(100, (2, 3))
     assert torch.equal(layer(tokens), functional.embedding(tokens, table))
     assert not layer.weight[100:].any()
-    # Added tokens have rows behind those that pad the original ones.
+    # Added tokens have rows after those that pad the original ones.
     layer = layers.VocabParallelEmbedding(1026, 4, org_num_embeddings=1010)
     assert (layer.org_vocab_size_padded, layer.num_embeddings_padded) == (1024, 1088)
     layer.weight.weight_loader(layer.weight, torch.randn(1010, 4))

@@ -61,7 +61,7 @@ class Model:
         return layers.MambaMixer2(*sizes, c.use_conv_bias, c.use_bias, *heads)
 
     def tokens(self, parts: Sequence[Sequence[int]], slots: Tensor, initial: Tensor, num_decodes: int) -> list[int]:
-        """The likeliest token behind each part of a sequence."""
+        """The likeliest token after each part of a sequence."""
         starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
         hidden = self.embedding[torch.tensor([token for part in parts for token in part])]
         for mixer, norm, states in zip(self.mixers, self.norms, self.states, strict=True):
@@ -78,7 +78,7 @@ class Model:
 
 
 def _texts(model: Model) -> list[list[int]]:
-    """Greedy texts behind the prompts: the prompts in pieces, then steps; states move to other slots half way."""
+    """Greedy texts after the prompts: the prompts in pieces, then steps; states move to other slots half way."""
     texts: list[list[int]] = [[] for _ in PROMPTS]
     slots = torch.tensor([4, 0, 2])
     for begin in range(0, max(map(len, PROMPTS)), CHUNK):

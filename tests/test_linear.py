@@ -18,7 +18,7 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.T
 
 
 def test_reads_nothing_beside_its_tensors() -> None:
-    """Rows of weight and of input that a block has room for and that are not there."""
+    """Tiles with more rows of weight and of input than exist."""
     tensors = [torch.ones(3, 5), torch.ones(3, 64), torch.ones(5, 64), torch.ones(5)]
     with config.cpu("kernels"):
         pyops.skinny_linear(*tensors)
@@ -69,7 +69,7 @@ def test_more_rows_than_blocks(output_size: int, hidden_size: int, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_larger_tensors(device: str) -> None:
-    """Gaps behind rows hold NaN and stay as they are; dimensions before the last are tokens."""
+    """Gaps after rows hold NaN and stay as they are; dimensions before the last are tokens."""
     whole = draw(2, 3, 136, dtype=torch.bfloat16, device=device)
     x, weights = whole[..., 8:], draw(40, 160, dtype=torch.bfloat16, device=device, seed=1)
     whole[..., :8] = weights[:, 128:] = torch.nan

@@ -121,7 +121,7 @@ def test_marlin_experts_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device
 LONGER = [
     # type, blocks of a row of W, columns of X
     (12, 4, 512),
-    (8, 27, 544),  # the last unit of 256 elements goes on behind the columns
+    (8, 27, 544),  # the last unit of 256 elements goes on after the columns
     (8, 19, 320),
 ]
 
@@ -130,7 +130,7 @@ LONGER = [
 @pytest.mark.parametrize("m", [1, 2, 5, 40])
 @pytest.mark.parametrize(("quant_type", "blocks", "k"), LONGER)
 def test_rows_of_gguf_that_are_longer(quant_type: int, blocks: int, k: int, m: int, device: str) -> None:
-    """What a row holds behind the columns of X, here NaN, is not multiplied."""
+    """What a row holds after the columns of X, here NaN, is not multiplied."""
     n, length, nbytes = 20, FORMATS[quant_type].length, FORMATS[quant_type].nbytes
     weight, truth = ggml_draw(quant_type, n, blocks * length)
     x = draw(m, k, dtype=torch.bfloat16)

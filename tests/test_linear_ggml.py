@@ -136,7 +136,7 @@ def test_exact_sums() -> None:
 
 
 def test_sums_that_cancel() -> None:
-    """A small element beside large ones whose products cancel: digits keep its product, integers nothing else."""
+    """A small element next to large ones whose products cancel: digits keep its product, integers nothing else."""
     n, k = 20, 768
     weight, truth = draw(8, 1, k)
     blocks = weight.view(-1, 34)
@@ -154,7 +154,7 @@ def test_sums_that_cancel() -> None:
 
 
 def test_no_number_is_lost() -> None:
-    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the row beside it what it should."""
+    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the row next to it what it should."""
     weight, truth = draw(12, 20, 512)
     x = torch.randn(2, 512).bfloat16()
     for row, value in ((0, torch.inf), (1, torch.nan)):
@@ -177,7 +177,7 @@ def test_no_number_is_lost() -> None:
 def test_on_matrix_cores(
     core: str, arch: str, quant_type: int, m: int, config: MulMatConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMD's products: types with minima, with raised codes and without, rows of X behind the last tile."""
+    """AMD's products: types with minima, with raised codes and without, rows of X after the last tile."""
     text, model = Specialisation.text.fget, device.model(arch)  # type: ignore[attr-defined]
     monkeypatch.setattr(device, "_HOST", dict.fromkeys(device._HOST, model))
     monkeypatch.setattr(Specialisation, "text", property(lambda one: f"#define PYOPS_HOST_CORE {core}\n{text(one)}"))
@@ -218,7 +218,7 @@ def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config:
     problem = GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
     assert ggml_plan.choose(problem, on) == config
     launch = config.launch(problem)
-    each = -(-launch.grid[0] // on.multiprocessors)  # blocks of a multiprocessor, which leave no room for one more
+    each = -(-launch.grid[0] // on.multiprocessors)  # blocks per SM: no further one fits
     assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
     assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
 
@@ -272,7 +272,7 @@ def test_experts(dtype: torch.dtype, index: torch.dtype) -> None:
     x, ids = torch.randn(tokens, k).to(dtype), torch.randint(0, experts, (tokens, top_k), dtype=torch.int32)
     block = pyops.ggml_moe_get_block_size(12)
     places, of_blocks, count = pyops.moe_align_block_size.new(ids, experts, block)
-    places = torch.nn.functional.pad(places, (0, block - 1))  # vLLM's lists have places behind the last whole block
+    places = torch.nn.functional.pad(places, (0, block - 1))  # vLLM's lists have places after the last whole block
     sorted_ = (places.to(index), of_blocks.to(index), count.to(index))
     got = multiply(None, x, weight, *sorted_, 12, n, top_k, tokens, op="ggml_moe_a8")
     check(got, by_loop(x, truth, ids, top_k))

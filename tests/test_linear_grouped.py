@@ -214,7 +214,7 @@ def test_numbers_of_no_row_and_no_expert(one: Config) -> None:
 @needs_compiler
 @pytest.mark.parametrize("columns", [40, 200])
 def test_row_tiles_of_one_expert_in_groups(columns: int) -> None:
-    """More tiles of one expert than a group has, each of which is taken once."""
+    """One expert has more tiles than a group; every tile is computed once."""
     made = Case(90, columns, 72, num_experts=2, top_k=3)
     for group in (1, 2, 3):
         with forced(GroupedConfig(64, 32, group)):

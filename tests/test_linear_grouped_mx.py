@@ -1,4 +1,4 @@
-"""Grouped products of MXFP4 and MXFP8 against float64: values by ml_dtypes, places of scales by their formula."""
+"""Grouped GEMMs of MXFP4 and MXFP8 against float64: values by ml_dtypes, offsets of scales by their formula."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def call(name: str, out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, *lis
 def case(name: str, counts: list[int], n: int, k: int, device: str) -> tuple[list[Any], torch.Tensor]:
     """(arguments of `call`, float64 result); of rows of no expert, and of experts without rows, both have 7.
 
-    A row is left out behind those of each expert, and a tile of scales.
+    A row is left out after those of each expert, and a tile of scales.
     """
     generator = torch.Generator().manual_seed(len(counts) + n)
     firsts = [sum(counts[:e]) + e for e in range(len(counts))]
@@ -98,7 +98,7 @@ def test_few_rows_by_codes(counts: list[int], n: int, k: int, device: str) -> No
 
 
 def test_which_rows_are_few() -> None:
-    """Of a weight whose sizes the kernels of codes do not divide, or of too many rows, weights are made in full."""
+    """With sizes that the kernels on packed weights do not serve, or too many rows, weights are dequantised first."""
     op = registry["cutlass_mxfp4_group_mm"]
     for axes, by_codes in (
         ({"num_tokens": 16, "output_size": 64}, "wq_grouped_gemm_sm80"),

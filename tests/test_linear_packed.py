@@ -1,4 +1,4 @@
-"""Products with packed weights against float64, of weights that are packed and dequantised by the tests' own code."""
+"""GEMMs with packed weights against float64; the tests' own code packs and dequantises the weights."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_gptq_gemm(bits: int, v2: bool, device: str) -> None:
 
 @ANY_DEVICE
 def test_hostile_indices(device: str) -> None:
-    """Rows whose group does not exist, and columns that do not, count as zeros."""
+    """Rows with a group that does not exist, and columns that do not exist, count as zeros."""
     k, n, groups, dtype = 64, 64, 2, torch.float16
     codes, zeros, scales = packed.draw(0, 16, k, n), packed.draw(0, 16, groups, n), scales_of(groups, n, dtype)
     a, raw = activations(3, k, dtype, device), packed.gptq(codes, 4)
@@ -378,7 +378,7 @@ def test_marlin_gemm_of_zero_points_that_are_floats(groups: int, device: str) ->
 @ANY_DEVICE
 @pytest.mark.parametrize(("kind", "groups"), [("uint4b8", 1), ("uint4b8", 2), ("uint8b128", 2)])
 def test_gptq_marlin_24_gemm(kind: str, groups: int, device: str) -> None:
-    """Any two rows of four are kept; where one place is named twice, the second row is there."""
+    """Any two rows of four are kept; if the metadata names one position twice, the second value counts."""
     k, n, dtype, type = 64, 64, torch.float16, SCALAR_TYPES[kind]
     codes, scales = packed.draw(0, 1 << type.size_bits, k // 2, n), scales_of(groups, n, dtype)
     first, second = packed.draw(0, 4, 2, k // 4, n, seed=1)
@@ -450,7 +450,7 @@ def test_machete_supports_what_it_multiplies() -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize("n", [96, 48])
 def test_w4a8(n: int, device: str) -> None:
-    """Products of codes and scales are rounded to e4m3, and saturate. The last tile of a weight may be half of one."""
+    """Products of quants and scales are rounded to e4m3, and saturate. The last tile of a weight may be half of one."""
     m, k, rows = 7, 128, 32
     codes = packed.draw(-8, 8, k, n)
     scales = (torch.randn(k // rows, n, generator=torch.Generator().manual_seed(1)) * 20.0).to(FP8)

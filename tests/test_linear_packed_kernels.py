@@ -209,7 +209,7 @@ def test_product_on_matrix_cores(
 
 _LAST_ROUND = PackedConfig(80, 128, 2, 1, 1, 4)
 CUT = [
-    # (call, dtype, config, m, n, k, multiprocessors, sharers): of tiles of 80 x 128 a step has 64 rows of K
+    # (call, dtype, config, m, n, k, SMs, sharers): tiles of 80 x 128 have a k-tile of 64
     (
         awq,
         torch.float16,
@@ -221,7 +221,7 @@ CUT = [
         3,
     ),  # a round, then two tiles by three blocks: more steps than stages
     (gptq, torch.bfloat16, _LAST_ROUND, 70, 128, 320, 6, 5),  # a tile by five blocks, a step each
-    # A round of two clusters, which share the last tile and none beside it.
+    # A round of two clusters, which share the last tile and no other.
     (gptq, torch.float16, replace(_LAST_ROUND, neighbours=2), 70, 640, 320, 4, 2),
 ]
 
@@ -402,7 +402,7 @@ CHOICES = [
     ("sm_90", 1, 28672, 4096, PackedMmaConfig(1, 64, 4, 1, 4)),
     ("sm_90", 6, 28672, 4096, PackedMmaConfig(8, 64, 4, 1, 4)),
     ("sm_90", 16, 28672, 4096, PackedNarrowConfig()),
-    ("sm_90", 16, 24576, 4096, PackedMmaConfig(16, 64, 4, 1, 3)),  # 96 tiles would leave 36 multiprocessors without one
+    ("sm_90", 16, 24576, 4096, PackedMmaConfig(16, 64, 4, 1, 3)),  # 96 tiles would leave 36 SMs idle
     ("sm_90", 1, 4096, 4096, PackedMmaConfig(1, 64, 8, 2, 2)),
     ("sm_90", 50, 28672, 4096, PackedConfig(64, 256, 2, 1, 1)),
     ("sm_90", 256, 28672, 4096, PackedConfig(256, 128, 1, 1, 1, 4)),
@@ -461,7 +461,7 @@ def test_blocks_that_share_the_last_round(
 
 
 def test_room_for_what_blocks_share() -> None:
-    """Each part of a tile has a place of its own among the sums of parts, and each tile its counters."""
+    """Each part of a tile has its own slot among the partial sums, and each tile its own counters."""
     launch = choose(one := problem(256, 28672, 4096, HOPPER), HOPPER).launches(one)[0]
     rest, steps, sharers = 224 - 132, 64, launch.fixed["sharers"]
     begins = [rest * steps * block // sharers for block in range(sharers + 1)]
@@ -523,7 +523,7 @@ def test_warps_that_shared_memory_holds() -> None:
 
 
 def test_what_is_written_in_full() -> None:
-    """Whatever the kernels that read codes have no instance for."""
+    """Whatever the kernels that read quants have no instance for."""
     for given in (
         {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
         {"type": SCALAR_TYPES["int4"]},
@@ -541,7 +541,7 @@ def test_what_is_written_in_full() -> None:
 
 
 def test_w4a8_of_float16() -> None:
-    """Tiles whose sums have room twice; many rows are written in full."""
+    """Tiles with two sets of accumulators in registers; for large M, weights are dequantised first."""
     make = ArgMaker(HOPPER)
 
     def of(m: int) -> PackedProblem:
@@ -572,7 +572,7 @@ def test_no_geometry() -> None:
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
     assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
-    # 128 tiles, for which clusters of two do not fit: all warps of a multiprocessor, if parts of K are long.
+    # 128 tiles, for which clusters of two do not fit: all warps of an SM, if each warp's part of K is long.
     assert choose_mma(8, 64, 4096, 112, HOPPER, weights=2) == PackedMmaConfig(8, 64, 16, 1, 1)
     assert choose_mma(8, 64, 4096, 32, HOPPER, weights=2) == PackedMmaConfig(8, 64, 8, 1, 2)
     # Of several groups in a step tiles have 8 rows: twice as many as of 16.

@@ -157,7 +157,7 @@ def test_sums_of_integers_are_exact(k: int, device: str) -> None:
     b = columns(torch.full((k, 33), -128, dtype=torch.int8, device=device))
     a[:, 0] = b[0] = 1
     one = torch.ones(1, device=device)
-    high = (k - 1) * 2**14  # what the sum is beside the odd 1: a zero point
+    high = (k - 1) * 2**14  # the sum without the odd 1: a zero point
     out = torch.empty(18, 33, dtype=torch.bfloat16, device=device)
     pyops.cutlass_scaled_mm_azp(out, a, b, one, one, torch.full((33,), high, dtype=torch.int32, device=device))
     assert (out == 1.0).all()
@@ -209,7 +209,7 @@ def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: st
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_more_tiles_than_multiprocessors(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    """Blocks take several tiles, and their warpgroups turns; three runs have the same bits."""
+    """Blocks take several tiles, their warpgroups in ping-pong order; three runs have the same bits."""
     m, n, k = 1000, 6000, 520 if dtype == torch.bfloat16 else 528
     a, b = draw(m, k, dtype=dtype, device="cuda"), columns(draw(k, n, dtype=dtype, device="cuda", seed=1))
     exact, out = a.double() @ b.double(), torch.empty(m, n, dtype=out_dtype, device="cuda")
@@ -390,7 +390,7 @@ def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
 @pytest.mark.parametrize("one", [replace(SMALL, splits=4), TALL], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
 def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
-    """Under one Config a row has the same bits, whatever lies behind it and whatever the schedule."""
+    """Under one Config a row has the same bits, whatever lies after it and whatever the schedule."""
     weight = draw(80, 200, dtype=torch.bfloat16)
     x = draw(70, 200, dtype=torch.bfloat16, seed=1)
     x[50:] = torch.nan

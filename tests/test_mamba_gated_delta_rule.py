@@ -265,7 +265,7 @@ def test_norms_of_keys_and_queries_at_the_largest_float(device: str, dtype: torc
     for name in ("q", "k"):
         signs = call[name][:, 1::5].sign()
         of_ones = {**call, name: call[name].clone()}
-        of_ones[name][:, 1::5] = signs * 1024.0  # beside which 1e-6 does not count
+        of_ones[name][:, 1::5] = signs * 1024.0  # compared with this, 1e-6 does not count
         of_largest = {**call, name: call[name].clone()}
         of_largest[name][:, 1::5] = signs * torch.finfo(dtype).max
         wanted, _ = truth({key: value.cpu() for key, value in of_ones.items()}, None)

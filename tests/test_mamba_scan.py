@@ -56,7 +56,7 @@ def tokens(dim: int, state_size: int, count: int, dtype: torch.dtype, groups: in
 
 
 def truth(given: Tokens, by: Layer, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(y, y * silu(z), state behind the last token), in float64."""
+    """(y, y * silu(z), state after the last token), in float64."""
     u, delta, z, B, C = (None if row is None else row.double() for row in given)
     h, ys = state.double(), []
     share = len(by.A) // len(B)
@@ -83,7 +83,7 @@ def scan(given: Tokens, by: Layer, states: torch.Tensor, **how: Any) -> tuple[to
 
 
 def assert_near(actual: torch.Tensor, right: torch.Tensor) -> None:
-    """Within a rounding of the result and, in float32, what sums of products leave beside the largest value."""
+    """Within a rounding of the result and, in float32, the error of dot products relative to the largest value."""
     unit = torch.finfo(actual.dtype).eps / 2
     allowed = right.abs() * unit * 1.01 + right.abs().max() * 2.0**-19
     assert ((actual.cpu().double() - right).abs() <= allowed).all()
@@ -152,7 +152,7 @@ def test_a_prompt_may_be_cut_anywhere(cuts: tuple[int, ...], device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_size", [1, 5, 16, 33, 1000])
 def test_states_of_blocks(block_size: int, device: str) -> None:
-    """The state behind each block goes to its own slot, whatever the size of blocks."""
+    """The state after each block goes to its own slot, whatever the size of blocks."""
     dim, state_size, lengths = 7, 4, [33, 0, 12]
     by, given = layer(dim, state_size), tokens(dim, state_size, sum(lengths), torch.float32)
     most = 1 + -(-max(lengths) // block_size)

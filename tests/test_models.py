@@ -413,7 +413,7 @@ def test_every_temperature_draws(temperature: float, options: dict[str, float]) 
 
 
 def test_rows_without_numbers_give_their_likeliest_token() -> None:
-    """As without a temperature; the rows beside them are drawn from as ever."""
+    """As without a temperature; the rows next to them are drawn from as ever."""
     nan, infinite = float("nan"), float("inf")
     logits = torch.tensor(
         [

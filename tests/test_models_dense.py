@@ -231,7 +231,7 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def choices(model: Any, tokens: list[int]) -> list[int]:
-    """What transformers' model takes for the likeliest token behind each of `tokens`, when it is their last.
+    """What transformers' model takes for the likeliest token after each of `tokens`, when it is their last.
 
     Under longrope, the frequencies of a text depend on its length.
     """
@@ -244,7 +244,7 @@ def choices(model: Any, tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Prompts of different lengths, together, 64 tokens each: every one is transformers' choice behind those before.
+    """Prompts of different lengths, together, 64 tokens each: every one is transformers' choice after those before.
 
     So the text is what transformers writes greedily.
     """
@@ -605,7 +605,7 @@ def test_the_older_format_of_olmo3_scales_layers_without_a_window_alone() -> Non
 
 
 def test_the_sum_of_a_gemma_in_float16_is_float32() -> None:
-    """Sums beyond 65504, the largest number of float16, which Gemmas reach: two of 60000, and what is behind them."""
+    """Sums beyond 65504, the largest number of float16, which Gemmas reach: two of 60000, and what is after them."""
     norm = Norm(Norms("gemma"), 1e-6, Place(torch.float16, torch.device("cpu")), 8)
     norm.weight.zero_()
     signs = torch.tensor([1.0, -1.0] * 4).expand(2, 8)

@@ -95,7 +95,7 @@ def test_experts_of_blocks_are_products_of_codes_and_scales() -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
-    """But for what codes of activations do, an error of 2.6 % behind each of eight products, 7 % together.
+    """But for what codes of activations do, an error of 2.6 % after each of eight products, 7 % together.
 
     Every token takes all experts, since a choice between equals would be the other one's behind such errors.
     """

@@ -203,7 +203,7 @@ def test_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) ->
 
 
 def check_text(name: str, text: list[int]) -> None:
-    """At least 60 of 64 tokens in bfloat16, each compared behind the same tokens. The others are near-ties."""
+    """At least 60 of 64 tokens in bfloat16, each compared after the same tokens. The others are near-ties."""
     model, tokens = case_of(name)[0], PROMPT + text[:-1]
     exact, rounded = (logits_of(each, tokens)[len(PROMPT) - 1 :] for each in (model, in_bfloat16(name)))
     errors, others = (rounded - exact).abs().amax(-1), [i for i in range(COUNT) if text[i] != exact[i].argmax()]
@@ -289,7 +289,7 @@ def test_tokenizer(tmp_path: Path) -> None:
         assert ours.decode(tokens, skip_special_tokens=False) == text
 
 
-# How GPT-2's words are cut behind single digits, and how those of o200k are, by the packages that define them.
+# How GPT-2's words are cut after single digits, and how those of o200k are, by the packages that define them.
 CUTS = {
     "starcoder": [("Digits", {"individual_digits": True}), ("ByteLevel", {"add_prefix_space": False})],
     "olmo": [("ByteLevel", {"add_prefix_space": False})],

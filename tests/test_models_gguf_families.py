@@ -96,7 +96,7 @@ def experts(writer: Any, config: Any) -> None:
 
 
 def deepseek(writer: Any, config: Any) -> None:
-    """As of the absorbed form: sizes of the latent vector, and beside them those of heads."""
+    """As of the absorbed form: sizes of the latent vector, and those of heads."""
     experts(writer, config)
     sizes = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     if config.topk_method != "greedy":
@@ -381,5 +381,5 @@ def test_the_kernels_of_experts_are_known_before(tmp_path: Path, monkeypatch: py
 
 
 def test_every_architecture_has_a_case() -> None:
-    """Those of test_models_gguf.py beside these."""
+    """The families of test_models_gguf.py and these."""
     assert {gguf.MODEL_ARCH_NAMES[case.arch] for case in CASES.values()} | {"qwen2", "qwen3"} == set(GGUF_FAMILIES)

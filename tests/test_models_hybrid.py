@@ -134,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def greedy(case: str, prompt: list[int], text: list[int]) -> list[int]:
-    """What transformers' model takes for the likeliest behind the prompt, and behind each token of the text.
+    """What transformers' model takes for the likeliest after the prompt, and after each token of the text.
 
     This is the text if, and only if, the model writes it greedily.
     """
@@ -146,7 +146,7 @@ def greedy(case: str, prompt: list[int], text: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts of 9 tokens at most, beside the next tokens of other texts; the last waits for a slot.
+    """Prompts in parts of 9 tokens at most, with the next tokens of other sequences; the last waits for a slot.
 
     The cache is full of what is no number, as if others had left it.
     """

@@ -64,7 +64,7 @@ def rounded(x: Tensor, scale: Tensor, codes: torch.dtype = E4M3) -> Tensor:
 def rounding(model: Any, scales: dict[str, Tensor], codes: torch.dtype) -> Iterator[Any]:
     """A copy of transformers' model with plain attention, whose keys and values go through codes.
 
-    Keys and values of a latent vector are made of it behind its codes.
+    Keys and values of a latent vector are made of it after its codes.
     """
     model = copy.deepcopy(model)
     by_layer = {int(name.split(".")[2]): {} for name in scales}
@@ -102,7 +102,7 @@ def rounding(model: Any, scales: dict[str, Tensor], codes: torch.dtype) -> Itera
 
 
 def likeliest(model: Any, prompt: list[int], text: list[int]) -> list[int]:
-    """The likeliest tokens behind the prompt and behind each token of the text, which are those of a greedy text."""
+    """The likeliest tokens after the prompt and after each token of the text, which are those of a greedy text."""
     tokens: list[int] = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     return tokens
 
@@ -136,7 +136,7 @@ def check_texts(
     ],
 )
 def test_texts_are_those_of_rounded_keys_and_values(case: str, per_head: bool, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts, beside the next tokens of other texts."""
+    """Prompts in parts, with the next tokens of other sequences."""
     ours = load(folder(case))
     found = calibrate_kv_scales(ours, PROMPTS[:1], per_head=per_head)
     heads = 1 if "deepseek" in case else ours.config.num_key_value_heads
@@ -282,7 +282,7 @@ def test_one_scale_of_both(folder: Callable[[str], Path], tmp_path: Path) -> Non
 def test_a_folder_that_asks_for_an_fp8_cache(
     said: dict[str, Any], folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Scales of heads, in bfloat16, beside scales of queries and zero points, which change nothing."""
+    """Scales of heads, in bfloat16, with scales of queries and zero points, which change nothing."""
     found = {name: (0.7 * largest / 448).bfloat16() for name, largest in observed("qwen3").items()}
     tensors = {name: scale.view(-1, 1, 1) for name, scale in found.items()}
     tensors |= {f"model.layers.{i}.self_attn.q_scale": torch.ones(1) for i in range(2)}
@@ -327,7 +327,7 @@ def test_quantised_weights_beside_an_fp8_cache(said: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek v3", "falcon-h1"])
 def test_twice_as_many_blocks(case: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As beside a cache of bfloat16, in the memory that is left beside tables, rows and states."""
+    """As with a bfloat16 cache, in the memory that tables, rows and states leave."""
     model = load(folder(case), dtype="bfloat16")
     monkeypatch.setattr(engine_module, "free_bytes", lambda device: 1 << 20)
     sixteen, eight = (

@@ -108,7 +108,7 @@ def reference(case: str) -> Any:
 
 @cache
 def texts(case: str) -> list[list[int]]:
-    """What transformers' model writes behind the prompts, greedily, one at a time: 64 tokens each."""
+    """What transformers' model writes after the prompts, greedily, one at a time: 64 tokens each."""
     found = []
     for prompt in PROMPTS:
         written = reference(case).generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
@@ -135,7 +135,7 @@ def soiled(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts of 9 tokens at most, beside the next tokens of other texts; the last waits for a slot."""
+    """Prompts in parts of 9 tokens at most, with the next tokens of other sequences; the last waits for a slot."""
     engine = soiled(Engine(load(folder(case)), max_seq_len=104, max_num_seqs=2, max_num_batched_tokens=9))
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=64)) == texts(case)
     assert sorted(engine._scheduler.free_slots) == [0, 1], "every slot came back, once"
@@ -181,7 +181,7 @@ def parts(runner: Runner, *given: tuple[Sequence[int], int, list[int], int]) -> 
 
 
 def logits_behind(runner: Runner, prompt: list[int], following: list[int]) -> torch.Tensor:
-    """Behind a prompt, which is computed in two parts, and behind each token that follows, by steps."""
+    """After a prompt, which is computed in two parts, and after each token that follows, by steps."""
     pieces = [prompt[:17], prompt[17:], *([token] for token in following)]
     starts = [0, 17, *range(len(prompt), len(prompt) + len(following))]
     each = zip(pieces, starts, strict=True)
@@ -257,7 +257,7 @@ def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callabl
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_bfloat16_is_as_exact_as_that_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Compared with float32: logits of a prompt and of the steps behind it, at most twice as far."""
+    """Compared with float32: logits of a prompt and of the steps after it, at most twice as far."""
     prompt, following = PROMPTS[2], texts(case)[2][:20]
     theirs = type(reference(case)).from_pretrained(folder(case), dtype=torch.bfloat16)
     found = logits_behind(Runner(load(folder(case), dtype="bfloat16"), 8, 16, 2, 64), prompt, following)
@@ -352,7 +352,7 @@ def test_the_kernels_write_the_same(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINIES)
 def test_a_model_that_was_warmed_up_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of any lengths beside steps of any batch; on the host."""
+    """Prompts of any lengths with decode steps of any batch; on the host."""
     limits = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 24}
     prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
     model = Decoder(TINIES[kind]).randomise(3, scale=2.0)

@@ -144,7 +144,7 @@ def folder_of(case: Case, folder: Path) -> Path:
 
 
 def check_text(case: Case, text: list[int], dtype: torch.dtype | None = None) -> None:
-    """Tokens are those of the dequantised model in float32, each compared behind the same tokens.
+    """Tokens are those of the dequantised model in float32, each compared after the same tokens.
 
     Where one is another, the model is undecided between both within what the dtype does to its logits. There are at
     most four such tokens more than of the dequantised model itself in the dtype.

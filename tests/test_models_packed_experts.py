@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_experts_per_tok": 4,  # all: behind a rounding, a choice between equals would be another
+    "num_experts_per_tok": 4,  # all: after a rounding, a choice between equals would be another
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
     "bos_token_id": None,

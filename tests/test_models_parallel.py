@@ -174,7 +174,7 @@ def test_a_step_whose_device_fails_names_the_ranks(monkeypatch: pytest.MonkeyPat
         texts(model)
 
 
-# In threads: what one process does beside others, without the processes
+# In threads: what one process does with others, without the processes
 
 
 class Threads:

@@ -270,7 +270,7 @@ def folder_of(case: Case, folder: Path) -> Path:
 
 
 def logits_of(case: Case, tokens: list[int], quantising: bool) -> Tensor:
-    """float32 logits of the dequantised model behind every token; with activations as their codes have them, or not."""
+    """float32 logits of the dequantised model after every token; with activations as their codes have them, or not."""
     hooks = []
     if quantising:
         for key, linear in projections(case.dequantised).items():
@@ -294,7 +294,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(("kind", "name"), CASES + JOINED_CASES)
 def test_tokens_are_those_of_the_dequantised_model(kind: str, name: str, folder: Callable[..., Path]) -> None:
-    """At least 60 of 64 behind one text, each compared behind the same tokens. The others are near-ties.
+    """At least 60 of 64 after one text, each compared after the same tokens. The others are near-ties.
 
     There the model is undecided between both tokens within what quantised activations do to its logits: each of the two
     may be off by the largest change of a logit at that token, and by a quarter of it for the roundings of the dtype.
@@ -336,7 +336,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_products_are_exact(kind: str, name: str, folder: Callable[..., Path], calls: list[Call]) -> None:
-    """Of a prompt and a step, by the tensors in the folder, in float64; a bias behind blocks is rounded by itself."""
+    """Of a prompt and a step, by the tensors in the folder, in float64; a bias after blocks is rounded by itself."""
     case = case_of(kind, name)
     Engine(load(folder(kind, name)), max_num_seqs=1).generate([PROMPT], SamplingParams(max_tokens=2))
     names = [[f"model.layers.{i}.{each}_proj" for each in together] for i in range(2) for together in STACKED]

@@ -78,7 +78,7 @@ def test_a_request_that_has_ended_is_not_cancelled(llama: Decoder) -> None:
 
 
 def truth(tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities in float64 behind each token, by transformers' model."""
+    """Log-probabilities in float64 after each token, by transformers' model."""
     model = reference(CASE)
     with torch.no_grad():
         found: torch.Tensor = model.double()(torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -99,7 +99,7 @@ def check(found: Logprobs | None, expected: torch.Tensor, token: int, count: int
 
 @pytest.mark.parametrize("budget", [8192, 7], ids=["whole prompts", "prompts in parts"])
 def test_logprobs_are_those_of_the_model_in_float64(budget: int, llama: Decoder) -> None:
-    """Of the prompt and of what is drawn, beside a request that asks for none, and one for another number of tokens."""
+    """Of the prompt and of what is drawn, with a request that asks for none, and one for another number of tokens."""
     engine = Engine(llama, max_seq_len=160, max_num_batched_tokens=budget)
     asked = {"temperature": 1.5, "max_tokens": 8, "seed": 3}
     plain = engine.add(PROMPTS[0], SamplingParams(**asked))
@@ -150,7 +150,7 @@ def test_logprobs_change_no_token_and_survive_preemption(llama: Decoder) -> None
 
 
 def test_the_hook_of_an_engine_sees_every_row_and_text(llama: Decoder) -> None:
-    """Its logits are those behind the tokens it is shown, and a token it forbids in place never comes."""
+    """Its logits are those after the tokens it is shown, and a token it forbids in place never comes."""
     seen: list[Text] = []
 
     def hook(logits: torch.Tensor, rows: Sequence[Text]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of experts, aligned to blocks and counted, against loops in Python: every place, and ids that do not exist."""
+"""Rows of experts, aligned to blocks and counted, against loops in Python: every slot, and ids that do not exist."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def filled(values: list[int], size: int, value: int) -> list[int]:
 
 
 def check_align(ids: torch.Tensor, num_experts: int, block_size: int, expert_map: torch.Tensor | None) -> None:
-    """The op against a loop; its result has room for any distribution, and is not longer."""
+    """The op against a loop; its result fits any distribution, and is not longer."""
     result = pyops.moe_align_block_size.new(ids, num_experts, block_size, expert_map)
     places, blocks, total = (x.tolist() for x in result)
     experts = [local(expert, num_experts, expert_map) for expert in ids.reshape(-1).tolist()]
@@ -142,7 +142,7 @@ def test_align_of_more_rows_than_registers_keep(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_align_of_outputs_at_any_address(device: str) -> None:
-    """Outputs that begin and end within a 16-byte word; nothing beside them is written."""
+    """Outputs that begin and end within a 16-byte word; nothing outside of them is written."""
     ids = ids_of(7, 3, 5, 1).to(device)
     rows = by_expert([local(expert, 5, None) for expert in ids.reshape(-1).tolist()], 5)
     right, right_blocks = aligned(rows, 4, ids.numel())
@@ -229,7 +229,7 @@ def test_align_refuses_too_little_room() -> None:
         (128, 2**30, "block_size"),
     ):
         assert refusal(op, [ids, num_experts, block_size, *outputs, None]).argument == argument
-    # One row takes 2^31 - 1 places, which can still be counted: only the room for them is missing.
+    # One row takes 2^31 - 1 slots, which 32 bits can still count; only the memory for them is missing.
     assert refusal(op, [ids[:1, :1], 128, 2**31 - 1, *outputs, None]).argument == "sorted_token_ids"
 
 

@@ -85,7 +85,7 @@ def test_fused_experts(
 
 @needs_compiler
 def test_a_call_of_16_bits_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sort, a product with its activation, a product, a sum: inputs are not copied, nor those of the activation."""
+    """A sort, a GEMM with the activation, a GEMM, a sum: no copies of inputs, no memory for the activation's inputs."""
     names: list[str] = []
     launch = HostFunction.launch
 
@@ -101,7 +101,7 @@ def test_a_call_of_16_bits_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, scales, values) of weights [experts, rows, columns]."""
+    """(quants, scales, values) of weights [experts, rows, columns]."""
     most = 127 if kind.startswith("int8") else 448
     if kind.endswith("block"):
         scales = weight.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).abs().amax((2, 4)) / most
@@ -138,7 +138,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def coded(kind: str, sizes: tuple[int, int, int], seed: int) -> tuple[torch.Tensor, Any, Any, torch.Tensor]:
-    """(codes, scales, zero points, values in bfloat16) of random weights of a kind."""
+    """(quants, scales, zero points, values in bfloat16) of random weights of a kind."""
     generator = torch.Generator().manual_seed(seed)
     experts, rows, k = sizes
     if kind == "int8":
@@ -167,7 +167,7 @@ def coded(kind: str, sizes: tuple[int, int, int], seed: int) -> tuple[torch.Tens
 @pytest.mark.parametrize("tokens", [3, 200])
 @pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8 groups", "int8 groups zeros", "int8", "mxfp4"])
 def test_coded_experts(kind: str, tokens: int, device: str) -> None:
-    """Of few tokens, whose codes a kernel reads, and of many, for which weights are written."""
+    """Small M, with a kernel that reads packed weights, and large M, with weights dequantised first."""
     experts, hidden, channels = 3, 128, 64
     x, weights = draw(tokens, hidden, dtype=BF16), positive(tokens, 2)
     ids = torch.randint(0, experts + 1, (tokens, 2), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Experts whose weights are in Marlin's layout: against float64, by kernels that read codes and by weights in full."""
+"""Experts in Marlin's layout against float64: kernels that read packed weights, and weights dequantised first."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CASES = [
     (3, "silu", False, False, False),
     (3, "swigluoai", True, False, True),
     (20, "silu", True, True, False),
-    (300, "gelu", False, False, True),  # more rows to an expert than the kernel takes that reads codes
+    (300, "gelu", False, False, True),  # more rows to an expert than the kernel takes that reads quants
     *((3, f"{name}_no_mul", False, False, False) for name in ("silu", "gelu", "relu2")),
 ]
 
@@ -190,7 +190,7 @@ def test_activations_of_8_bits(case: tuple[Any, ...], device: str) -> None:
     ids=str,
 )
 def test_many_rows(permuted: bool, config: Any) -> None:
-    """By kernels that read codes, under every schedule: blocks of all experts and of none, rows that are no rows."""
+    """By kernels that read quants, under every schedule: blocks of all experts and of none, rows that are no rows."""
     block_size = 8 if isinstance(config, PackedTileConfig) else config.tile_m
     m, k, n, top_k = 4 * block_size, 128, 192, 2
     w, of_w = weight(k, n, 1, permuted, True)

@@ -490,7 +490,7 @@ def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("is_scale_transposed", [False, True])
 def test_per_block_quant_scales_of_any_stride(is_scale_transposed: bool, groups: int, device: str) -> None:
-    """Rows of scales lie apart; columns do where TMA wants them to begin at multiples of 16 bytes."""
+    """Scales have a row stride; and a column stride where TMA wants columns to begin at multiples of 16 bytes."""
     tokens, width = 5, 128 * groups
     x, weight = (draw(*shape, dtype=torch.bfloat16, device=device) for shape in ((tokens, width), (width,)))
 

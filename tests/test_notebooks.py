@@ -1,6 +1,6 @@
 """The notebooks run, without Jupyter, and what they show is what comes out where there is no GPU.
 
-``python -m tests.test_notebooks`` stores their outputs anew: what a cell prints, and its figures as SVG. A cell tagged
+``python -m tests.test_notebooks`` stores their outputs again: what a cell prints, and its figures as SVG. A cell tagged
 ``varies`` prints what its machine has, and what it prints is not compared.
 """
 

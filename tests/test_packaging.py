@@ -59,7 +59,7 @@ def test_the_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def _source(folder: Path) -> Path:
-    """A copy of what is packed: a build leaves files beside what it builds."""
+    """A copy of what is packed: a build leaves files next to what it builds."""
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("setuptools is too old to build this project")
     source = folder / "source"

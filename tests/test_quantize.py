@@ -1,4 +1,4 @@
-"""The quantising ops against float64: codes and scales are exact, whatever the contents, the strides and the scale."""
+"""The quantising ops against float64: quants and scales are exact, whatever the contents, the strides and the scale."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_static_int8_saturates_at_every_step(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @E4M3
 def test_ties(kind: torch.dtype, device: str) -> None:
-    """Halfway between two codes, and the float32 numbers beside it, for every code and many scales."""
+    """Halfway between two codes, and the float32 numbers next to it, for every code and many scales."""
     ties8, largest = numpy.arange(-129.5, 129, 1.0), LARGEST[kind]
     ties = (_VALUES[:127] + _VALUES[1:128]) / 2 * (largest / 448)  # the last lies between 448 and what is no code
     generator = numpy.random.default_rng(0)
@@ -545,7 +545,7 @@ def test_empty() -> None:
 
 
 def test_how_many_blocks_look_for_the_largest() -> None:
-    """No more than two for each multiprocessor, whose results every block of the second kernel reads."""
+    """At most two blocks per SM, because every block of the second kernel reads the results of all of them."""
     op = pyops.registry["dynamic_scaled_fp8_quant"]
     assert op.example is not None
     for num_tokens, blocks, batch in ((1, 1, 1), (16, 16, 1), (256, 256, 1), (4096, 264, 8)):

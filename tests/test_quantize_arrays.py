@@ -109,7 +109,7 @@ def nvfp4_experts(make: Make) -> list[Any]:
     results: list[Any] = []
     for function in (pyops.nvfp4_experts_quant, pyops.silu_and_mul_nvfp4_experts_quant):
         codes, tiles = function(x, scales, *offsets, 2)
-        results += [codes, tiles[:256]]  # garbage behind the tiles of the last expert
+        results += [codes, tiles[:256]]  # garbage after the tiles of the last expert
     return results
 
 

@@ -14,7 +14,7 @@ from tests.quantize_truth import draw
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 512), (5, 1000), (300, 64), (271, 33), (2, 3, 8), (2, 120000)])
 def test_permute_cols(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """A random order, one with repetitions, and bits of no number. (The last shape has no room in shared memory.)"""
+    """A random order, one with repetitions, and bits of no number. (The last shape does not fit in shared memory.)"""
     a = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), dtype=torch.int16, device=device).view(dtype)[
         ..., 0
     ]

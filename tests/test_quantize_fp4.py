@@ -1,4 +1,4 @@
-"""NVFP4 against float64: codes and scales are exact, wherever they lie and whatever the contents and the scale."""
+"""NVFP4 against float64: quants and scales are exact, wherever they lie and whatever the contents and the scale."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIXTH = f32(1 / 6)
 
 
 def truth(x: Any, g: Any) -> tuple[Any, Any]:
-    """(codes, one to an element; codes of scales) of rows, g being one number or one for each row."""
+    """(quants, one to an element; codes of scales) of rows, g being one number or one for each row."""
     blocks = exact(x).reshape(x.shape[0], -1, 16)
     g = f32(numpy.broadcast_to(numpy.asarray(g, "float64"), (x.shape[0],)))[:, None, None]
     scales = fp8(f32(g * f32(absmax(blocks) * SIXTH)))
@@ -62,7 +62,7 @@ def tensor(g: float, device: str) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor, g: float | torch.Tensor, layout: Layout | None = None) -> tuple[Any, Any]:
-    """(codes, scales) of rows, from tiles and from rows, which are the same; padding is 0."""
+    """(quants, scales) of rows, from tiles and from rows, which are the same; padding is 0."""
     rows, columns = x.shape[0], x.shape[1] // 16
     device = str(x.device)
     scale = g if isinstance(g, torch.Tensor) else tensor(g, device)
@@ -510,5 +510,5 @@ def test_geometry(problem: Fp4Problem, arch: str, expected: Fp4Config) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2**31 - 1], [1, 4, 4]])
 def test_an_expert_whose_rows_are_not_all_there(offsets: list[int], device: str) -> None:
-    """Of three rows. The expert and those behind it write nothing; nothing is read behind the last row."""
+    """Of three rows. The expert and those after it write nothing; nothing is read after the last row."""
     assert_experts(draw(3, 32, device=device), [5.0] * 2, offsets, [0, 128, 256], 256)

@@ -1,4 +1,4 @@
-"""Quantisation under a scale for each group of neighbouring elements: codes and scales are exact."""
+"""Quantisation under a scale for each group of neighbouring elements: quants and scales are exact."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_packed(kind: torch.dtype, padded: bool, rows: int, groups: int, device:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "code_rows", "zeros"), [(1, 4, 3), (5, 7, 2), (5, 11, 3), (8, 9, 0), (0, 2, 0)])
 def test_packed_with_more_rows_of_codes(rows: int, code_rows: int, zeros: int, device: str) -> None:
-    """Rows of codes behind the tokens become 0 up to a multiple of 4; scales have no such rows here."""
+    """Rows of codes after the tokens become 0 up to a multiple of 4; scales have no such rows here."""
     x = draw(rows, 320, device=device)
     memory = torch.full((code_rows, 400), 7, dtype=torch.uint8, device=device)
     right = torch.full((code_rows, 320), 7, dtype=torch.uint8, device=device)

@@ -26,7 +26,7 @@ def b(x: Any) -> Any:
 
 
 def truth(x: torch.Tensor, power_of_two: bool) -> tuple[Any, Any]:
-    """(codes, scales) of every token."""
+    """(quants, scales) of every token."""
     gate, up = numpy.split(exact(x), 2, -1)
     y = b(b(f32(gate / f32(1 + f32(numpy.exp(-gate))))) * up)
     groups = y.reshape(*y.shape[:2], -1, 128)

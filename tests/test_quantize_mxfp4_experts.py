@@ -1,4 +1,4 @@
-"""MXFP4 of experts' rows against float64: codes and scales are exact, whatever the contents and the offsets."""
+"""MXFP4 of experts' rows against float64: quants and scales are exact, whatever the contents and the offsets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["_quietly"]  # a fixture
 
 
 def truth(x: Any) -> tuple[Any, Any]:
-    """(codes, two to a byte; exponents of scales) of rows."""
+    """(quants, two to a byte; exponents of scales) of rows."""
     blocks = exact(x).reshape(x.shape[0], -1, 32)
     share = f32(absmax(blocks) * SIXTH)
     exponents = numpy.where(numpy.isinf(share), 255, numpy.maximum(numpy.frexp(share)[1] + 126, 0))

@@ -1,4 +1,4 @@
-"""MXFP8 of experts' rows against float64: codes and scales are exact, whatever the contents and the offsets."""
+"""MXFP8 of experts' rows against float64: quants and scales are exact, whatever the contents and the offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantisation into new tensors, by the functions that return codes and scales."""
+"""Quantisation into new tensors, by the functions that return quants and scales."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_for_codes_without_an_instruction() -> None:
-    """The blocks of a multiprocessor that a kernel asks for where conversion takes integers: one, of either e4m3."""
+    """The blocks per SM that a kernel asks for where integer instructions convert to fp8: one, for both e4m3 types."""
     for arch, native in (("sm_90", FP8), ("sm_80", None), ("gfx942", FNUZ)):
         for kind in LARGEST:
             for name in ("dynamic_scaled_fp8_quant", "static_scaled_fp8_quant", "rms_norm_per_block_quant"):

@@ -180,7 +180,7 @@ def test_every_layout(shape: tuple[int, ...], is_neox: bool, position_dtype: tor
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gaps_are_left_alone(device: str) -> None:
-    """What lies between heads, and behind those of a slice, keeps its bits, and so do elements that do not turn."""
+    """What lies between heads, and after those of a slice, keeps its bits, and so do elements that do not turn."""
     memory = draw(6, 5, 96, dtype=torch.float16, device=device)
     before = memory.clone()
     positions = torch.arange(6, device=device)
@@ -198,7 +198,7 @@ HOSTILE = [-1, MAX_POSITION, 2**31 - 1, -(2**31), 5]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_out_of_range_leave_their_tokens(dtype: torch.dtype, device: str) -> None:
-    """The table lies between unreadable values, so that a row beside it could not pass for one of it."""
+    """The table lies between unreadable values, so that a row next to it could not pass for one of it."""
     values = [*HOSTILE, *([2**62, -(2**63)] if dtype is torch.int64 else [])]
     inside = torch.tensor([0 <= value < MAX_POSITION for value in values], device=device)
     positions = torch.tensor(values, dtype=dtype, device=device)

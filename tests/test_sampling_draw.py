@@ -296,8 +296,8 @@ def test_the_likeliest(device: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
 def test_a_row_depends_on_nothing_else(device: str) -> None:
-    """Neither on the rows beside it, nor on how many there are, which decides about blocks; but on seed and offset."""
-    rows = 300 if device == "cuda" else 140  # more than multiprocessors
+    """Neither on the other rows, nor on how many there are, which decides about blocks; but on seed and offset."""
+    rows = 300 if device == "cuda" else 140  # more than SMs
     x = torch.randn((rows, 1300), generator=torch.Generator().manual_seed(1)).to(device)
     filters = {"top_p": 0.9, "top_k": 600}
     all_at_once = draw(x, **filters)

@@ -140,7 +140,7 @@ def test_greedy_and_ragged(vocab_size: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_makes_no_sense(device: str) -> None:
-    """Tokens and ends that do not exist, probabilities that are none: nothing is read or written beside the tensors."""
+    """Tokens and ends that do not exist, probabilities that are none: nothing is read or written out of bounds."""
     p = torch.full((4, 5), 0.2, device=device)
     assert sample([0, 1, 2, 3], [-5, 2**31 - 1, 3, 1], None, p * 0 + 1, 2) == [
         [9000, -1, -1],

@@ -82,7 +82,7 @@ def test_segments(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [16385, 40003])
 def test_long_rows(kind: str, columns: int, device: str) -> None:
-    """The blocks of a cluster share a long row; rows of one piece or less lie beside it."""
+    """The blocks of a cluster share a long row; rows of one piece or less lie next to it."""
     logits = values(kind, 5, columns).to(device)
     ends = [columns, columns - 1, 16384, 300, 20000]
     prefill(logits, [0, 3, 0, 5, 3000], ends, 300)
@@ -112,7 +112,7 @@ def test_more_than_fits(device: str) -> None:
     prefill(values("normal", 1, 3000).to(device), [0], [3000], 2999)
     apart = values("normal", 1, 140002).to(device)
     prefill(apart[:, ::2], [3], [69990], 5000)
-    # The last vector, of one element, is the last of four that a thread loads at a time; behind it lie the largest.
+    # The last vector, of one element, is the last of four that a thread loads at a time; after it lie the largest.
     behind = values("normal", 1, 79547).to(device)
     behind[:, 79537:] = 1e9
     prefill(behind, [0], [79537], 5000)

@@ -46,7 +46,7 @@ def _probabilities(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("columns", [24, 5000])
 @pytest.mark.parametrize("name", ROWS)
 def test_softmax_at_any_temperature(name: str, columns: int, device: str) -> None:
-    """From the smallest number, where the largest logits share what there is, to inf, where all finite ones do."""
+    """Temperatures from the smallest number, where the largest logits share all probability, to inf, where all do."""
     t = torch.tensor([*TINY, 1e-30, 0.5, 1.0, 3.0, 1e30, 1e38, LARGEST, INF], device=device)
     x = torch.tensor(ROWS[name], device=device).repeat(columns)[:columns].expand(len(t), -1).contiguous()
     right = _probabilities(x, t)

@@ -116,7 +116,7 @@ def _stored(x: torch.Tensor, scale: float, cache: str) -> torch.Tensor:
     return (x.float() / scale).to(codes).double() * scale
 
 
-# Whole prompts, then a chunk of a prompt beside single tokens, then single tokens alone.
+# Whole prompts, then a chunk of a prompt with single tokens, then single tokens alone.
 STEPS = [[37, 5, 1, 18], [1, 40, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
 
 

@@ -147,7 +147,7 @@ def set_scale(layer: Any, scale: float) -> None:
     ],
 )
 def test_decode(config: Any, num_heads: int, dtype: torch.dtype, cache: str, scale: float) -> None:
-    """One new token behind those that the cache holds, the first one of a sequence among them."""
+    """One new token after those that the cache holds, the first one of a sequence among them."""
     layer = make_layer(config, num_heads, dtype, cache)
     set_scale(layer, scale)
     lengths = [30, 1, 65, 16]
@@ -183,7 +183,7 @@ def test_decode_with_the_sums_of_ranks(config: Any) -> None:
     ("dtype", "cache"), [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "fp8")]
 )
 def test_prompts_beside_decode(config: Any, dtype: torch.dtype, cache: str) -> None:
-    """Prompts; then the rest of two of them behind chunks of what the cache holds, beside single tokens.
+    """Prompts; then the rest of two of them after chunks of what the cache holds, with single tokens.
 
     vLLM takes at most WORKSPACE tokens of the cache at a time: those of the second step come in several chunks, of
     which the shorter sequence has no tokens in the last.

@@ -11,7 +11,7 @@ SIZES = {"vocab_size": 96, "num_hidden_layers": 2, "bos_token_id": None, "eos_to
 
 
 class GroupedNorm(torch.nn.Module):
-    """The gated norm of Mamba-2: RMSNorm of x * silu(gate), for each group of channels apart."""
+    """The gated norm of Mamba-2: RMSNorm of x * silu(gate), for each group of channels separately."""
 
     def __init__(self, weight: torch.nn.Parameter, n_groups: int, eps: float) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ FLASH_ATTN_FUNCTIONS = ("flash_attn_varlen_func", "get_scheduler_metadata")
 
 @contextmanager
 def cuda_platform(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
-    """vLLM's platform for CUDA, with a device of this capability, in the place of the one that vLLM has found.
+    """vLLM's platform for CUDA, with a device of this capability, instead of the one that vLLM has found.
 
     Its tensors lie on the CPU.
     """
@@ -68,7 +68,7 @@ def _do_without_flash_attn() -> None:
 
 
 def block_tables(lengths: list[int], width: int, num_blocks: int) -> torch.Tensor:
-    """[num_seqs, width] int32: different blocks of the cache, in no order, for the tokens of each sequence; 0 behind
+    """[num_seqs, width] int32: different blocks of the cache, in no order, for the tokens of each sequence; 0 after
     them, as vLLM leaves it."""
     used = [-(-length // BLOCK_SIZE) for length in lengths]
     order = 1 + torch.randperm(num_blocks - 1)[: sum(used)]

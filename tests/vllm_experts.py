@@ -1,4 +1,4 @@
-"""vLLM's modules of experts behind this library's ops, and calls of its layers: what tests of that part share."""
+"""vLLM's modules of experts on this library's ops, and calls of its layers: shared by the tests of experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODULES = (
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Vllm]:
-    """vLLM behind this library's ops, on a platform that says that it is a GPU of sm_90."""
+    """vLLM on this library's ops, on a platform that reports a GPU of sm_90."""
     pytest.importorskip("vllm")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

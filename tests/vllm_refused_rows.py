@@ -15,7 +15,7 @@ Change = Callable[[Any], Any]
 
 
 def _changed(name: str, changes: dict[str, Change], axes: dict[str, Any]) -> object:
-    """An op's example with some of its arguments made anew from what they were."""
+    """An op's example with some of its arguments replaced by functions of the original ones."""
     op = pyops.registry[name]
     args = dict(zip((p.name for p in op.parameters), example(op, num_tokens=4, **axes), strict=True))
     args |= {argument: change(args[argument]) for argument, change in changes.items()}

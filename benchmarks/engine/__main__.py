@@ -34,8 +34,8 @@ from .models import MODELS
 from .report import RUNS, render
 from .worker import ROWS
 
-_ANSWER_S = 150.0  # until an engine that says nothing has failed
-_LIBRARIES = shutil.ignore_patterns("*.so", "deep_gemm", "__pycache__")  # vLLM asks for DeepGEMM's folder alone
+_ANSWER_S = 150.0  # after this many seconds of silence an engine has failed
+_LIBRARIES = shutil.ignore_patterns("*.so", "deep_gemm", "__pycache__")  # vLLM only tests DeepGEMM's folder
 _PROFILED = ("decode 16", "prefill 1 x 2048")
 
 

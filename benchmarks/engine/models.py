@@ -143,7 +143,7 @@ _AWQ = {
 
 @dataclass(frozen=True)
 class Model:
-    """A model: its ``config.json``, arguments of vLLM's ``LLM`` besides, and what is said of it in tables."""
+    """A model: its ``config.json``, further arguments of vLLM's ``LLM``, and its description in tables."""
 
     words: str
     config: dict[str, Any]

@@ -125,7 +125,7 @@ def _compared(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def _shares(kernels: list[Any]) -> str:
-    """In words. Kernels under programmatic launch wait for their predecessors on the device, which counts as theirs."""
+    """Shares as text. With programmatic dependent launch a kernel's time includes its wait for the kernel before."""
     total = sum(us for _, _, us, _ in kernels)
     mine = sum(us for _, _, us, ours in kernels if ours)
     others = [f"{name[:60]} {us / total:.0%}" for name, _, us, ours in kernels if not ours][:_SHOWN]

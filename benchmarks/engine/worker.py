@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[int, int, int, bool]] = {
     "decode 16, top-k top-p": (16, 256, 40, True),
     "decode 128, top-k top-p": (128, 256, 40, True),
 }
-_SETTLE, _TAIL = 4, 4  # steps of decode before the first that is timed, and behind the last
+_SETTLE, _TAIL = 4, 4  # untimed decode steps before the timed ones, and after them
 _LENGTH = 4096
 _PROMPTS, _PROMPT_TOKENS = 4, 300  # to compare logprobs
 
@@ -60,7 +60,7 @@ class Engine:
                 max_num_batched_tokens=16384,
                 max_num_seqs=128,
                 enable_prefix_caching=False,
-                gpu_memory_utilization=0.05,  # asked for at the start; several engines share the card
+                gpu_memory_utilization=0.05,  # vLLM tests at the start that it is free; engines share the GPU
                 kv_cache_memory_bytes=cache_gib << 30,
                 compilation_config=compilation,
                 attention_config={"backend": backend} if backend else None,
@@ -92,7 +92,7 @@ class Engine:
         return times, [outputs[name] for name in names]
 
     def milliseconds(self, row: str, repeats: int) -> list[float]:
-        """Of a prefill, or of a step of decode: one number for each repetition."""
+        """Milliseconds of a prefill or of a decode step: one number per repetition."""
         sequences, prompt, made, draw = ROWS[row]
         found = []
         for _ in range(repeats):
@@ -106,7 +106,7 @@ class Engine:
         return found
 
     def logprobs(self) -> dict[str, list[Any]]:
-        """Of every prompt token but the first of each prompt, and the tokens that greedy decoding makes."""
+        """The logprobs of every prompt token but each first one, and the tokens of greedy decoding."""
         _, outputs = self.run(_PROMPTS, _PROMPT_TOKENS, 16, prompt_logprobs=0)
         logprobs = [
             float(at[token].logprob)

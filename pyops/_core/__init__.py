@@ -4,7 +4,7 @@ errors config log dtypes              what is raised, which switches exist, what
 locks folders                         threads and processes
 source lazy device driver tuning      kernel text; torch and cupy on demand; device sizes; the driver; tuned choices
 tensor hiprtc compiler host offline   what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU
-check tensor_map kernel               checks and choices of a plan; what TMA copies; Kernel, Specialisation, Launch
+check tensor_map kernel               checks and choices of a plan; tensor maps for TMA; Kernel, Specialisation, Launch
 layout workspace launch ranks         parameters in memory; scratch memory; launching; ranks as one launch on the host
 declaration planner guard plan        what a reference says of its op; what plans it; what a call needs
 wrapper torch_library                 the function of an op; its forms in torch

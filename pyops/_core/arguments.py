@@ -17,7 +17,7 @@ from .tensor import TensorArg
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, numpy.bool_), "str": (str,)}
 _FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)
-# What makes a value of Python of a value that has passed `check_scalar`.
+# {kind of a parameter: the conversion to a plain Python value, for values that passed `check_scalar`}
 _PYTHON: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "int": lambda value: int(operator.index(value)),  # True counts as 1
@@ -64,7 +64,7 @@ def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
 def numbers(declaration: Declaration, args: Sequence[Any]) -> list[Any]:
     """`args` with every float and integer, such as numpy's, as the number of Python that a kernel would be given.
 
-    Raises OpError for what is none. Where a reference runs, torch computes with whatever the argument is.
+    Raises OpError for a value that is not a number. Without this check a reference would compute with it all the same.
     """
     made = list(args)
     for i, (p, value) in enumerate(zip(declaration.parameters, args, strict=True)):
@@ -149,7 +149,7 @@ def _is_index(p: Parameter, value: Any) -> bool:
     return p.kind in ("int", "bool") and not isinstance(value, int) and hasattr(value, "__index__")
 
 
-# A conversion runs code of the value's class, a tensor's or the caller's own, which may raise anything.
+# A conversion runs code of the value's class (a tensor's or the caller's own), which may raise any exception.
 
 
 def _check_float(op: str, p: Parameter, value: Any) -> None:

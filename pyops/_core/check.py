@@ -48,7 +48,7 @@ def shape(arg: TensorArg | None, dtype_: DType | None = None, /, **sizes_: int) 
 
 
 def sizes(arg: TensorArg, **sizes: int | None) -> None:
-    """`arg` has exactly these named sizes, of which None may be any; strides may be any."""
+    """`arg` has exactly these named sizes; a size of None, and the strides, may be anything."""
     expected = [size if wanted is None else wanted for size, wanted in zip(arg.shape, sizes.values())]  # noqa: B905
     if len(arg.shape) != len(sizes) or list(arg.shape) != expected:
         named = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
@@ -56,14 +56,14 @@ def sizes(arg: TensorArg, **sizes: int | None) -> None:
 
 
 def index(arg: TensorArg | None, **named: int | None) -> None:
-    """`arg` holds int32 or int64 and has these named sizes, of which None may be any; strides may be any."""
+    """`arg` holds int32 or int64 and has these named sizes; a size of None, and the strides, may be anything."""
     if arg is not None:
         sizes(arg, **named)
         dtype(arg, dtypes.int32, dtypes.int64)
 
 
 def contiguous(arg: TensorArg) -> None:
-    """Elements of `arg` lie one after another."""
+    """`arg` is contiguous."""
     step = 1
     for size, stride in zip(reversed(arg.shape), reversed(arg.strides), strict=True):
         if size != 1 and stride != step and arg.numel:
@@ -80,7 +80,7 @@ def scalar(arg: TensorArg | None, dtype_: DType = dtypes.float32) -> None:
 
 
 def at_least(arg: TensorArg, dtype_: DType, count: int) -> None:
-    """`arg` holds at least so many elements of this type, one after another; those behind them are not touched."""
+    """`arg` is contiguous and holds at least `count` elements of this type; kernels do not touch the rest."""
     if arg.numel < count:
         raise arg.error(f"expected at least {count} element{'s' * (count != 1)}, got shape {arg.shape}")
     dtype(arg, dtype_)
@@ -88,7 +88,7 @@ def at_least(arg: TensorArg, dtype_: DType, count: int) -> None:
 
 
 def per_row(arg: TensorArg | None, dtype_: DType, num_rows: int) -> None:
-    """`arg` holds one element of this type for each row, one after another."""
+    """`arg` is contiguous and holds one element of this type per row."""
     if arg is not None:
         if arg.numel != num_rows:
             raise arg.error(f"expected one element per row, {num_rows}, got shape {arg.shape}")
@@ -97,7 +97,7 @@ def per_row(arg: TensorArg | None, dtype_: DType, num_rows: int) -> None:
 
 
 def elements(arg: TensorArg | None, dtype_: DType, count: int) -> None:
-    """`arg` holds so many elements of this type, one after another, in any shape."""
+    """`arg` is contiguous and holds `count` elements of this type, in any shape."""
     if arg is not None:
         if arg.numel != count:
             raise arg.error(f"expected {count} element{'s' * (count != 1)}, got shape {arg.shape}")
@@ -106,7 +106,7 @@ def elements(arg: TensorArg | None, dtype_: DType, count: int) -> None:
 
 
 def row_size(arg: TensorArg) -> int:
-    """Size of the last dimension, whose elements must lie one after another."""
+    """Size of the last dimension; OpError unless its stride is 1."""
     if not arg.shape:
         raise arg.error("expected at least one dimension, got a scalar")
     if arg.shape[-1] > 1 and arg.strides[-1] != 1 and arg.numel:
@@ -115,7 +115,7 @@ def row_size(arg: TensorArg) -> int:
 
 
 def narrow(arg: TensorArg) -> None:
-    """`arg` has rows whose elements kernels can count in 32 bits."""
+    """The row size of `arg` fits in 32 bits, as kernels count elements of a row."""
     if arg.shape[-1] > 2**30:
         raise arg.error(f"expected rows of at most 2^30 elements, got shape {arg.shape}")
 
@@ -164,7 +164,7 @@ def vector_width(size: int, *args: TensorArg, widest: int = 16) -> int:
 
     `widest` bounds the bytes of an access of the widest element type.
     """
-    # Of powers of two, the greatest common divisor is the lowest bit that any of them sets.
+    # The greatest common divisor of powers of two is the lowest bit that any of them sets.
     bits = size | widest // max([arg.dtype.itemsize for arg in args])
     for arg in args:
         bits |= arg.alignment // arg.dtype.itemsize or 1

@@ -79,7 +79,7 @@ def _load(index: int, text: str, entry: str, kernel: str, constants: str, option
         except (OSError, cupy.cuda.driver.CUDADriverError) as error:
             if driver.is_refusal(error):
                 raise
-            # The cache folder cannot be written, is full, or holds something that is no kernel for this device.
+            # The cache folder cannot be written, is full, or holds a file that is not a kernel for this device.
             _warn_once(error)
             module, origin = _compile_in_memory(index, text, kernel, constants, options), "compiled"
         function = module.get_function(entry)
@@ -114,7 +114,7 @@ def _load_module(index: int, text: str, kernel: str, constants: str, options: tu
 
 
 def _alone(index: int, text: str, options: tuple[str, ...]) -> AbstractContextManager[Any]:
-    """Of several processes that need a kernel that no cache holds, one compiles, and the others wait."""
+    """Let one process compile a kernel that no cache holds; other processes that need it wait for the cache entry."""
     if not os.access(cache_folder(), os.W_OK):
         return nullcontext()
     digest = hashlib.sha256("\0".join((text, device.get(index).arch, *options)).encode()).hexdigest()[:32]

@@ -29,7 +29,7 @@ def sync() -> bool:
 
 
 def check_indices() -> bool:
-    """PYOPS_CHECK=1: raise an OpError after a call whose index tensors held what lies out of range, and was skipped."""
+    """PYOPS_CHECK=1: raise an OpError after a call if index tensors held values out of range, which kernels skip."""
     return _flag("PYOPS_CHECK")
 
 

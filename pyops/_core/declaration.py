@@ -20,8 +20,8 @@ class Parameter:
         kind: one of `KINDS`. A ``"dtype"`` is one of torch's, or of numpy's, or a name.
         optional: None is a value, too.
         role: ``"in"``, ``"out"`` (written, never read) or ``"inout"``. Scalars are ``"in"``.
-        keyed: a scalar whose value is part of a plan's key, so that the plan may choose by it. The value of any other
-            scalar is read at every call.
+        keyed: the value of this scalar is part of the plan's key, so that the plan function may choose by it. Other
+            scalars are read at every call.
         has_default, default: of the signature.
         number: a tensor of one float32, for which a caller may also give a Python number.
         by_name: keyword-only.
@@ -55,9 +55,9 @@ class Declaration:
     Attributes:
         reference: a plain PyTorch function that writes the outputs.
         in_place: {output: input} pairs that may be one and the same tensor.
-        ulps: how far results may lie from the reference, in units of the last place of the output type; 0: equal.
-        atol: absolute tolerance, as a fraction of the output's largest magnitude, for sums that cancel. A function of
-            the op's arguments.
+        ulps: largest difference from the reference, in ulps of the output type; 0: equal.
+        atol: absolute tolerance, as a fraction of the output's largest magnitude, for terms that cancel in a sum. A
+            function of the op's arguments.
     """
 
     reference: Callable[..., Any]
@@ -80,12 +80,12 @@ class Declaration:
 
     @cached_property
     def tensor_positions(self) -> tuple[int, ...]:
-        """Places of the tensors among all parameters."""
+        """Positions of the tensors among all parameters."""
         return tuple(i for i, p in enumerate(self.parameters) if p.is_tensor)
 
     @cached_property
     def returned(self) -> tuple[Parameter, ...]:
-        """Outputs that a call allocates and returns. They stand behind all other parameters."""
+        """Outputs that a call allocates and returns. They come after all other parameters."""
         return tuple(p for p in self.parameters if p.returned)
 
     @cached_property

@@ -16,11 +16,11 @@ class Device:
     Attributes:
         index: ordinal among the process's devices; -1 for a model.
         arch: ``"sm_90"`` on CUDA, ``"gfx942"`` on HIP.
-        multiprocessors: streaming multiprocessors (compute units).
+        multiprocessors: number of SMs (compute units on AMD GPUs).
         warp_size: threads that run in lockstep.
         shared_memory: bytes one block can ask for, opt-in included.
-        cluster: blocks that can share a thread block cluster; 1 where there are no clusters.
-        name: ``"nvidia-h200"``, which names its table of measured choices (`tuning`); empty for a model.
+        cluster: largest thread block cluster, in CTAs; 1 for architectures without clusters.
+        name: ``"nvidia-h200"``, which names its table of measured configs (`tuning`); empty for a model.
     """
 
     index: int
@@ -43,16 +43,15 @@ class Device:
 
     @property
     def arch_feature(self) -> str:
-        """The architecture with its own instructions, which later ones need not have: ``"sm_90a"``."""
+        """The architecture-specific target, with instructions that later architectures may lack: ``"sm_90a"``."""
         return f"{self.arch}a" if self.arch.startswith("sm_") and int(self.arch[3:]) >= 90 else self.arch
 
     def supports(self, feature: str) -> bool:
         """Whether the device has a feature.
 
-        The features are ``"mma"`` (products of a warp, as mma.cuh has them), ``"matrix_cores"`` (AMD's, as
-        matrix_core.cuh has them), ``"products"`` (either, as product.cuh has them), ``"async_copies"`` (to shared
-        memory, by cp.async), ``"clusters"``, ``"tma"`` (bulk copies of tensors) and ``"wgmma"`` (products of four
-        warps, Hopper's own).
+        The features are ``"mma"`` (warp-level MMA, mma.cuh), ``"matrix_cores"`` (AMD's MFMA and WMMA, matrix_core.cuh),
+        ``"products"`` (either of these, product.cuh), ``"async_copies"`` (cp.async to shared memory), ``"clusters"``,
+        ``"tma"`` (bulk tensor copies) and ``"wgmma"`` (Hopper's warpgroup MMA).
         """
         capability = int(self.arch[3:]) if self.arch.startswith("sm_") else 0
         matrix_cores = self.arch in _MATRIX_CORES
@@ -67,19 +66,19 @@ class Device:
         }[feature]
 
 
-# Of AMD, the architectures whose matrix cores matrix_core.cuh knows.
+# AMD architectures with matrix cores that matrix_core.cuh supports.
 _MATRIX_CORES = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
 _MODELS = {
     "sm_80": Device(-1, "sm_80", 108, 32, 163 * 1024),
     "sm_90": Device(-1, "sm_90", 132, 32, 227 * 1024, 8),
     "sm_100": Device(-1, "sm_100", 148, 32, 227 * 1024, 8),
-    "gfx90a": Device(-1, "gfx90a", 104, 64, 64 * 1024),  # of one of the two dies of an MI250X
+    "gfx90a": Device(-1, "gfx90a", 104, 64, 64 * 1024),  # one of the two dies of an MI250X
     "gfx942": Device(-1, "gfx942", 304, 64, 64 * 1024),
     "gfx950": Device(-1, "gfx950", 256, 64, 160 * 1024),
     "gfx1100": Device(-1, "gfx1100", 96, 32, 64 * 1024),
     "gfx1201": Device(-1, "gfx1201", 64, 32, 64 * 1024),
 }
-# What kernels on the CPU are planned for, by the lanes of their warps. Cache bytes are codes of e4m3fn for both.
+# {lanes of a warp: the device that kernels on the host backend are planned for}. Both read an fp8 cache as e4m3fn.
 _HOST = {32: _MODELS["sm_90"], 64: replace(_MODELS["gfx942"], arch="gfx90a")}
 
 

@@ -1,4 +1,4 @@
-"""What CuPy does not ask of the driver: launches with attributes, batches of copies, first calls during a capture."""
+"""Driver calls that CuPy lacks: launches with attributes, batches of copies, first calls during a capture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .lazy import CUDA_LIBRARY, HIP_LIBRARIES, cupy
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+    """CUlaunchAttribute; its value is a union of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))
 
@@ -36,12 +36,12 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 @cache
 def attributes(overlaps: bool, cluster: tuple[int, int, int]) -> ctypes.Array[Any] | None:
-    """What cuLaunchKernelEx is told besides the geometry; None if there is nothing to tell.
+    """The launch attributes for cuLaunchKernelEx; None if the launch needs none.
 
     A kernel that `overlaps` may start while the one before it still runs. `cluster` counts the blocks of a cluster.
     """
     wanted = []
-    # The value of an attribute lies eight bytes from its start, behind one integer of padding.
+    # The value of an attribute is at offset 8, after the identifier and 4 bytes of padding.
     if overlaps:
         wanted.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (0, 1)))
     if cluster != (1, 1, 1):
@@ -92,7 +92,7 @@ def get() -> Driver:
 def _map_calls() -> tuple[Any, Any]:
     """cuTensorMapEncodeTiled and cuTensorMapReplaceAddress.
 
-    They do no more than write 128 bytes. To let other threads run meanwhile, as calls through CDLL do, takes longer.
+    Both only write 128 bytes, so they are called with the GIL held: releasing it, as CDLL does, takes longer.
     """
     calls = ctypes.PyDLL(CUDA_LIBRARY)
     pointer, integer = ctypes.c_void_p, ctypes.c_int
@@ -102,8 +102,8 @@ def _map_calls() -> tuple[Any, Any]:
     return encode, replace
 
 
-# What a first call does while a graph is captured: by its own thread, or by another one, because a capture in the mode
-# "global" forbids loading and allocating to every thread.
+# A first call while a graph is captured must load kernels and allocate memory. A capture in the mode "global" forbids
+# both to every thread of the process.
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed
 # From cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread. The driver and HIP have the same numbers.

@@ -25,7 +25,7 @@ bfloat16 = DType("bfloat16", "bf16_t", 2)
 float8_e4m3fn = DType("float8_e4m3fn", "fp8_e4m3_t", 1)
 float8_e4m3fnuz = DType("float8_e4m3fnuz", "fp8_e4m3fnuz_t", 1)
 float8_e5m2 = DType("float8_e5m2", "fp8_e5m2_t", 1)
-float8_e8m0fnu = DType("float8_e8m0fnu", "uint8_t", 1)  # of scales alone: kernels see its bytes
+float8_e8m0fnu = DType("float8_e8m0fnu", "uint8_t", 1)  # block scales only; kernels read it as bytes
 int8 = DType("int8", "int8_t", 1)
 uint8 = DType("uint8", "uint8_t", 1)
 boolean = DType("bool", "bool", 1)
@@ -35,7 +35,7 @@ uint32 = DType("uint32", "uint32_t", 4)
 int64 = DType("int64", "int64_t", 8)
 
 FLOATS = (float32, float16, bfloat16)
-E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # in which the quantising ops write fp8
+E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # the fp8 types that the quantising ops write
 _CODES = (*E4M3, float8_e5m2, float8_e8m0fnu, int8, uint8)
 _TABLE = {d.name: d for d in (*FLOATS, *_CODES, boolean, int16, int32, uint32, int64)}
 
@@ -43,7 +43,7 @@ _TABLE = {d.name: d for d in (*FLOATS, *_CODES, boolean, int16, int32, uint32, i
 @cache
 def of(native: Any) -> DType | None:
     """DType of a torch, numpy, cupy or ml_dtypes dtype, or of a name; None for one that no op takes."""
-    name = getattr(native, "__name__", native)  # of a class, as numpy.float16
+    name = getattr(native, "__name__", native)  # the name of a class such as numpy.float16
     return _TABLE.get(str(name).removeprefix("torch."))
 
 
@@ -53,5 +53,5 @@ def unsupported(native: Any) -> str:
 
 
 def nan_byte(native: Any) -> int:
-    """What every byte of a NaN may be in a float type: 0xFF, but in float8_e4m3fnuz, whose only NaN is 0x80."""
+    """The byte that fills memory with NaN of a float type: 0xFF, or 0x80, the only NaN of float8_e4m3fnuz."""
     return 0x80 if of(native) is float8_e4m3fnuz else 0xFF

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import kernels_cu
 
-# What pip installs as the module pyops. The name pyops on PyPI belongs to another project.
+# The requirement by which pip installs the module pyops. The name pyops on PyPI belongs to another project.
 DISTRIBUTION = "pyops-kernels"
 
 
@@ -110,8 +110,8 @@ class KernelFault(RuntimeError):
     Attributes:
         kind: ``"out-of-bounds global access"``, ``"divergent barrier"``, ...: docs/host.md lists them.
         kernel: source file; constants: its specialisation.
-        places: (file, line) in the sources, innermost first: of an inlined function, then where it was called.
-        file, line: the first of them; "" and 0 where nothing is known.
+        places: (file, line) in the sources, innermost first: an inlined function, then its call sites.
+        file, line: the innermost of them; "" and 0 if unknown.
         block, thread: indices (x, y, z); thread is None where no single one is to blame.
         message: what happened there.
     """
@@ -152,7 +152,7 @@ class RankError(RuntimeError):
 
 
 def called(places: Sequence[tuple[str, int]]) -> str:
-    """Places in the sources, innermost first, as a person reads them."""
+    """Source lines, innermost first, as text for an error message."""
     return ", called at ".join(f"{file}:{line}" for file, line in places)
 
 

@@ -20,8 +20,8 @@ _PAUSE = 0.02  # seconds between two looks at a folder that another process work
 def worked_in(folder: str) -> Iterator[str]:
     """Make `folder` and yield it when no other process works in it; it is removed at the end.
 
-    The system's lock on the folder goes with the process that holds it: what a killed process left behind is removed by
-    the next one. After `PATIENCE` seconds, and where there are no such locks, another new folder is yielded instead.
+    The system releases the lock on the folder when its process ends: files of a killed process are removed by the next
+    one. After `PATIENCE` seconds, and on file systems without locks, another new folder is yielded instead.
     """
     lock = _taken(folder, PATIENCE)
     if lock is None:
@@ -29,7 +29,7 @@ def worked_in(folder: str) -> Iterator[str]:
             yield another
         return
     try:
-        for entry in os.scandir(folder):  # of a process that was killed
+        for entry in os.scandir(folder):  # files of a process that was killed
             os.remove(entry)
         yield folder
     finally:
@@ -44,7 +44,7 @@ def sweep(parent: str) -> None:
 
 
 def _taken(folder: str, seconds: float) -> int | None:
-    """A locked descriptor of the folder, which is made; None if another process has held it for so many seconds."""
+    """Make and lock the folder, and return its descriptor; None if another process holds it for `seconds`."""
     try:
         import fcntl
     except ImportError:
@@ -57,7 +57,7 @@ def _taken(folder: str, seconds: float) -> int | None:
             descriptor = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Who held the lock before has removed the folder: this may be the lock of one that is gone.
+                # The previous owner may have removed the folder: this may be the lock of a deleted folder.
                 if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
                     return descriptor
             except (BlockingIOError, FileNotFoundError):

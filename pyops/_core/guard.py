@@ -7,17 +7,17 @@ from typing import Any
 
 
 def never(*_: Any) -> bool:
-    """The guard of a plan that has none yet."""
+    """The guard of a plan before its second call, which makes the real one."""
     return False
 
 
 def uncalled(*_: Any) -> bool:
-    """The guard of a plan that no call has found yet."""
+    """The guard of a plan before its first call."""
     return False
 
 
 def unguarded(*_: Any) -> bool:
-    """The guard of a plan that can have none: torch has no guard for such tensors."""
+    """The guard of a plan for tensors that torch's guards do not support: it never matches."""
     return False
 
 

@@ -16,7 +16,7 @@ from .planner import Planner
 def checked(
     declaration: Declaration, planner: Planner, run: Callable[..., None], library: str, index: int
 ) -> Callable[..., None]:
-    """`run`, after which an index out of range is an OpError. (A graph under capture holds nothing to look at.)"""
+    """`run`, followed by an OpError for an index out of range. (During a capture there is no data to check.)"""
 
     def run_and_check(*args: Any) -> None:
         run(*args)

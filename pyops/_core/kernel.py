@@ -53,7 +53,7 @@ class Kernel:
         return self._of_arch[arch_feature]
 
     def renamed(self, **names: str) -> Kernel:
-        """This kernel, some of whose parameters are fed by tensors of other names: {parameter: tensor}.
+        """This kernel with other tensors for some of its parameters: {parameter: name of the tensor}.
 
         So one kernel serves ops that call the same tensor differently.
         """
@@ -140,7 +140,7 @@ class Specialisation:
         """A launch of `grid` blocks of `block` threads, in clusters of `cluster` blocks.
 
         `shared`: bytes of dynamic shared memory. `fixed` feeds the kernel's other parameters by name; a TensorArg feeds
-        a parameter whose name is not that of the op's argument. A kernel whose text declares the size of its clusters
+        a parameter that has another name than the op's argument. A kernel that declares its cluster size in its text
         (CLUSTER_OF) needs no `cluster`.
         """
         return Launch(self, _three(grid), _three(block), shared, fixed, _three(cluster))
@@ -155,8 +155,8 @@ def _three(sizes: int | tuple[int, ...]) -> tuple[int, int, int]:
 class Scratch:
     """Device memory that the launches of one call share.
 
-    Memory that is `zeroed` holds zeros before the first launch, and the last launch must leave zeros behind: the device
-    keeps the memory for the next call on the same stream. Any other holds garbage before and after the call.
+    `zeroed` memory holds zeros before the first launch, and the last launch must leave zeros in it: the device keeps
+    the memory for the next call on the same stream. Other memory is uninitialised at every call.
     """
 
     nbytes: int

@@ -181,7 +181,7 @@ def run_on_host(
 ) -> None:
     """Run launches one after another on the CPU, with the words that a call on a device would pack.
 
-    The kernels may access the bytes of `tensors`, as many as `extents` has for each, and of their workspaces.
+    The kernels may access `extents` bytes of each of `tensors`, and their workspaces.
     """
     buffers = [buffer(launch, tensors, runtime, scalars) for launch in launches]
     replace = tensor_map.replace_on_host
@@ -200,7 +200,7 @@ def run_on_host(
 def recover(
     error: Exception | int, op: str, index: int, bound: Bound, named: Runtime, stream: int, *words: Any
 ) -> None:
-    """A call that failed: run it again where the thread had no context yet, or say which value was no good."""
+    """A call that failed: run it again if the thread had no context yet, else name the value that cannot be packed."""
     driver_error = driver.get().error
     failure: Exception = driver_error(error) if isinstance(error, int) else error
     if getattr(failure, "status", None) == driver.INVALID_CONTEXT:

@@ -109,8 +109,8 @@ class Buffer(NamedTuple):
 
     Attributes:
         parameters: address of the void* array.
-        workspaces: (offset, scratch memory whose address belongs there).
-        maps: (address, tensor map that is to be written there).
+        workspaces: (offset of an address, the scratch memory that it points to).
+        maps: (address to write to, tensor map).
     """
 
     pack: Callable[..., None]

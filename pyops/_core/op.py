@@ -57,22 +57,22 @@ def op(
 
     Its parameters are annotated ``Tensor``, ``float``, ``int``, ``bool``, ``str`` or ``tuple[int, int]``, alone or with
     ``| None``, or ``Tensor | float``. For ``Tensor | float`` a caller may give a number or a scalar in host memory, and
-    plan, kernels and reference see a tensor of one float32. Parameters behind a ``*`` are keyword-only, in the torch
-    schema, too. A module that declares an op again, as a notebook does whose cell runs twice, replaces the op.
+    plan, kernels and reference see a tensor of one float32. Parameters after a ``*`` are keyword-only, in the torch
+    schema, too. A module that declares an op again, such as a notebook cell that runs twice, replaces the op.
 
     Args:
-        out: tensors that are written and never read; inout: tensors that are read and written. An op whose `.result`
-            says shapes and dtypes of its outputs also has the form ``op.new(...)``, which takes the other arguments,
+        out: tensors that are written and never read; inout: tensors that are read and written. If `.result` gives the
+            shapes and dtypes of the outputs, the op also has the form ``op.new(...)``, which takes the other arguments,
             allocates every `out` that may not be None, and returns them.
         returns: outputs that the op itself allocates and returns, unless the caller gives them by name. They stand
-            behind a ``*``, and `.result` says their shapes and dtypes.
+            after a ``*``, and `.result` gives their shapes and dtypes.
         in_place: {output: input} pairs that may be one and the same tensor.
         keyed: floats that the plan may choose by; each value has a plan of its own. Integers, bools, strings and pairs
             are keyed anyway. Other floats are read at every call.
         runtime: integers that are read at every call like floats, because they change with it.
-        ulps: how far results may lie from the reference, in units of the last place of the output type; 0 means equal.
-        atol: absolute tolerance, as a fraction of the output's largest magnitude, for sums that cancel. Ignored when
-            ulps=0. May be a function of the op's arguments.
+        ulps: largest difference from the reference, in ulps of the output type; 0 means equal.
+        atol: absolute tolerance, as a fraction of the output's largest magnitude, for terms that cancel in a sum.
+            Ignored when ulps=0. May be a function of the op's arguments.
     """
 
     def make(reference: Callable[..., None]) -> Any:
@@ -200,5 +200,5 @@ class Op(Planner):
 
 
 def _no_plan() -> Plan:
-    """What `recent` holds before a call: a plan whose guard agrees to nothing."""
+    """The content of `recent` before the first call: a plan with a guard that always fails."""
     return Plan("call", lambda *_: None)

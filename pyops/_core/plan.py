@@ -30,11 +30,11 @@ class Plan:
         device: ordinal; -1 for the CPU.
         lock, pack, buffer, fire: see `launch.Bound`.
         alignments: of the tensors' addresses, modulo 16; False if all are 0.
-        addresses: those of the last call whose tensors shared no memory. A call with the same ones need not look again.
-        guard: whether tensors look as those of this plan, torch's own test; says no until the plan's second call.
+        addresses: of the last call that passed the overlap test. A call with the same addresses skips the test.
+        guard: torch's own test whether tensors look as those of this plan; fails until the plan's second call.
         requires_grad: whether a tensor of the guard does. The plan then serves only calls with grad mode off.
-        versioned: whether autograd counts the writes to a written tensor of the guard. It does not for those that are
-            made in inference mode.
+        versioned: whether autograd counts writes to a written tensor of the guard. It does not for tensors made in
+            inference mode.
         scalars: values of the keyed scalars.
         tensors: descriptors of the tensors; extents: bytes from the first element of each to the end of its last.
         separate: distances between the tensors that share no byte.
@@ -69,7 +69,7 @@ class Plan:
 
 
 def check_overlap(declaration: Declaration, plan: Plan, *addresses: int) -> None:
-    """Address ranges of a call meet: refuse the call unless no byte is shared, or the op may work in place.
+    """Called when address ranges overlap: refuse the call if bytes are shared and the op may not work in place.
 
     Strided views may interleave without a byte in common. The exact test is slow, so a plan remembers the distances
     between tensors that have passed.
@@ -83,7 +83,7 @@ def check_overlap(declaration: Declaration, plan: Plan, *addresses: int) -> None
 
 
 def check_separate(declaration: Declaration, tensors: Sequence[TensorArg | None], addresses: Sequence[int]) -> None:
-    """Raises OpError if a written tensor has a byte in common with another, and `in_place` does not allow it."""
+    """Raises OpError if a written tensor shares a byte with another tensor, and `in_place` does not allow it."""
     present = [
         (p, arg, address)
         for p, arg, address in zip(declaration.tensors, tensors, addresses, strict=True)

@@ -35,8 +35,8 @@ class Planner:
 
     Attributes:
         example: builds arguments of the op with a maker; its keywords are the axes of the op.
-        bad_indices: {index tensor: mask of the entries that lie out of range}, from the op's tensors. In the place of a
-            mask may stand {what is wrong: mask}.
+        bad_indices: {index tensor: mask of the entries that lie out of range}, from the op's tensors. Instead of a mask
+            it may give {what is wrong: mask}.
         call: the wrapper, which takes the op's arguments.
     """
 

@@ -24,8 +24,8 @@ from .wrapper import NAMESPACE
 def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> Plan:
     """The plan of a call with these arguments. Raises OpError for a call that the op refuses."""
     if (converted := arguments.convert(declaration, args)) is not None:
-        # A tensor hashes by its identity: a plan that is kept under one would outlive the tensor's value. And a scalar
-        # of numpy's hashes as the Python value that it becomes, whose plan is another.
+        # A tensor hashes by its identity: a plan kept under it would outlive the tensor's value. And a numpy scalar
+        # has the hash of the Python value that it becomes, which has another plan.
         pairs = zip(declaration.parameters, args, converted, strict=True)
         keep = not any(p.keyed and new is not value for p, value, new in pairs)
         return Plan("call", _call_converted(declaration, planner), keep=keep)
@@ -137,7 +137,7 @@ def _cpu_call(
     has_kernels = library != "cupy" and not config.reference()
 
     def in_wide_warps(args: Sequence[Any]) -> list[Launch]:
-        """The launches for a device whose warps have 64 lanes."""
+        """The launches for a device with warps of 64 lanes."""
         wide, described = device.host(64), list(args)
         for position, arg in zip(declaration.tensor_positions, tensors, strict=True):
             described[position] = replace(arg, device=wide) if arg is not None else None
@@ -186,8 +186,8 @@ def _run_on_host(
 
 
 def _explain(declaration: Declaration, error: Exception, args: Sequence[Any]) -> None:
-    """Raise `error`, or the OpError that says which scalar is none that kernels can take."""
-    formats = {"float": "d", "int": "i"}  # integers that plans choose by may be of 32 bits where kernels take them
+    """Raise `error`, or the OpError that names a scalar that kernels cannot take."""
+    formats = {"float": "d", "int": "i"}  # kernels may take keyed integers in 32 bits
     runtime = dict(declaration.runtime)
     pairs = [(p, value) for p, value in zip(declaration.parameters, args, strict=True) if p.kind in formats]
     named = tuple((p.name, runtime.get(p.name, formats[p.kind])) for p, value in pairs if value is not None)

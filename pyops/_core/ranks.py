@@ -1,4 +1,4 @@
-"""Several ranks in one process: each a thread of Python, whose collective kernels run as one launch on the host."""
+"""Several ranks in one process, a Python thread each; their collective kernels run as one launch on the host."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Shared(NamedTuple):
     """Memory of a rank that the kernels of every rank may access.
 
     Attributes:
-        lasting: its rank keeps it after a kernel has ended, so that the kernels of others need not be done with it.
-        early: its rank needs it no more when it comes to a kernel, so that the kernels of others may begin to write it.
+        lasting: its rank keeps it after its kernel has ended, so other ranks' kernels may still access it then.
+        early: its rank no longer needs the contents when it launches a kernel, so other ranks may write at once.
     """
 
     memory: Any
@@ -96,7 +96,7 @@ class Ranks:
         """What `act` makes of the items that all ranks bring, in the order of ranks. The last rank to come acts.
 
         Raises:
-            RankError: a rank has ended, does not come in time, or came to something else. It names the rank.
+            RankError: a rank has ended, does not arrive in time, or arrived at another call. It names the rank.
         """
         with self._met:
             number = self._count[rank]
@@ -135,7 +135,7 @@ class Ranks:
             self._met.notify_all()
 
     def allocate(self, rank: int, nbytes: int, lasting: bool) -> Shared:
-        """Zeroed memory of `rank` that all ranks may access, from an address that 256 divides."""
+        """Zeroed memory of `rank` that all ranks may access, aligned to 256 bytes."""
         memory = (ctypes.c_char * (nbytes + 256))()
         made = Shared(memory, -(-ctypes.addressof(memory) // 256) * 256, nbytes, rank, lasting)
         with self._met:
@@ -143,7 +143,7 @@ class Ranks:
         return made
 
     def keep(self, address: int, early: bool = False) -> None:
-        """The memory at an address is `lasting` from now on, and `early` or not."""
+        """Make the memory at an address `lasting`, and `early` or not."""
         with self._met:
             kept = {"lasting": True, "early": early}
             self.shared = [one._replace(**kept) if one.holds(address) else one for one in self.shared]

@@ -22,7 +22,7 @@ Sizes = list[tuple[tuple[int, ...], str]]  # of each output: its shape, the name
 
 
 def make(planner: Planner, call: Callable[..., Any]) -> Form:
-    """The form `new` of the op that `planner` plans and whose outputs `call` writes.
+    """The form `new` of the op that `planner` plans; `call` is its wrapper, which writes the outputs.
 
     An output that may be None is not allocated: it stays a parameter. Where @op names what is `returned`, each of these
     outputs may also be given.
@@ -58,7 +58,7 @@ def make(planner: Planner, call: Callable[..., Any]) -> Form:
 
 
 def _form(declaration: Declaration) -> Declaration:
-    """`declaration` with the outputs that `new` allocates behind all other parameters, by name and optional."""
+    """`declaration` with the outputs that `new` allocates after all other parameters, keyword-only and optional."""
     outputs = declaration.returned or [p for p in declaration.tensors if p.role == "out" and not p.optional]
     given = (p for p in declaration.parameters if p not in outputs)
     behind = (replace(p, optional=True, has_default=True, by_name=True, returned=True) for p in outputs)
@@ -120,8 +120,8 @@ def _render(declaration: Declaration, form: Declaration) -> str:
 def _sizes(planner: Planner, form: Declaration, values: Sequence[Any]) -> tuple[Sizes, bool]:
     """(sizes of the outputs, whether other calls with arguments that look the same may take them over).
 
-    The plan function checks the call, with descriptors of its outputs, before anything is allocated. Of tensors without
-    data, whose sizes may be symbols of a compiler, the result function alone is asked.
+    The plan function checks the call, with descriptors of its outputs, before anything is allocated. Tensors without
+    data may have symbolic sizes, so for them only the result function runs.
     """
     values = (*values, *(None for _ in form.returned))
     symbolic = any(map(_has_no_data, form.tensors_of(values)))
@@ -139,7 +139,7 @@ def _sizes(planner: Planner, form: Declaration, values: Sequence[Any]) -> tuple[
 
 
 def _has_no_data(value: Any) -> bool:
-    """Whether a tensor is torch's and a fake one, one of its own kind or one of the device "meta"."""
+    """Whether a tensor is on torch's device "meta" or of a torch subclass, such as FakeTensor."""
     if tensor.library_of(value) != "torch":
         return False
     torch = loaded("torch")

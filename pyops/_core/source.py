@@ -35,7 +35,7 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
 
     `text` is that of a source that no file holds. What it includes are headers of `kernels_cu` all the same.
 
-    A header is looked for beside the file that includes it, then in `include/` (`header`).
+    A header is looked for next to the file that includes it, then in `include/` (`header`).
     """
     seen = set() if seen is None else seen
     seen.add(name)
@@ -59,7 +59,7 @@ def inline(name: str, seen: set[str] | None = None, text: str | None = None) -> 
 
 @cache
 def header_of(folder: str, name: str) -> str:
-    """The path of the header that a file in `folder` includes as `name`: one beside the file, else one of `include/`.
+    """The path of the header that a file in `folder` includes as `name`: next to the file, else in `include/`.
 
     A name with a folder, such as ``"linear/dequant.cuh"``, is a path in `kernels_cu`, for kernels that no file holds.
     """
@@ -104,8 +104,8 @@ class Signature(NamedTuple):
     Attributes:
         entry: its name.
         parameters: (struct format, name) of each.
-        overlaps: its first statement is ``await_previous_kernel();``, so it may be started before its turn. A call
-            of a function named ``prefetch_...``, which only asks the caches for something, may come before.
+        overlaps: its first statement is ``await_previous_kernel();``, so it may start before the previous kernel ends.
+            Before it, only a call of a function named ``prefetch_...``, which only prefetches to a cache, may come.
     """
 
     entry: str

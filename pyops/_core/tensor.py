@@ -68,7 +68,7 @@ class TensorArg:
 
 
 def library_of(value: Any) -> str | None:
-    """``"torch"``, ``"cupy"`` or ``"numpy"``; None for what is no tensor."""
+    """``"torch"``, ``"cupy"`` or ``"numpy"``; None for a value that is not a tensor."""
     if (module := loaded("torch")) and isinstance(value, module.Tensor):
         return "torch"
     if (module := loaded("cupy")) and isinstance(value, module.ndarray):
@@ -79,7 +79,7 @@ def library_of(value: Any) -> str | None:
 def number(value: Any, like: Any) -> Any:
     """A tensor of one float32 that holds `value`, of the library and on the device of `like`; a tensor as it is.
 
-    `value` may also be a scalar in host memory beside a `like` on a device.
+    `value` may also be a scalar in host memory while `like` is on a device.
     """
     kind = library_of(like)
     if kind == "torch":
@@ -90,19 +90,19 @@ def number(value: Any, like: Any) -> Any:
 
 
 def torch_number(torch: Any, value: Any, like: Any) -> Any:
-    """The same of a torch tensor, made anew as a compiler wants it, which cannot trace how modules are found."""
+    """`number` for torch tensors, in a form that torch.compile can trace: it cannot trace the lookup of modules."""
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=torch.float32, device=like.device)
     return value.to(like.device) if value.device.type == "cpu" and like.device.type != "cpu" else value
 
 
 def is_meta(value: Any) -> bool:
-    """Whether `value` is a torch tensor on the device "meta", and none of the subclasses, such as fake tensors."""
+    """Whether `value` is a torch.Tensor itself on the device "meta", not of a subclass such as FakeTensor."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_meta
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether `value` is an integer by which torch's compiler means any size: to ask for its value would fix it."""
+    """Whether `value` is a SymInt of torch's compiler: reading its value would specialise the graph on it."""
     found = loaded("torch")
     return found is not None and isinstance(value, found.SymInt)
 
@@ -112,10 +112,10 @@ def on_host(value: Any) -> bool:
     return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
 
 
-MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, float32 has infinity alone
+MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, numbers round to infinity in float32
 _MAX_NUMBERS = 4096
 _numbers: dict[Any, Any] = {}
-_in_graphs: dict[Any, Any] = {}  # numbers that calls of CuPy's captures read, which graphs do not keep alive
+_in_graphs: dict[Any, Any] = {}  # numbers that captured CuPy calls read: graphs do not keep them alive
 
 
 def held_number(value: Any, like: Any) -> Any:
@@ -155,7 +155,7 @@ def _cupy_number(value: float, like: Any) -> Any:
         with stream:
             found = cupy.full((), value, "float32")
         stream.synchronize()
-        del stream  # which destroys it, in relaxed mode, too
+        del stream  # destroys the stream while the relaxed mode lasts
     return found
 
 
@@ -178,7 +178,7 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
 
 
 def contiguous(value: Any) -> Any:
-    """`value`, or a copy of it whose elements lie one after another."""
+    """`value`, or a contiguous copy of it."""
     if hasattr(value, "contiguous"):
         return value.contiguous()
     return value if value.flags.c_contiguous else value.copy(order="C")
@@ -190,7 +190,7 @@ def with_dense_rows(value: Any) -> Any:
 
 
 def device_of(value: Tensor) -> Device:
-    """What a torch tensor is planned for."""
+    """The `Device` that a torch tensor is planned for."""
     return devices.get(value.get_device()) if value.is_cuda else devices.host()
 
 
@@ -235,13 +235,13 @@ def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DT
 
 
 def check_needs_no_grad(op: str, name: str, value: Tensor) -> None:
-    """Raises OpError for a torch tensor whose gradient would be lost."""
+    """Raises OpError for a torch tensor that needs a gradient, which the op would not compute."""
     if value.requires_grad and torch.is_grad_enabled():
         raise OpError(op, name, "requires grad, but the op has no derivative: call it under torch.no_grad()")
 
 
 def _check_plain(op: str, name: str, value: Tensor) -> None:
-    """Raises OpError for a torch tensor whose elements do not lie in memory, each where its strides say."""
+    """Raises OpError for a torch tensor that is not plain strided memory (nested, sparse, lazily negated ...)."""
     known = loaded("torch")
     if known._C._functorch.is_functorch_wrapped_tensor(value):
         raise OpError(op, name, "is transformed by torch.func, and the op has no rule for that")

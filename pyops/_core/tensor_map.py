@@ -1,4 +1,4 @@
-"""Tensor maps: what the copy engine of a GPU (TMA) is told of a tensor, and of the boxes of it that kernels copy."""
+"""Tensor maps: the descriptors by which TMA copies boxes of a tensor between global and shared memory."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _L2_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B; not tuned
 class TensorMap:
     """A fixed value of a `Launch`, for a parameter that the kernel declares ``const __grid_constant__ TensorMap``.
 
-    Dimensions count from the fastest one, whose elements lie one after another, as coordinates do in the kernel.
+    Dimensions count from the innermost one, of stride 1, in the order of the coordinates in the kernel.
 
     Attributes:
         tensor: an argument of the op, or scratch memory. The address may be another at every call.
         dtype: of an element.
-        sizes: elements of each dimension. What a box has beyond them is read as zeros and not written.
+        sizes: elements of each dimension. TMA reads zeros beyond them, and does not write there.
         strides: bytes from one element to the next, for each dimension but the first.
         box: elements of each dimension that one copy moves.
-        swizzle: 0, 32, 64 or 128: bytes of shared memory in which 16-byte chunks change places by their row.
+        swizzle: 0, 32, 64 or 128: the swizzle span in bytes; within it the row number permutes the 16-byte chunks.
         offset: bytes from the start of the tensor to the first element that the map describes.
 
     Raises:
@@ -60,14 +60,14 @@ class TensorMap:
 
     @classmethod
     def of(cls, arg: TensorArg, box: tuple[int, ...], swizzle: int = 0) -> TensorMap:
-        """The map of a whole argument. `box` counts from the fastest dimension, which is the argument's last."""
+        """The map of a whole argument. `box` counts from the innermost dimension, which is the argument's last."""
         if arg.shape and arg.shape[-1] > 1 and arg.strides[-1] != 1:
             raise arg.error(f"a tensor map needs a last dimension of stride 1, got strides {arg.strides}")
         (*outer, width), itemsize = arg.shape or (0,), arg.dtype.itemsize
         strides: list[int] = []
         pitch = -(-width * itemsize // 16) * 16
         for size, stride in zip(reversed(outer), reversed(arg.strides[:-1]), strict=True):
-            # The stride of a dimension of one element says nothing, and need be no multiple of 16.
+            # The stride of a dimension of size 1 has no meaning, and may not be a multiple of 16.
             strides.append(stride * itemsize if size > 1 else pitch)
             pitch = strides[-1] * size
         return cls(arg, arg.dtype, arg.shape[::-1], tuple(strides), box, swizzle)
@@ -78,7 +78,7 @@ class TensorMap:
             raise self.tensor.error(message) if isinstance(self.tensor, TensorArg) else ValueError(message)
 
     def _refusal(self) -> str:
-        """What cuTensorMapEncodeTiled would refuse, and what would reach beyond the tensor; "" if all is well."""
+        """Why cuTensorMapEncodeTiled would refuse the map, or how it reaches beyond the tensor; "" if it is valid."""
         rank, row, tensor = len(self.sizes), self.box[0] * self.dtype.itemsize if self.box else 0, self.tensor
         if isinstance(tensor, TensorArg):
             if not tensor.device.supports("tma"):
@@ -104,7 +104,7 @@ class TensorMap:
 
     @property
     def name(self) -> str:
-        """Of the argument that it describes."""
+        """The name of the argument that the map describes."""
         return self.tensor.name if isinstance(self.tensor, TensorArg) else "scratch memory"
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class TensorMap:
 
 
 def mappable(*args: TensorArg) -> bool:
-    """Whether each of these arguments, as a whole, can be described by a map. If not, a plan takes a portable kernel.
+    """Whether a tensor map can describe each of these arguments as a whole. If not, a plan takes a portable kernel.
 
     An empty tensor cannot.
     """
@@ -127,14 +127,14 @@ def mappable(*args: TensorArg) -> bool:
     return True
 
 
-# Maps in parameter blocks: each is written once, then told the address of its tensor where that has changed.
+# Maps in parameter blocks: each is encoded once; later calls replace its address when its tensor has moved.
 
 Placed = tuple[int, TensorMap]  # the address of the 128 bytes in a parameter block, and what they describe
 Replace = Callable[[int, int], int]  # (address of the 128 bytes, new address of the tensor) -> the driver's status
 
 
 def encode(op: str, index: int, maps: Sequence[Placed]) -> None:
-    """Write the driver's form of the maps, those of tensors at address 0. Raises OpError where the driver has none."""
+    """Encode the maps with the address 0, by the driver. Raises OpError if the driver has no tensor maps."""
     if maps and not (device.get(index).supports("tma") and driver.get().encode_map):
         raise OpError(op, maps[0][1].name, NEEDS_DEVICE)
     for at, one in maps:
@@ -152,12 +152,12 @@ def _encode(at: int, one: TensorMap) -> int:
     wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     shape = wide(*one.sizes), wide(*one.strides), narrow(*one.box), narrow(*(1,) * rank)  # elements are not skipped
     kind, swizzle = _DATA_TYPES[one.dtype.itemsize], _SWIZZLES[one.swizzle]
-    # The zeros: no interleaving, and what lies outside of the tensor is read as zeros.
+    # The zeros: no interleaving, and TMA fills elements outside of the tensor with zeros.
     return int(driver.get().encode_map(at, kind, rank, 0, *shape, 0, swizzle, _L2_PROMOTION, 0))
 
 
 def write_on_host(maps: Sequence[Placed]) -> None:
-    """Write the form of the maps that kernels on the CPU take, those of tensors at address 0."""
+    """Encode the maps with the address 0, in the form of the host backend."""
     for at, one in maps:
         pad = (0,) * (5 - len(one.sizes))
         kind = _MAGIC, len(one.sizes), one.dtype.itemsize, _SWIZZLES[one.swizzle]
@@ -167,7 +167,7 @@ def write_on_host(maps: Sequence[Placed]) -> None:
 
 
 def replace_on_host(at: int, address: int) -> int:
-    """What cuTensorMapReplaceAddress is to the driver's form: the form of the host begins with the address."""
+    """cuTensorMapReplaceAddress for the form of the host backend, which begins with the address."""
     ctypes.c_uint64.from_address(at).value = address
     return 0
 
@@ -180,7 +180,7 @@ def failure(status: int) -> Exception:
 def packer(
     pack: Callable[..., None], tensors: Sequence[str], num_runtime: int, maps: Sequence[Placed], replace: Replace
 ) -> Callable[..., None]:
-    """`pack` that also tells the maps where `tensors` lie now. Its words are their addresses and `num_runtime` more."""
+    """`pack` that also updates the addresses in the maps. Its words: addresses of `tensors`, `num_runtime` scalars."""
     of_tensors = [(at, one) for at, one in maps if isinstance(one.tensor, TensorArg)]
     if not of_tensors:
         return pack
@@ -197,10 +197,10 @@ def packer(
 def _make_packer(num_words: int, mapped: tuple[tuple[int, int], ...]) -> Any:
     """make(pack, replace, failure, at0, ...) for maps, each of a word and an offset to it, words in ascending order.
 
-    It is text, because a comparison of two variables is all that a call may take for a map that has not moved.
+    It is generated as text, so that a call spends one comparison of two variables on a map that has not moved.
     """
     words = ", ".join(f"w{i}" for i in range(num_words))
-    told = {index: f"told{index}" for index, _ in mapped}  # the address that the maps of a tensor were told last
+    told = {index: f"told{index}" for index, _ in mapped}  # the address that a tensor's maps hold now
     lines = [
         f"def make(pack, replace, failure, {', '.join(f'at{number}' for number in range(len(mapped)))}):",
         f"    {' = '.join(told.values())} = None",

@@ -18,9 +18,9 @@ class Form(NamedTuple):
     """The form of an op that allocates its outputs and returns them.
 
     Attributes:
-        declaration: the op's, with these outputs behind all other parameters.
+        declaration: the op's, with these outputs after all other parameters.
         new: the function.
-        allocate: (*arguments without outputs) -> the outputs, whose elements are garbage.
+        allocate: (*arguments without outputs) -> the outputs, uninitialised.
     """
 
     declaration: Declaration
@@ -87,7 +87,7 @@ def remove(name: str) -> None:
 def destroy(library: Any) -> None:
     """Take back what a torch library holds, and what torch.ops has kept of it.
 
-    A name without an op behind it would be an error to whoever goes through all ops, as torch.export does.
+    torch.export, which iterates over all ops, fails on a name that no op implements.
     """
     library._destroy()
 
@@ -130,7 +130,7 @@ def bind_torch() -> None:
     def number(value: Any, like: Any) -> Any:
         return tensor.torch_number(torch, value, like)
 
-    # Each absent tensor has a stand-in of its own: a guard also demands that no tensor comes twice.
+    # Each absent tensor has its own stand-in, because a guard also demands that all its tensors differ.
     absent = {
         name: torch.empty(0, dtype=torch.complex128, device="cpu") for name in NAMESPACE if name.startswith("absent")
     }
@@ -184,7 +184,7 @@ def _parameters(declaration: Declaration, parameters: Sequence[Parameter]) -> st
     parts = []
     for index, p in enumerate(parameters):
         mark = f"(a{index}!)" if p.written else ""
-        # A compiler may not take an integer for a constant: the integer may be a size, which changes with every call.
+        # torch.compile may not specialise on an integer, which may be a size that changes with every call.
         kind = {"int": "SymInt", "tuple[int, int]": "(int, int)", "dtype": "ScalarType"}.get(p.kind, p.kind)
         text = f"{kind}{mark}{'?' if p.optional else ''} {p.name}"
         if p.has_default and not p.returned:
@@ -212,7 +212,7 @@ def _register(entry: _Entry) -> None:
         overload = schema.partition("(")[0]
         for key in ("CUDA", "CPU"):
             library.impl(overload, function, key)
-        # torch would resolve what it has negated lazily, and fail on outputs. The op refuses it, however it is called.
+        # torch would resolve a lazily negated tensor, and fail on outputs. The op refuses it, however it is called.
         library.impl(overload, torch.library.fallthrough_kernel, "Negative")
         by_name = declaration.parameters[declaration.positional :]
 

@@ -1,8 +1,8 @@
 """The Config that a plan runs with: the plan's own choice, or one that overrides it.
 
 A plan that has something to choose takes three steps: check the arguments, choose a Config by
-``choose(problem, device)``, launch what the Config says. A Problem is immutable and holds all that `choose` asks
-beside the device; a Config is a frozen dataclass; `choose` is pure. The plan does not call `choose` itself but
+``choose(problem, device)``, launch what the Config says. A Problem is immutable and holds everything that `choose`
+reads except the device; a Config is a frozen dataclass; `choose` is pure. The plan does not call `choose` itself but
 ``tuning.config(op, problem, device, choose)``, once.
 
 Two things override `choose`: the context ``tuning.forced(op, config)``, and the table of the device,
@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 from .device import Device
 
 TABLES = Path(__file__).parents[1] / "tuning"
-_MAX_RESIDENT_THREADS = 2048  # of a multiprocessor
+_MAX_RESIDENT_THREADS = 2048  # resident threads of an SM
 
 
 class Problem(Protocol):
@@ -73,7 +73,7 @@ def config(op: str, problem: P, device: Device, choose: Callable[[P, Device], C]
 def forced(op: str, config: Any) -> Iterator[None]:
     """While the context lasts, in every thread, plans of `op` are made with this Config.
 
-    A plan lives on after the context: call ``pyops.registry[op].forget()`` before and behind it.
+    A plan lives on after the context: call ``pyops.registry[op].forget()`` before and after it.
     """
     outer = _forced.copy()
     _forced[op] = config
@@ -108,18 +108,18 @@ def varied(config: C, **values: Iterable[Any]) -> list[C]:
 
 
 def resized(config: Any, num_threads: int, **changes: Any) -> Any:
-    """`config` with blocks of so many threads, and min_blocks for as many threads on a multiprocessor as before."""
+    """`config` with blocks of `num_threads`, and min_blocks scaled so that an SM holds the same number of threads."""
     min_blocks = config.min_blocks and max(1, config.min_blocks * config.num_threads // num_threads)
     return replace(config, num_threads=num_threads, min_blocks=min_blocks, **changes)
 
 
 def beside(count: int, low: int, high: int) -> list[int]:
-    """Candidates beside `count`: its half and its double, as far as they lie from `low` to `high`."""
+    """Candidates next to `count`: its half and its double, if they lie in [`low`, `high`]."""
     return [other for other in (count // 2, 2 * count) if low <= other <= high]
 
 
 def occupancies(num_threads: int, min_blocks: int) -> range:
-    """Candidates beside MIN_BLOCKS = `min_blocks`, as far as a multiprocessor has threads for them."""
+    """Candidates for MIN_BLOCKS: `min_blocks` - 1 to + 1, if an SM has threads for that many blocks."""
     return range(max(1, min_blocks - 1), min(_MAX_RESIDENT_THREADS // num_threads, min_blocks + 1) + 1)
 
 

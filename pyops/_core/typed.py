@@ -15,7 +15,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Wrapper(Protocol[P, R_co]):
-    """What `@op` leaves in place of the reference: the wrapper, and the op's face as attributes.
+    """What `@op` leaves in place of the reference: the wrapper, with the attributes of the op.
 
     Attributes:
         new: the form that allocates outputs and returns them, of an op with a `result` function.
@@ -35,12 +35,12 @@ class Wrapper(Protocol[P, R_co]):
 
 
 class Declare(Protocol):
-    """A decorator that makes an op of a reference whose outputs the caller gives."""
+    """A decorator that makes an op from a reference; the caller gives all outputs."""
 
     def __call__(self, reference: Callable[P, None]) -> Wrapper[P, None]: ...
 
 
 class DeclareReturning(Protocol):
-    """A decorator that makes an op of a reference some of whose outputs the op returns."""
+    """A decorator that makes an op from a reference; the op returns some of the outputs."""
 
     def __call__(self, reference: Callable[..., None]) -> Wrapper[..., Any]: ...

@@ -43,11 +43,11 @@ def allocate_cupy(op: str, index: int, stream: int, nbytes: int) -> tuple[Any, i
 
 
 class Workspaces:
-    """Where the scratch memory of a plan's launches lies: one piece of garbage, and one of zeros.
+    """The layout of the scratch memory of a plan's launches: one uninitialised allocation, and one of zeros.
 
     Attributes:
-        nbytes: bytes of garbage; zero_bytes: bytes that are 0 before and after every call.
-        offsets: of each piece of scratch memory, in the garbage or the zeros.
+        nbytes: uninitialised bytes; zero_bytes: bytes that are 0 before and after every call.
+        offsets: of each piece of scratch memory, in the allocation it belongs to.
     """
 
     def __init__(self, buffers: Sequence[Buffer], replace: Replace) -> None:
@@ -75,7 +75,7 @@ class Workspaces:
         return bool(self.offsets)
 
     def place(self, address: int, zeros: int) -> None:
-        """Tell the launches' buffers, and the maps in them, where garbage and zeros begin in this call."""
+        """Write the addresses of both allocations of this call to the launches' buffers and the maps in them."""
         for memory, at, offset, zeroed in self._places:
             _pack_address(memory, at, (zeros if zeroed else address) + offset)
         for one in self._maps:
@@ -89,7 +89,7 @@ class Workspaces:
 
 @dataclass(slots=True)
 class _Map:
-    """A tensor map of scratch memory: where it lies in a buffer, and the address that it was told last."""
+    """A tensor map of scratch memory: its address in a buffer, and the address of the memory that it holds now."""
 
     at: int
     offset: int
@@ -97,8 +97,8 @@ class _Map:
     told: int | None = None
 
 
-# By device, stream, and whether the memory holds zeros between calls. Graphs hold the addresses, so a piece that has
-# become too small is kept, too.
+# {(device, stream, whether the memory holds zeros between calls): pieces}. A piece that has become too small is kept,
+# because captured graphs may hold its address.
 _pieces: dict[tuple[int, int, bool], list[_Piece]] = {}
 _MIN_BYTES = 1 << 16
 
@@ -118,7 +118,7 @@ def _kept(op: str, index: int, stream: int, nbytes: int, *, zeroed: bool) -> int
 
 
 class _Piece:
-    """Memory outside of any pool, zero at first: no other allocation may have it, and none waits for it."""
+    """Memory outside of any pool, zero at first: no pool hands it to another tensor, and none expects it back."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory, self.nbytes = cupy.cuda.Memory(nbytes), nbytes

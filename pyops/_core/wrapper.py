@@ -1,6 +1,6 @@
 """The Python function of an op: straight-line code, written from the declaration as dataclasses write `__init__`.
 
-The function reads addresses, finds the plan, packs and launches. Everything else happens behind a miss.
+The function reads addresses, finds the plan, packs and launches. Everything else happens after a miss.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from .declaration import Declaration, Parameter
 from .plan import Plan
 
 _MAX_TENSORS = 24
-# Pairs of tensors up to which comparing all address ranges at every call costs less than remembering addresses.
+# Up to this number of pairs of tensors, comparing all address ranges at every call costs less than remembering
+# addresses.
 _FEW_PAIRS = 4
 # What a tensor contributes to the key of a plan.
-# A call that autograd would have to follow, or with a tensor that is negated lazily, is refused where its plan is made,
-# so that its key never finds a plan.
+# Planning refuses a call that autograd would have to record, or with a lazily negated tensor. So the key of such a call
+# never finds a plan.
 _TORCH_KEY = (
     "{0}.get_device(), {0}.dtype, {0}.shape, {0}.stride(), {0}.requires_grad and is_grad_enabled(), {0}.is_neg()"
 )
@@ -113,7 +114,7 @@ def _module(declaration: Declaration, torch_lines: Sequence[str], cupy_lines: Se
         [f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in declaration.parameters],
     )
     leader, indent = declaration.leader, "\n        "
-    # A compiler must see how the tensor of a number comes about.
+    # torch.compile must trace how the tensor of a number is made.
     traced = forwarded(declaration, lambda p: f"number({p.name}, {leader})" if p.number else p.name)
     return f"""def make({", ".join(Callbacks._fields)}, load):
     def {name}({signature}):
@@ -144,7 +145,7 @@ def render(declaration: Declaration) -> str:
         *text.numbers(),
         *text.guarded(),
         "if not found:",
-        # A guard knows the dispatch mode that it was made in. Any other mode is to see the op, not what the op does.
+        # A guard fails under another dispatch mode than its own: such a mode must see the op, not the launches.
         f"    if dispatch_modes() and hasattr({leader}, 'data_ptr'): return torch_ops.{name}({same_arguments})",
         *(f"    {line}" for line in text.keyed("{}.data_ptr()", _TORCH_KEY)),
         f"    remember(plan, {text.guard_arguments})",
@@ -188,7 +189,7 @@ class _Text:
         )
 
     def numbers(self) -> list[str]:
-        """A Python number in the place of a tensor becomes a tensor that is kept."""
+        """A Python number given for a tensor becomes a cached tensor."""
         leader = self.declaration.leader
         return [
             f"if {p.name}.__class__ in NUMBERS: {p.name} = held_number({p.name}, {leader})"
@@ -197,7 +198,7 @@ class _Text:
         ]
 
     def guarded(self) -> list[str]:
-        """`found`: the last call's plan serves this call, too. Addresses that have passed need no second look."""
+        """`found`: the last call's plan serves this call, too. Addresses that passed before are not checked again."""
         found = f"{self.required} and ({self.alignments}) == plan.alignments"
         if self.remembers:
             found = f"{self.addresses} == plan.addresses or ({found})"
@@ -214,7 +215,7 @@ class _Text:
         ]
         if not self.scalars:
             return [*lines, f"    found = {found}"]
-        # An array in the place of a number may have no truth.
+        # An array given for a number may have no truth value.
         return [
             *lines,
             f"    try: found = ({found}) and {self.scalars} == plan.scalars",
@@ -222,7 +223,7 @@ class _Text:
         ]
 
     def keyed(self, pointer: str, described: str) -> list[str]:
-        """`plan` by the key, or made. What has no key, and what is not for the wrapper to launch, returns."""
+        """`plan` by the key, or a new one. Calls without a key, and plans of the kind "call", return from here."""
         lines, parts = ["try:"], []
         for i, p in self.tensors:
             words = described.format(p.name)
@@ -265,7 +266,7 @@ class _Text:
         ]
 
     def written(self) -> list[str]:
-        """Autograd hears of each written tensor, as it does when torch itself writes one."""
+        """Raise the version of each written tensor for autograd, as torch's own in-place ops do."""
         names = [f"absent{i} if {p.name} is None else {p.name}" for i, p in self.tensors if p.written and p.optional]
         names += [p.name for _, p in self.tensors if p.written and not p.optional]
         return [

@@ -1,4 +1,4 @@
-"""The commands of ``python -m pyops``, as functions. Each module imports what `pyops` is made of and those above it:
+"""The commands of ``python -m pyops``, as functions. A module imports other packages of `pyops` and modules above it:
 
 axes                                  the axes of an op's example, from keywords or from the command line
 table show warmup                     all ops; one op and its source; kernels made ready ahead of their first call

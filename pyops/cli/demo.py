@@ -1,4 +1,4 @@
-"""Text from a model of random weights, and the same model written plainly to check it."""
+"""Text from a model of random weights, checked against a plain PyTorch implementation of the same model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.125}
 
 
 def demo() -> bool:
-    """Generate behind three prompts and print the texts, the speed and the match; False if a token is wrong."""
+    """Continue three prompts and print the texts, the speed and the match; False if a token is wrong."""
     device = usable_device()
     sizes = _LARGE if device == "cuda" else _SMALL
     model = Decoder(sizes, device=device).randomise(seed=0)

@@ -76,12 +76,12 @@ def downloaded(model: str) -> str:
         raise ModelError(model, f"is no folder and no file; {how}") from None
     try:
         return str(huggingface_hub.snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # of the network, of the Hub, of its files
+    except Exception as error:  # any error of the network, the Hub or its files
         raise ModelError(model, f"is no folder and no file, and cannot be downloaded: {error}") from None
 
 
 def run(engine: Engine, show: Callable[[Output], Any]) -> str:
-    """Show all that the engine was asked for, as it comes; how fast that was, in words."""
+    """Run the engine and show each output as it comes. Returns the speed as text."""
     started = time.perf_counter()
     first, early, count = started, 0, 0
     while engine.busy:
@@ -96,7 +96,7 @@ def run(engine: Engine, show: Callable[[Output], Any]) -> str:
 
 
 def usable_device() -> str:
-    """Where there is a GPU, the GPU; without cupy its kernels cannot be compiled."""
+    """The GPU, if there is one and cupy is installed, which compiles kernels; else the CPU."""
     if not torch.cuda.is_available():
         return "cpu"
     try:
@@ -108,18 +108,18 @@ def usable_device() -> str:
 
 
 class Stream:
-    """What each token adds to a text; the tokens before it say where words begin.
+    """Incremental detokenisation: the text that each token adds. Earlier tokens are decoded too, for word boundaries.
 
-    A character may have several tokens. While the text ends with one that is not whole, nothing is added, and what was
-    added stays, though some decoders would take it back for the sake of what came later.
+    A character may span several tokens. While the text ends with an incomplete one, nothing is added. Text that was
+    added stays, although some decoders would change it after later tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer, self._tokens = tokenizer, list(prompt)
-        self._before, self._shown = 0, len(prompt)  # from where to decode, and up to where it has been added
+        self._before, self._shown = 0, len(prompt)  # the first token to decode, and the end of the tokens shown
 
     def add(self, token: int, last: bool) -> str:
-        """The text that `token` adds, "" while it is not whole; the `last` adds what is left."""
+        """The text that `token` adds, "" while a character is incomplete; the `last` token adds the rest."""
         self._tokens.append(token)
         tokens = self._tokens[self._before :]
         known = self._tokenizer.decode(tokens[: self._shown - self._before])
@@ -147,7 +147,7 @@ def _tokenizer(folder: Path) -> Any:
         raise ModelError(file, "is missing")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # it raises no class of its own
+    except Exception as error:  # tokenizers raises a bare Exception
         raise ModelError(file, f"is no tokenizer: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

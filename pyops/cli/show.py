@@ -1,4 +1,4 @@
-"""One op: its face and what its example plans; and the source text of a specialisation."""
+"""One op: its signature and the launches that its example plans; and the source text of a specialisation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
             f"    {axis_name}={default}" + (f"  ({', '.join(map(str, axis.choices))})" if axis.choices else "")
         )
     lines.append(f"launches of its example on {arch}")
-    tuning.last.pop(op.name, None)  # of an earlier plan
+    tuning.last.pop(op.name, None)  # left by an earlier plan
     for one in axes.launches(op, values, _model(arch)):
         specialisation = one.specialisation
         grid, threads = (" x ".join(map(str, sizes)) for sizes in (one.grid, [size for size in one.block if size > 1]))
@@ -51,7 +51,7 @@ def show(name: str, given: Mapping[str, Any], arch: str = "sm_90") -> str:
 
 
 def _function(name: str) -> str:
-    """Signature and docstring of a public function that is no op."""
+    """Signature and docstring of a public function that is not an op."""
     function = getattr(pyops, name)
     parameters = ", ".join(map(str, inspect.signature(function).parameters.values()))
     return (

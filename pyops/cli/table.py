@@ -1,4 +1,4 @@
-"""The table of all ops and of the functions that stand on them: for a terminal, and as the page docs/ops.md."""
+"""The table of all ops and of the functions built on them: for a terminal, and as the page docs/ops.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import axes
 from .._core import device
 from .._core.op import Op, registry
 
-# Functions that stand on the ops of several families: {module: the family whose page has them}.
+# Functions built on ops of several families: {module: the family that lists them}.
 ABOVE_FAMILIES = dict.fromkeys(
     ("pyops.fused.experts", "pyops.fused.marlin_experts", "pyops.fused.parallel_experts"), "moe"
 )
@@ -97,7 +97,7 @@ def _row_of_function(name: str) -> str:
 
 
 def _first_sentence(name: str) -> str:
-    """Of the docstring of a function of `pyops`."""
+    """The first sentence of the docstring of a function of `pyops`."""
     paragraph, _, _ = (inspect.getdoc(getattr(pyops, name)) or "").partition("\n\n")
     return re.split(r"(?<=\.) ", " ".join(paragraph.split()))[0]
 
@@ -107,7 +107,7 @@ def _cell(text: str) -> str:
 
 
 def _link(name: str, function: Any) -> str:
-    """The first cell of a row, which leads to the file that declares a function, from the folder docs."""
+    """The first cell of a row: a link, relative to docs, to the file that declares the function."""
     module = inspect.getmodule(function)
     assert module is not None
     root = Path(__file__).parents[2]

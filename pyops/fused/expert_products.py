@@ -1,6 +1,6 @@
-"""The two products of a mixture of experts, with what is between them: from tokens to the rows of their choices.
+"""The two grouped GEMMs of a mixture of experts and the activation between them: from tokens to a row per choice.
 
-`fused_experts` and vLLM's experts share it; each has its own memory for the results, and its own sum.
+`fused_experts` and vLLM's experts share it; each allocates the results and reduces over choices by itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["block_size_of", "clamp_limit_of", "codes_of", "multiply_experts", "s
 
 _FP8 = "float8_e4m3fn"
 _LARGEST_INT8 = 127.0
-# {argument of products: of the first, in `fused_experts`}
+# {argument of the GEMM ops: argument of `fused_experts` that feeds the first GEMM}; "1" becomes "2" for the second
 _NAMES = {"b": "w1", "b_scales": "w1_scale", "b_zeros": "w1_zp", "bias": "w1_bias", "a_scales": "a1_scale"}
 _NAMES |= dict.fromkeys(("a", "input", "out"), "hidden_states") | {"scale": "a1_scale", "top_k": "topk_ids"}
-_SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # of the activation of this name
+_SWIGLUOAI = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # constants of "swigluoai"
 
 
 def multiply_experts(
@@ -47,25 +47,25 @@ def multiply_experts(
     a1_scale: Tensor | None = None,
     lists: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Sort the choices by experts, and multiply: a product with its activation, and a product.
+    """Sort the choices by experts; then a grouped GEMM with the activation in its epilogue, and a second GEMM.
 
-    Rows of choices whose expert does not exist, or is not on this device, are left as they are.
+    Rows of choices with an expert that does not exist, or that another device holds, are not written.
 
     Args:
         of_choices: [num_tokens * topk, hidden_size], written: a row for each choice of each token, float16, bfloat16 or
             float32.
-        between: [num_tokens * topk, intermediate_size] of the same dtype, written: what the activation makes.
-        first: what the first product writes: `between`, or, for the activation that `clamp_limit_of` knows a limit
-            of, [num_tokens * topk, 2 * intermediate_size].
+        between: [num_tokens * topk, intermediate_size] of the same dtype, written: the activation's result.
+        first: the output of the first GEMM: `between`, or, for a clamped activation (`clamp_limit_of`),
+            [num_tokens * topk, 2 * intermediate_size].
         hidden_states: [num_tokens, hidden_size] of the dtype of of_choices; or, with `a1_scale`, quantised already.
         w1, w2, topk_ids, activation, global_num_experts, expert_map: as in `fused_experts`.
-        weights: the router's, [num_tokens, topk] float32, that multiply the first and the second product; or None.
+        weights: router weights, [num_tokens, topk] float32, that scale rows of the first and the second GEMM; or None.
         config: a `FusedMoEQuantConfig`, this library's or vLLM's.
-        a1_scale: of hidden_states that are quantised, as `a_scales` of `grouped_gemm`.
+        a1_scale: scales of quantised hidden_states, as `a_scales` of `grouped_gemm`.
         lists: what `moe_align` would return, in blocks of `block_size_of`; None to sort.
 
     Raises:
-        OpError: what the products refuse, by the names of `fused_experts`.
+        OpError: the GEMM ops refuse the arguments; the error has the argument names of `fused_experts`.
     """
     codes, limit = codes_of(config), clamp_limit_of(config, activation)
     num_rows, num_experts = of_choices.shape[0], w1.shape[0]
@@ -91,7 +91,7 @@ def multiply_experts(
             raise error.within("fused_experts", names) from None
 
     if scale_is_of_all(config) and config.a2_scale is None:
-        first[...] = 0  # rows of experts that are elsewhere count among those of which the largest value is sought
+        first[...] = 0  # rows of experts on other ranks are not written, but the per-tensor absmax reads them
     of_w1 = w1, config.w1_scale, w1_zp, config.w1_bias, config.a1_scale
     of_w2 = w2, config.w2_scale, w2_zp, config.w2_bias, config.a2_scale
     top_k, function = topk_ids.shape[1], activation if limit is None else "none"
@@ -102,7 +102,7 @@ def multiply_experts(
 
 
 def block_size_of(config: Any, num_rows: int, num_experts: int) -> int:
-    """Places of the blocks that `multiply_experts` sorts so many choices into."""
+    """Slots of a block of sorted_token_ids in `multiply_experts`, for `num_rows` choices."""
     codes = codes_of(config)
     if codes is None:
         return block_size_for(num_rows, num_experts, bool(config.block_shape))
@@ -115,9 +115,9 @@ def zeros_of(config: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def codes_of(config: Any) -> str | None:
-    """The type of codes that `grouped_gemm_packed` takes; None for `grouped_gemm`.
+    """The type of weight-only quants, for `grouped_gemm_packed`; None for `grouped_gemm`.
 
-    Objects of vLLM's class name the weights' dtype where activations are quantised as well.
+    Objects of vLLM's class set weight_quant_dtype also when activations are quantised.
     """
 
     def refuse(expected: str, got: Any) -> OpError:
@@ -142,7 +142,7 @@ def codes_of(config: Any) -> str | None:
 
 
 def clamp_limit_of(config: Any, activation: str) -> float | None:
-    """The bound of gates and ups of "silu"; None for none. The parameters of "swigluoai" are its own."""
+    """The clamp limit of gate and up with "silu", or None. "swigluoai" has a fixed clamp of its own."""
     limit: float | None = getattr(config, "gemm1_clamp_limit", None)
     served: dict[str, tuple[float | None, ...]] = {"gemm1_clamp_limit": (None, limit)} if activation == "silu" else {}
     if activation not in ("silu", "swigluoai"):
@@ -156,7 +156,7 @@ def clamp_limit_of(config: Any, activation: str) -> float | None:
 
 
 def scale_is_of_all(config: Any) -> bool:
-    """Whether activations are quantised under one scale."""
+    """Whether activations are quantised with one per-tensor scale."""
     return _name(config.quant_dtype) == _FP8 and not config.per_act_token_quant and not config.block_shape
 
 
@@ -165,7 +165,7 @@ def _name(dtype: Any) -> str:
 
 
 def _quantised(x: Tensor, config: Any, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Rows of an activation as the weights' scales want them, and their scales."""
+    """Activations quantised as `config` says (per block, per token or per tensor), and their scales."""
     dtype = _name(config.quant_dtype)
     if dtype == "None":
         return x, None

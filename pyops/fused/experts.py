@@ -1,8 +1,8 @@
-"""Mixtures of experts end to end: routing, products with the weights of experts, and the sum over a token's choices.
+"""Mixtures of experts end to end: routing, grouped GEMMs with the experts' weights, and the sum over a token's choices.
 
-A call of 16-bit weights is four launches: rows are sorted by their experts; a product with its activation; a product
-under the router's weights; the sum. No input is permuted, and what the activation takes lies in no memory. A clamped
-activation is a launch of its own.
+A call with 16-bit weights is four launches: `moe_align` sorts rows by expert; a grouped GEMM with the activation in its
+epilogue; a grouped GEMM that scales by the router's weights; the sum. No input is permuted, and the activation's input
+never goes to global memory. A clamped activation is a launch of its own.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class FusedMoEQuantConfig:
     """How `fused_experts` takes its weights, by vLLM's names; an object of vLLM's class of this name does as well.
 
     Attributes:
-        quant_dtype: of activations, and of weights with them: None, float8_e4m3fn or int8, as a dtype or by its name.
-        per_act_token_quant: whether each row of an activation has a scale, and not the whole of it.
-        block_shape: [128, 128] where scales are those of blocks of a weight, and of 128 elements of activations; of
-            weights alone [0, group size] for scales of groups of a row; or None.
+        quant_dtype: dtype of activations and weights: None, float8_e4m3fn or int8, as a dtype or by its name.
+        per_act_token_quant: whether activations have a scale per token, not one per tensor.
+        block_shape: [128, 128] for blockwise scaling, with groups of 128 elements of activations; [0, group size] for
+            weight-only quantisation with a scale per group of a row; or None.
         w1_scale, w2_scale: scales of the weights, as `b_scales` of `grouped_gemm` or of `grouped_gemm_packed`; or None.
         a1_scale, a2_scale: one float32, the scale of all activations; None to find scales.
         w1_bias, w2_bias: [num_experts, rows of a weight] of the dtype of hidden_states; or None.
-        weight_quant_dtype: of weights alone, whose codes `grouped_gemm_packed` takes: "int4" and, with a block_shape,
-            "int8" for uint4 and uint8 in groups of a row, "int8" for int8 with a scale for each row, "mxfp4" for
+        weight_quant_dtype: weight-only quantisation, by `grouped_gemm_packed`: "int4" and, with a block_shape, "int8"
+            for uint4 and uint8 in groups of a row, "int8" for int8 with a scale for each row, "mxfp4" for
             float4_e2m1f; or None.
         w1_zp, w2_zp: zero points of groups, as `b_zeros` of `grouped_gemm_packed`; or None.
-        gemm1_alpha, gemm1_beta: None, or what "swigluoai" has: 1.702 and 1.
-        gemm1_clamp_limit: of the activation "silu", the largest gate and the largest magnitude of an up, or None; of
-            "swigluoai" None, or its 7.
+        gemm1_alpha, gemm1_beta: None, or the constants of "swigluoai": 1.702 and 1.
+        gemm1_clamp_limit: with "silu" the largest gate and the largest magnitude of an up projection, or None; with
+            "swigluoai" None, or its constant 7.
     """
 
     quant_dtype: Any = None
@@ -80,23 +80,23 @@ def fused_experts(
     """The experts of a layer: ``out[t] = sum_j weight[t, j] * (f(x[t] @ w1[e].T) @ w2[e].T)``, e the j-th of token t.
 
     After vLLM's function of this name. Sums are float32; the activation and the result of each choice are rounded once
-    to the dtype of hidden_states, or quantised. Choices whose expert does not exist, or is not on this device, add
-    nothing.
+    to the dtype of hidden_states, or quantised. Choices with an expert that does not exist, or that another device
+    holds, add nothing.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
         w1: [num_experts, 2 * intermediate_size, hidden_size], rows of one stride; [num_experts, intermediate_size,
-            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; codes of 4 bits lie
-            two to a byte along the last dimension.
+            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants are
+            packed two to a byte along the last dimension.
         w2: [num_experts, hidden_size, intermediate_size], likewise.
         topk_weights: [num_tokens, topk] float32, contiguous.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous.
         inplace: whether the result is written to hidden_states.
         activation: one of those of `grouped_gemm`.
         apply_router_weight_on_input: whether weights multiply ``x[t] @ w1[e].T``; then topk is 1.
-        global_num_experts: experts on all devices; -1 for as many as expert_map, or w1, has.
-        expert_map: [global_num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not
-            here; or None.
+        global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
+        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
+            it; or None.
         quant_config: scales and biases; None for neither.
 
     Returns:
@@ -126,7 +126,7 @@ def experts_into(
 
     Args:
         out: [num_tokens, hidden_size] float32, float16 or bfloat16, written.
-        hidden_states, a1_scale: of the dtype of `out` and None, or codes and their scales, as in `multiply_experts`.
+        hidden_states, a1_scale: of the dtype of `out` and None, or quantized and with scales, as in `multiply_experts`.
     """
     config = _PLAIN if quant_config is None else quant_config
     per_byte = 2 if codes_of(config) in ("uint4", "float4_e2m1f") else 1
@@ -160,7 +160,7 @@ def _check(
     activation: str,
     per_byte: int,
 ) -> tuple[int, int, int, int]:
-    """(num_tokens, hidden_size, topk, num_experts), of weights whose bytes hold so many codes."""
+    """(num_tokens, hidden_size, topk, num_experts), for weights with this many quants to a byte."""
     for name, tensor, rank in (
         ("hidden_states", hidden_states, 2),
         ("w1", w1, 3),

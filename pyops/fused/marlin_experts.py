@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[..., Any]] = {
     "gelu_no_mul": gelu,
     "relu2_no_mul": relu2,
 }
-# {argument of the product: of the first, in `fused_marlin_moe`}
+# {argument of the GEMM op: argument of `fused_marlin_moe` that feeds the first GEMM}; "1" becomes "2" for the second
 _NAMES = {
     "a": "hidden_states",
     "c": "hidden_states",
@@ -40,7 +40,7 @@ _NAMES = {
 }
 _NAMES |= {"global_scale": "global_scale1", "b_zeros": "w1_zeros", "perm": "sort_indices1", "top_k": "topk_ids"}
 _NAMES |= {"b_type_id": "quant_type_id", "size_n": "w1", "size_k": "w1"}
-_MOST_IN_FULL = 64  # places of a block whose products take weights that are written in full: wgmma's rows
+_MOST_IN_FULL = 64  # most slots of a block for GEMMs with dequantised weights: the M of wgmma
 
 
 def fused_marlin_moe(
@@ -80,33 +80,33 @@ def fused_marlin_moe(
 ) -> Tensor:
     """The experts of a layer, `fused_experts` with weights that `moe_wna16_marlin_gemm` takes.
 
-    After vLLM's function of this name. Choices whose expert does not exist, or is not on this device, add nothing.
+    After vLLM's function of this name. Choices with an expert that does not exist, or that another device holds, add
+    nothing.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float16 or bfloat16; rows of one stride.
-        w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, and then ups (with "swigluoai" by
-            turns); half as many columns for activations without gates.
+        w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, then ups (interleaved for
+            "swigluoai"); half the columns for activations without gates.
         w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
         bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: of w1 and
             w2, as `moe_wna16_marlin_gemm` takes them; sort_indices1 and sort_indices2 are its perm.
         topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
-        quant_type_id: the type of the codes, a number of `pyops.SCALAR_TYPES`.
-        apply_router_weight_on_input: whether weights multiply the first product; then topk is 1.
-        global_num_experts: experts on all devices; -1 for as many as expert_map, or w1, has.
-        activation: "silu", "gelu", "swigluoai" or "swiglustep", whose gates multiply ups; "silu_no_mul", "gelu_no_mul"
-            or "relu2_no_mul", without gates.
-        activation_func: ``(activation, out, input)`` in the place of these, without gates if the name ends in
-            "_no_mul"; moe_sum: ``(input, out)`` in the place of the sum over the choices of a token.
-        expert_map: [global_num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not
-            here; or None.
-        input_dtype: of the inputs of both products, int8 or float8_e4m3fn, quantised row by row, for weights as
-            `moe_wna16_marlin_gemm` takes them for activations of 8 bits; or None, for inputs as they are.
-        input_global_scale1, input_global_scale2: one float32 each, by which scales of the rows of int8 are multiplied;
-            or None.
+        quant_type_id: the type of the quantized weights, a number of `pyops.SCALAR_TYPES`.
+        apply_router_weight_on_input: whether router weights scale the first GEMM; then topk is 1.
+        global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
+        activation: gated: "silu", "gelu", "swigluoai" or "swiglustep"; without gates: "silu_no_mul", "gelu_no_mul" or
+            "relu2_no_mul".
+        activation_func: ``(activation, out, input)`` instead of these, without gates if the name ends in "_no_mul";
+            moe_sum: ``(input, out)`` instead of the sum over the choices of a token.
+        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
+            it; or None.
+        input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs row by row, for weights as
+            `moe_wna16_marlin_gemm` takes them with 8-bit activations; or None, for inputs as they are.
+        input_global_scale1, input_global_scale2: one float32 each, a factor of the row scales of int8; or None.
         workspace: vLLM's; it has no effect.
-        intermediate_cache13, intermediate_cache2: memory of the dtype of hidden_states, overwritten: for
-            num_tokens * topk rows as wide as the wider of both products' results, and for as many of
-            intermediate_size; or None. `output` may lie in the second.
+        intermediate_cache13, intermediate_cache2: memory of the dtype of hidden_states, overwritten: num_tokens * topk
+            rows of the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None.
+            `output` may lie in the second.
         is_k_full: as in `moe_wna16_marlin_gemm`.
         output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
 
@@ -147,7 +147,7 @@ def fused_marlin_moe(
         routing = *lists, topk_weights if weighted else None, block_size, top_k, weighted
         c = _room(intermediate_cache13, "intermediate_cache13", hidden_states, (num_rows, n))
         if expert_map is not None and moe_sum is not None:
-            c[...] = 0  # who adds them up does not know which rows there are
+            c[...] = 0  # the sum over choices reads rows of absent experts, too
         bias, scales, factor, *others = of_weight
         try:
             x, a_scales = (a, None) if quantised is None else _quantised(a, quantised, factor)

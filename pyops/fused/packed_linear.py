@@ -17,12 +17,12 @@ class PackedProduct(NamedTuple):
     """``x @ ((code - zero) * scale)``, by `awq_gemm` or `gptq_gemm`.
 
     Attributes:
-        qweight: int32 words of codes: of AWQ [in, out / 8], of GPTQ [in * bits / 32, out].
+        qweight: int32 words of packed weights: AWQ [in, out / 8], GPTQ [in * bits / 32, out].
         qzeros: int32 words of zero points, [groups, out * bits / 32].
         scales: [groups, out] of the dtype of x.
-        g_idx: [in] int32, the group of each row, where groups are not consecutive; of GPTQ.
-        bits: of a code of GPTQ; 0: the weight is of AWQ.
-        is_v2: zero points of GPTQ are used as they are stored; otherwise 1 is added.
+        g_idx: GPTQ: [in] int32, the group of each row, if groups are not consecutive.
+        bits: GPTQ: bits of a quantized weight; 0: the weight is AWQ's.
+        is_v2: GPTQ: zero points are used as they are stored; otherwise 1 is added.
     """
 
     qweight: Tensor

@@ -30,15 +30,15 @@ def parallel_fused_experts(
 ) -> Tensor:
     """`fused_experts` of this rank's tokens with the experts of all ranks; every rank calls.
 
-    What a rank's experts make of a token is rounded to the dtype of hidden_states; the sum over ranks is float32, in
-    their order, and rounded once.
+    Each rank's result for a token is rounded to the dtype of hidden_states; the sum over ranks is float32, in rank
+    order, and rounded once.
 
     Args:
         parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a quant_dtype,
             quant_config has it, too, and blocks of 128 x 128.
         hidden_states: [num_tokens, hidden_size], contiguous; as many tokens as this rank has, or none.
-        w1, w2, activation, quant_config: as in `fused_experts`, of the experts of this rank. One scale of all
-            activations must be given (`a1_scale`): what would be found is that of rows without a token, too.
+        w1, w2, activation, quant_config: as in `fused_experts`, of the experts of this rank. A per-tensor scale of the
+            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
         topk_weights: [num_tokens, top_k] float32, contiguous.
         topk_ids: [num_tokens, top_k] int32 or int64, contiguous, of experts of all ranks; others add nothing.
         most_tokens: as of `ExpertParallel.dispatch`.

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 class QuantisedLinear(NamedTuple):
     """``x @ (weight * weight_scale).T + bias`` of x that is quantised as the weight is, by `cutlass_scaled_mm`.
 
-    The activation is quantised under `input_scale` if it is given, else under scales that are found: one for each group
-    of 128 elements of a row if scales of the weight are those of blocks, else one for each row.
+    The activation is quantised with `input_scale` if it is given, else with dynamic scales: one per group of 128
+    elements of a row if the weight has block scales, else one per row.
 
     Attributes:
         weight: [out, in] float8_e4m3fn or int8.
-        weight_scale: float32, contiguous: [out, 1] or one element, or those of blocks of 128 x 128.
+        weight_scale: float32, contiguous: [out, 1] or one element, or scales of 128 x 128 blocks.
         input_scale: one float32, or None.
         bias: [out] of the dtype of x, or None.
-        block_rows: where scales are those of blocks, the rows of the weight that one product multiplies, in order.
-            Blocks begin anew with each: `weight_scale` is [sum of ceil(rows / 128), ceil(in / 128)]. () without blocks.
+        block_rows: with block scales, the rows of each merged weight, in order; each has a GEMM of its own. Blocks
+            start at its first row: `weight_scale` is [sum of ceil(rows / 128), ceil(in / 128)]. () without blocks.
     """
 
     weight: Tensor
@@ -54,7 +54,7 @@ class QuantisedLinear(NamedTuple):
         return out
 
     def _quantised(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes of the rows of `x`, and their scales or the one that is given."""
+        """Quantised rows of `x`, and their scales or the given `input_scale`."""
         if self.weight.is_floating_point():
             codes = new(x, tuple(x.shape), "float8_e4m3fn")
             codes, scales = scaled_fp8_quant(x, self.input_scale, use_per_token_if_dynamic=True, output=codes)
@@ -69,7 +69,7 @@ def num_blocks(size: int) -> int:
 
 
 def _in_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp8 codes of groups of 128 elements of a row, the last of which may have fewer, and their scales."""
+    """`x` as fp8 values and their scales, one per group of 128 elements of a row; the last group may be shorter."""
     num_tokens, columns = x.shape
     if columns % SCALE_BLOCK:
         padded = x.new_zeros(num_tokens, num_blocks(columns) * SCALE_BLOCK)

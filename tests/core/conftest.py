@@ -145,7 +145,7 @@ class Driver:
             (values[name],) = struct.unpack(f"<{code}", ctypes.string_at(pointer, SIZES[code]))
         self.launches.append((kernel.file, (x, y, z), (bx, by, bz), shared, stream, values))
 
-    # A map of this driver: its number in `encoded`, and far behind it the address.
+    # A map of this driver: its number in `encoded`, and far after it the address.
 
     def encode_map(self, at: int, kind: int, rank: int, address: int, *rest: Any) -> int:
         assert at % 64 == 0

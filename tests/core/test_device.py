@@ -446,7 +446,7 @@ def test_intact_cache(cache: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
 def test_corrupt_entries(cache: Path, damage: str) -> None:
-    """CuPy's checksum finds them: they are compiled anew and replaced, without a word."""
+    """CuPy's checksum finds them: they are compiled again and replaced, without a word."""
     _norms_with(0)
     for entry in _entries(cache):
         data = bytearray(entry.read_bytes())

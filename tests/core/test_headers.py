@@ -49,7 +49,7 @@ def test_a_vector_of_several_accesses(
 
 
 def _at(start: int, count: int, native: Any) -> Any:
-    """An array that begins `start` elements behind a multiple of 16 bytes."""
+    """An array that begins `start` elements after a multiple of 16 bytes."""
     memory = numpy.zeros(count * numpy.dtype(native).itemsize + 64, numpy.uint8)
     first = -memory.ctypes.data % 16 + start * numpy.dtype(native).itemsize
     return memory[first:].view(numpy.uint8)[: count * numpy.dtype(native).itemsize].view(native)
@@ -100,7 +100,7 @@ def test_fp8_by_integer_arithmetic(run_on_host: Callable[..., None]) -> None:
         assert numpy.isnan(there.view(kind)[numpy.isnan(right)].astype(numpy.float32)).all()
 
 
-# Four integers as int8, four bytes as floats, and sums of pairs of 16 bits. What lies beside the results stays 7.
+# Four integers as int8, four bytes as floats, and sums of pairs of 16 bits. What lies next to the results stays 7.
 FOURS = """#include "packed.cuh"
 extern "C" __global__ void fours(int8_t* small, float* bytes, uint32_t* sums, const int* in, int word) {
     store_four_integers(small + 1, in);

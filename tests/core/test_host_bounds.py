@@ -73,7 +73,7 @@ def test_null_pointer(run_on_host: Run) -> None:
 
 
 def test_nothing_is_written_outside(run_on_host: Run) -> None:
-    """The access does not happen: memory beside a tensor is as it was."""
+    """The access does not happen: memory next to a tensor is as it was."""
     memory = floats(300)
     with pytest.raises(pyops.KernelFault):
         run_on_host(RIGHT, grid=4, block=64, n=201, shift=0, out=memory[:200], **{"in": -floats(300)})

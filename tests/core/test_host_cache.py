@@ -49,7 +49,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def warnings_of(folder: Path, code: str, **environment: str) -> list[str]:
-    """Run `code` behind the prelude by the kernels; the warnings that it prints."""
+    """Run `code` after the prelude by the kernels; the warnings that it prints."""
     environment = {**os.environ, "PYOPS_CPU": "kernels", "CUPY_CACHE_DIR": str(folder), **environment}
     command = [sys.executable, "-W", "always::UserWarning", "-c", PRELUDE + code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

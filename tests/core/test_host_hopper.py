@@ -72,7 +72,7 @@ LATE_FENCE = (
 
 
 def test_strict_fences() -> None:
-    """A fence by the storing thread alone, behind the barrier, is enough, but not where each writer must fence."""
+    """A fence by the storing thread alone, after the barrier, is enough, but not where each writer must fence."""
     text = hopper.text_of("gemm")
     assert FENCE in text
     late = text.replace(FENCE, LATE_FENCE)

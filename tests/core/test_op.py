@@ -277,7 +277,7 @@ def test_one_tensor_for_input_and_output_has_one_layout(where: str) -> None:
 
 
 def test_tensors_that_interleave_are_told_by_their_whole_distance() -> None:
-    """Of rows that are 3 pages apart, `out` lies 1 page behind `input`, between its rows; then 3, on its rows."""
+    """Of rows that are 3 pages apart, `out` lies 1 page after `input`, between its rows; then 3, on its rows."""
     page = 4096 // 4
     memory = torch.ones(4, 3 * page)
     x, between = memory[:3, :8], memory[:3, page : page + 8]

@@ -1,4 +1,4 @@
-"""What an op may take beside plain tensors and floats: integers of every call, numbers as tensors, scratch, indices."""
+"""Arguments other than plain tensors and floats: integers of every call, numbers as tensors, scratch, indices."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ def test_an_example_shows_and_warms_up_what_it_plans(triple: Any) -> None:
 def test_compiles_for_a_gpu(kernel: MakeKernel, arch: str) -> None:
     for name, source in (("reads", READS), ("summed", SUMMED)):
         report = offline.compile(name, "", kernel(name, source)().text, arch)
-        # Nothing copies a map to a stack, where the copy engine does not read.
+        # Nothing copies a map to a stack, where TMA does not read.
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)
 
 

@@ -127,7 +127,7 @@ def test_a_count_is_halved_and_doubled_within_bounds() -> None:
     ("num_threads", "min_blocks", "found"), [(128, 8, [7, 8, 9]), (256, 8, [7, 8]), (1024, 1, [1, 2])]
 )
 def test_occupancies(num_threads: int, min_blocks: int, found: list[int]) -> None:
-    """At least a block, and no more threads than a multiprocessor has."""
+    """At least one block, and no more threads than an SM holds."""
     assert list(tuning.occupancies(num_threads, min_blocks)) == found
 
 

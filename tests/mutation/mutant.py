@@ -59,7 +59,7 @@ def digest(*parts: str) -> str:
 
 
 def numbered(mutants: Iterable[Mutant]) -> list[Mutant]:
-    """The same mutants; those whose names are equal get .2, .3, ... behind them, in the order of the file."""
+    """The same mutants; those whose names are equal get .2, .3, ... after them, in the order of the file."""
     seen: Counter[str] = Counter()
     found = []
     for mutant in mutants:

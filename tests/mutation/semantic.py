@@ -1,8 +1,8 @@
 """Mutants written by hand: each is a mistake that an engineer could make, of kernels in `semantic.txt`, else of Python.
 
-A file's mutants follow a line ``== file``. Each is a line that says what is wrong, the code behind ``-``, and what to
-put in its place behind ``+``. The code must stand in the file exactly once; white space and line breaks, and comments
-of a kernel, do not matter. Python has its code in the body of a function, and its line names the tests behind the file.
+A file's mutants follow a line ``== file``. Each is a line that says what is wrong, the code after ``-``, and what to
+put in its place after ``+``. The code must stand in the file exactly once; white space and line breaks, and comments
+of a kernel, do not matter. Python has its code in the body of a function, and its line names the tests after the file.
 """
 
 from __future__ import annotations

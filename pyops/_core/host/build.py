@@ -34,7 +34,7 @@ _CLUSTER = re.compile(r"void\s+CLUSTER_OF\s*\(([^)]*)\)")
 
 
 def _declare_shared(match: re.Match[str]) -> str:
-    """A shared array as a reference to memory of the runtime's, on as many lines."""
+    """A shared array as a reference to the runtime's memory, on the same number of lines."""
     align, kind, name, sizes = match["align"] or "16", match["type"], match["name"], match["sizes"]
     if match["dynamic"]:
         declaration = f"{kind}* const {name} = static_cast<{kind}*>(host::dynamic_shared());"
@@ -70,8 +70,8 @@ def unit(text: str, entry: str, warp_size: int = 32) -> Unit:
 def build(kind: Kind, code: Unit, libraries: tuple[str, ...], kernel: str, constants: str) -> str:
     """Path of the shared object of `code`, compiled unless the cache folder holds it undamaged; see `Kind`.
 
-    Of several processes that need it, one compiles, and the others wait. Where the cache folder cannot be written, a
-    folder of this process stands in for it.
+    If several processes need it, one compiles and the others wait. If the cache folder cannot be written, a folder of
+    this process replaces it.
     """
     chain = toolchain.preferred()
     flags = toolchain.compile_flags(chain, kind)
@@ -112,7 +112,7 @@ def _make(
     kernel: str,
     constants: str,
 ) -> None:
-    """Compile a unit to `path`. Raises OSError where its folder is of no use, be it that the compiler says so."""
+    """Compile a unit to `path`. Raises OSError if its folder cannot be written, also if the compiler reports that."""
     started = time.perf_counter()
     with log.waiting(f"compiling {kernel} for the CPU"), folders.worked_in(path + folders.SUFFIX) as scratch:
         if folders.read_sealed(path) is not None:  # compiled by the process that was waited for
@@ -156,7 +156,7 @@ def _kept() -> str:
     return os.path.join(cache_folder(), "pyops-host")
 
 
-_stand_in: str | None = None  # the folder of this process, once that of the cache could not be written
+_stand_in: str | None = None  # this process's folder, once the cache folder could not be written
 
 
 def folder() -> str:
@@ -178,7 +178,7 @@ def _prepare() -> None:
 
 
 def _leave(error: OSError) -> None:
-    """Make shared objects in a folder of this process from now on. Raises `error` where that would be of no help."""
+    """Make shared objects in a folder of this process from now on. Raises `error` if that would not help."""
     global _stand_in
     if _stand_in is not None or error.errno in (errno.EMFILE, errno.ENFILE):
         raise error

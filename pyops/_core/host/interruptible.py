@@ -1,7 +1,7 @@
 """Ctrl-C while a kernel runs on the host.
 
-Python hears of a signal in the main thread, once C returns there, and a kernel may run for a minute. A watcher, which
-is a thread, hears of it at once by the file that Python writes signals to. The watcher ends the launch.
+Python handles a signal in the main thread, once C returns there, and a kernel may run for a minute. A watcher thread
+reads the file to which Python writes signals (`signal.set_wakeup_fd`), so it notices at once and ends the launch.
 """
 
 from __future__ import annotations
@@ -74,5 +74,5 @@ class _Watcher:
 
 @cache
 def _watcher(process: int) -> _Watcher:
-    """Of a process: a fork has no threads but the one that forked."""
+    """The watcher of a process. A fork needs its own: it has no threads but the one that forked."""
     return _Watcher()

@@ -24,7 +24,7 @@ def options(chain: toolchain.Toolchain, flags: tuple[str, ...], text: str, folde
     The file is made unless the folder holds it undamaged. A process looks once.
     """
     digest = hashlib.sha256("\0".join((text, chain.name, chain.version, *flags)).encode()).hexdigest()[:32]
-    header = os.path.join(folder, f"{digest}.h")  # by whose name g++ finds the file beside it; it need not be there
+    header = os.path.join(folder, f"{digest}.h")  # g++ finds the .gch by this name; the header may be missing
     path = f"{header}.gch"
     if folders.read_sealed(path) is None:
         try:

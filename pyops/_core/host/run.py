@@ -1,4 +1,4 @@
-"""Kernels on the CPU: the text that NVRTC compiles, compiled by a C++ compiler against `kernels_cu/host`, and run.
+"""Kernels on the CPU: a C++ compiler compiles the text that NVRTC takes, against `kernels_cu/host`, and we run it.
 
 A text becomes a shared object that is linked to a runtime of its own library. Both are cached by the digest of all that
 goes into them. A launch is deterministic: its schedule says which thread runs when.
@@ -75,8 +75,8 @@ def scheduled(
 ) -> Iterator[None]:
     """Launches of this thread run by `schedule`, end after `seconds`, and have warps of `warp_size` lanes.
 
-    With `strict_fences`, each thread whose writes to shared memory TMA or wgmma read must call fence_proxy_async()
-    itself. Otherwise any thread that has seen the writes may.
+    TMA and wgmma read writes to shared memory only after a fence_proxy_async(). With `strict_fences`, each writing
+    thread must call it itself. Otherwise any thread that has seen the writes may call it.
     """
     token = _conditions.set(Conditions(schedule, seconds, warp_size, strict_fences))
     try:
@@ -173,8 +173,8 @@ class HostFunction:
         `parameters` is the address of an array with a pointer to each parameter; `ranges` is all the memory that the
         kernel may access. Raises KernelFault.
 
-        With an array for each of several ranks, the blocks of all ranks run together; `owners` says whose each range
-        is (`_core/ranks.py`).
+        With an array for each of several ranks, the blocks of all ranks run together; `owners` gives the rank of each
+        range (`_core/ranks.py`).
         """
         if cluster[0] * cluster[2] != 1:
             raise ValueError(f"{self.kernel}: clusters of blocks run on the CPU along y only, got {cluster}")
@@ -210,7 +210,7 @@ class HostFunction:
         told = (fault.file.decode(), fault.line)
         if fault.line and told not in places:
             places = [told, *places]
-        places = places or _places(library, fault.asked_pc)  # where it last was when it was somewhere else
+        places = places or _places(library, fault.asked_pc)  # the last known line, if the current address has none
         message = fault.message.decode(errors="replace")
         if fault.address:
             message += _beside(fault.address, ranges)
@@ -225,7 +225,7 @@ class HostFunction:
 
 
 def _beside(address: int, ranges: Sequence[Range]) -> str:
-    """Where an address lies, seen from the closest tensor or workspace; "" if none is close."""
+    """The position of an address relative to the closest tensor or workspace; "" if none is close."""
 
     def distance(one: Range) -> int:
         return max(one.address - address, address - one.end)
@@ -248,7 +248,7 @@ def _places(library: str, offset: int) -> list[tuple[str, int]]:
 
 
 _ASYNCHRONOUS = '"kernels_cu/include/barrier.cuh"'  # in the text of kernels for a clocked runtime
-_CLOSE = 1 << 40  # bytes; farther away, an address is no tensor's with a wrong offset
+_CLOSE = 1 << 40  # bytes; an address farther away is not a wrong offset into a tensor
 _one_launch = locks.waiting()  # the runtime runs one at a time, and a child needs it at rest
 _loaded: dict[tuple[str, int], HostFunction] = {}
 _locks: dict[tuple[str, int], threading.Lock] = {}
@@ -298,7 +298,7 @@ def _runtime(clocked: bool) -> Any:
 
 
 def _runtime_path(clocked: bool) -> str:
-    """Where that library lies, for kernels to be linked to: it is made anew where its folder has been deleted."""
+    """The path of that library, for linking kernels to it. It is compiled again if its folder has been deleted."""
     return build("runtime", _runtime_code(clocked), (), "host/runtime.cpp", "")
 
 

@@ -55,22 +55,22 @@ def preferred() -> Toolchain:
     raise MissingDependencyError("running kernels on the CPU", "a C++ compiler (g++, clang++ or ziglang)", "cpu")
 
 
-# The same bits with every compiler: no product is fused with a sum, and no machine's own instructions are used. C's
-# headers are all that a kernel needs: those of C++ would take a third of its compilation.
+# The same bits with every compiler: no FMA contraction, and no machine-specific instructions. Kernels include C headers
+# only: those of C++ would take a third of the compilation.
 _COMMON = (
     *("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fstack-clash-protection", "-U_FORTIFY_SOURCE", "-w"),
 )
-# A kernel takes longer to compile than to run: the fewest optimisations that keep local variables in registers, where
-# no access to them is instrumented, and that leave no call between a line of a kernel and what it does.
+# A kernel takes longer to compile than to run. So these are the fewest optimisations that keep local variables in
+# registers (accesses to memory are instrumented) and inline the runtime's small functions.
 _FAST = {
     "gcc": ("-Og", "-fno-unroll-loops", "-finline-small-functions", "-finline-functions-called-once"),
     "clang": ("-O1",),
 }
 # Lines of the source cost a third of a compilation. A kernel is compiled with them only once it has a fault.
 _LINES = {"runtime": ("-g0",), "kernel": ("-g0",), "lines": ("-g1", "-gdwarf-4")}
-# What undefined behaviour and what accesses to memory are told to the runtime, which takes the sanitizers' place.
-# Undefined behaviour ends the launch, so the compiler need not think of what would come after.
+# The sanitizers' checks for undefined behaviour and memory accesses; our runtime replaces theirs.
+# Undefined behaviour ends the launch, so the compiler generates no code to continue after it.
 _CHECKS = (
     "-fsanitize=thread",
     "-fno-sanitize-recover=all",

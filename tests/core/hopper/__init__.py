@@ -19,7 +19,7 @@ STAGES = 4
 
 
 def text_of(name: str) -> str:
-    """The text of a kernel beside this file."""
+    """The text of a kernel next to this file."""
     return (Path(__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
 
 

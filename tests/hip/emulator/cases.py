@@ -37,7 +37,7 @@ FAMILIES = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1201": "
 _SMALL = axes.RUN | {"hidden_size": (64,), "vocab_size": (17,)}
 _TOKENS = 2
 _MAX_THREADS = 16384  # of a case that reaches another kernel
-# Cases in the place of an op: functions of the architecture.
+# Cases instead of an op: functions of the architecture.
 CHECKS = {"matrix cores": layouts.check_arch, "registers": registers.check_arch}
 
 
