@@ -294,7 +294,7 @@ def test_a_vllm_of_an_unknown_version_is_an_error(site: Path) -> None:
     without_libraries(site, "0.99.0")
     done = run(site, "all")
     assert done.stdout == "False None\n"
-    assert "OpError: table: vllm: expected 0.16 or 0.22, got 0.99" in done.stderr
+    assert "OpError: register: vllm: expected 0.16 or 0.22, got 0.99" in done.stderr
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pyops._core.op import Op
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, written
 from tests.calls import example
-from tests.mutation import plans
+from tests.mutation import plans, python
 from tests.mutation.mutant import Mutant
 
 pytestmark = pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
@@ -269,7 +269,7 @@ def break_at(patch: pytest.MonkeyPatch, op: Op, file: str, old: str, new: str) -
         mutant = Mutant("", file, "", text.index(old), text.index(old) + len(old), new, "")
         function = plans.function_of(mutant)
         patch.setattr(function, "__code__", function.__code__)  # is put back
-        plans.apply(mutant)
+        python.apply(mutant)
     else:
         read = kernels_cu.read
         patch.setattr(kernels_cu, "read", lambda name: broken if name == file else read(name))

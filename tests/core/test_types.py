@@ -106,4 +106,4 @@ def test_the_package_has_no_names_but_its_own() -> None:
     assert names >= {*pyops.registry, "OpError", "op", "registry", "warmup", "check"}
     assert not names & {"annotations", "axes", "compile_ahead", "ops", "cli"}
     modules = {name for name in names if type(getattr(pyops, name)) is type(pyops)}
-    assert modules <= {"check", "integrations", "models", "nn", "testing"}
+    assert modules <= {"check", "errors", "fused", "integrations", "models", "nn", "testing"}
