@@ -207,7 +207,7 @@ MISTAKES = {
         "world.meet<Flagged::ALL>();\n    }",
         "world.meet<Flagged::READS>();\n    }",
     ),
-    "no meeting before the results": ("world.meet<Flagged::ALL>();  // results", "// results"),
+    "no meeting before the results": ("world.meet<Flagged::ALL>();  // earlier ker", "// earlier ker"),
     "ranks share a row": ("* WORLD_SIZE + world.rank; }", "* WORLD_SIZE; }"),
     "ranks share ids": ("const int at = (token * WORLD_SIZE + world.rank)", "const int at = (token * WORLD_SIZE)"),
     "a row of another token": ("return int64_t(i / ROW_VECS)", "return int64_t(i / ROW_VECS ^ 1)"),
