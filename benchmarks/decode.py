@@ -30,13 +30,16 @@ SIZES: dict[str, Any] = {
 _BLOCK_SIZE, _WARM, _STEPS = 16, 8, 64
 
 
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of all weights that a step reads whole: without the embedding, unless the head shares it."""
+    weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
+    return weights if model.config.tie_word_embeddings else weights - int(model.embedding.nbytes)
+
+
 def step_bytes(model: Decoder, batch: int, context: int) -> int:
     """Bytes that a step must move: every weight, a row of the embedding for each sequence, all keys and values."""
-    config, size = model.config, int(model.dtype.itemsize)
-    weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
-    if not config.tie_word_embeddings:
-        weights -= int(model.embedding.nbytes) - batch * config.hidden_size * size
-    return weights + batch * (context + 1) * 2 * len(model.layers) * config.num_key_value_heads * config.head_dim * size
+    row = 0 if model.config.tie_word_embeddings else model.config.hidden_size * int(model.dtype.itemsize)
+    return weight_bytes(model) + batch * row + batch * (context + 1) * model.token_bytes()
 
 
 def ours(model: Decoder, batch: int, context: int) -> tuple[Callable[[], Any], Callable[[], Any]]:

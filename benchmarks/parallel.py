@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pyops.models import Config, Decoder, Engine, Group, ParallelDecoder, SamplingParams
 
-from .decode import ours, step_us
+from .decode import ours, step_us, weight_bytes
 from .timing import QUICK, streaming_gbs
 
 _LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -105,11 +105,7 @@ def fill(model: Decoder) -> Decoder:
 
 def step_floor_us(model: Decoder, batch: int, context: int, bandwidth: float) -> float:
     """Microseconds to read this process's weights, all experts among them, and its part of the cache, once."""
-    weights = sum(int(tensor.nbytes) for tensor in model.tensors().values())
-    if not model.config.tie_word_embeddings:
-        weights -= int(model.embedding.nbytes)
-    cached = sum(int(tensor.nbytes) for kept in model.new_cache(1, 16, 1) for tensor in kept) // 16
-    return (weights + batch * context * cached) / bandwidth / 1e3
+    return (weight_bytes(model) + batch * context * model.token_bytes()) / bandwidth / 1e3
 
 
 def measure(name: str, group: Group, batches: Sequence[int], context: int) -> list[str]:
