@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import pyops
-from pyops.ops.collective.communicator import VEC_BYTES, spread
+from pyops.ops.collective.communicator import VEC_BYTES, spread, unroll
 from pyops.ops.collective.process_group import reach_each_other
 
 from .all_reduce import FLAG, LATENCY, LAUNCH, NVLINK, RELAXED_FLAG, Way, timed
@@ -69,7 +69,7 @@ def predicted(model: Model, world_size: int, tokens: int) -> tuple[float, float]
     over_links = model.nbytes(world_size, tokens) / NVLINK
     num_vecs = tokens * model.hidden_size * 2 // VEC_BYTES
     blocks, threads = spread(num_vecs)
-    times = ceil(num_vecs / (blocks * threads * max(1, 8 // world_size)))
+    times = ceil(num_vecs / (blocks * threads * unroll(world_size)))
     base = (
         LAUNCH + LATENCY
     )  # the flags of a dispatch release its rows; results were written by kernels before a combine

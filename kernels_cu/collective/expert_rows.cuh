@@ -16,6 +16,7 @@
 //     SIGNAL_BYTES   offset of a rank's rows from its signals
 //     TOP_K          choices of a token
 //     NUM_EXPERTS    E, on all ranks; a multiple of W
+//     UNROLL         vectors of a thread in a round, each with a load or a store for every rank
 //     id_t           element type of topk_ids
 //     CODES          whether dispatch quantizes the rows; results are never quantized
 //     code_t         element type of quantized rows
@@ -29,7 +30,6 @@ using vec_t = Vec<scalar_t, VEC_SIZE>;
 
 struct ExpertRows {
     static constexpr int ROW_VECS = HIDDEN_SIZE / VEC_SIZE, RANK_EXPERTS = NUM_EXPERTS / WORLD_SIZE;
-    static constexpr int BATCH = WORLD_SIZE > 4 ? 1 : 8 / WORLD_SIZE;  // vectors per thread: up to 8 loads in flight
     static constexpr int GROUP_SIZE = 128, GROUPS = HIDDEN_SIZE / GROUP_SIZE;  // quantization groups of a row
 
     World<WORLD_SIZE>& world;
@@ -49,9 +49,9 @@ struct ExpertRows {
     DEVICE int64_t place(int i) const { return row_of(i) * HIDDEN_SIZE + i % ROW_VECS * VEC_SIZE; }
     // For the vectors base, base + step, ...: sets ranks[b] to a bit mask of the ranks that hold an expert of the
     // token. Out-of-range ids are ignored.
-    DEVICE void find_ranks(uint32_t (&ranks)[BATCH], int base, const id_t* topk_ids, int num_vecs) const {
+    DEVICE void find_ranks(uint32_t (&ranks)[UNROLL], int base, const id_t* topk_ids, int num_vecs) const {
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
+        for (int b = 0; b < UNROLL; ++b) {
             const int i = base + b * step;
             ranks[b] = 0;
             if (i >= num_vecs) continue;
@@ -102,17 +102,17 @@ struct ExpertRows {
 #pragma unroll
         for (int other = 0; other < WORLD_SIZE; ++other) rows[other] = memory<scalar_t>(other, SIGNAL_BYTES);
         const int lane = threadIdx.x % WARP_SIZE;  // a warp loops while its first lane has a vector
-        for (int base = first; base - lane < num_vecs; base += BATCH * step) {
-            vec_t vecs[BATCH];
-            uint32_t ranks[BATCH];
+        for (int base = first; base - lane < num_vecs; base += UNROLL * step) {
+            vec_t vecs[UNROLL];
+            uint32_t ranks[UNROLL];
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
+            for (int b = 0; b < UNROLL; ++b) {
                 const int i = base + b * step;
                 vecs[b] = i < num_vecs ? vec_t::load(x + int64_t(i) * VEC_SIZE) : vec_t::full(0.0f);
             }
             find_ranks(ranks, base, topk_ids, num_vecs);
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
+            for (int b = 0; b < UNROLL; ++b) {
                 const int i = base + b * step;
                 if constexpr (CODES) {
                     send_codes(vecs[b], ranks[b], i, rows, scales_offset);
@@ -136,25 +136,25 @@ struct ExpertRows {
     // Meets, and sums the results of every token over its ranks in float32, in the order of ranks.
     DEVICE void combine(scalar_t* out, const id_t* topk_ids, int num_tokens) {
         const int num_vecs = num_tokens * ROW_VECS;
-        uint32_t ranks[BATCH];
+        uint32_t ranks[UNROLL];
         find_ranks(ranks, first, topk_ids, num_vecs);
         const scalar_t* rows[WORLD_SIZE];
 #pragma unroll
         for (int other = 0; other < WORLD_SIZE; ++other) rows[other] = memory<scalar_t>(other, SIGNAL_BYTES);
         world.meet<Flagged::START>();  // earlier kernels wrote the results
-        for (int base = first; base < num_vecs; base += BATCH * step) {
-            vec_t vecs[BATCH][WORLD_SIZE];
+        for (int base = first; base < num_vecs; base += UNROLL * step) {
+            vec_t vecs[UNROLL][WORLD_SIZE];
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
+            for (int b = 0; b < UNROLL; ++b) {
 #pragma unroll
                 for (int other = 0; other < WORLD_SIZE; ++other) {
                     vecs[b][other] = vec_t::full(0.0f);
                     if (ranks[b] >> other & 1) vecs[b][other] = vec_t::load(rows[other] + place(base + b * step));
                 }
             }
-            find_ranks(ranks, base + BATCH * step, topk_ids, num_vecs);
+            find_ranks(ranks, base + UNROLL * step, topk_ids, num_vecs);
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
+            for (int b = 0; b < UNROLL; ++b) {
                 float sum[VEC_SIZE];
                 sum_in_order(sum, vecs[b]);
                 if (const int i = base + b * step; i < num_vecs) {

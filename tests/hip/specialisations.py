@@ -46,7 +46,7 @@ def of_ranks() -> list[Specialisation]:
     packets = shared | {"PACKET_BYTES": PACKET_BYTES, "VEC_SIZE": 8}
     rows = shared | {"VEC_SIZE": 8, "HIDDEN_SIZE": 7168, "TOP_K": 8, "NUM_EXPERTS": 256}
     rows |= {"id_t": dtypes.int64, "code_t": dtypes.float8_e4m3fn, "CODES": False}
-    of_experts = [rows | {"WORLD_SIZE": world_size} for world_size in (2, 4, 8)]
+    of_experts = [rows | {"WORLD_SIZE": size, "UNROLL": unroll(size)} for size in (2, 4, 8)]
     return [
         custom_all_reduce._packets(**packets),
         *(

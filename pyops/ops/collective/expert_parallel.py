@@ -9,7 +9,7 @@ from ..._core import dtypes, ranks
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel
 from ..._core.lazy import torch
-from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread
+from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread, unroll
 from .custom_all_reduce import keep
 from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged
 
@@ -103,6 +103,7 @@ class ExpertParallel:
             "VEC_SIZE": VEC_BYTES // self.dtype.itemsize,
             "TOP_K": top_k,
             "NUM_EXPERTS": num_experts,
+            "UNROLL": unroll(self.world_size),
             "code_t": dtypes.float8_e4m3fn,
         }
         self._sent: tuple[Tensor, int] | None = None  # ids and most_tokens of the dispatch that is to be combined
