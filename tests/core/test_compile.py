@@ -11,7 +11,7 @@ import pyops
 from pyops._core import device, offline
 from pyops._core.example import ArgMaker
 from pyops._core.kernel import Kernel
-from tests.test_nvrtc import MISSING
+from tests.every_op.test_nvrtc import MISSING
 
 MakeKernel = Callable[[str, str], Kernel]
 

@@ -14,7 +14,7 @@ from pyops._core.errors import KernelFault
 from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg
-from tests.calls import DEVICES
+from tests.support.calls import DEVICES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg, describe_new
 from pyops._core.tensor_map import TensorMap, mappable
 from pyops.cli import show
-from tests.calls import KERNELS
 from tests.core.conftest import Driver, call, text
+from tests.support.calls import KERNELS
 
 if TYPE_CHECKING:
     from torch import Tensor

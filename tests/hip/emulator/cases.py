@@ -24,7 +24,7 @@ from pyops._core.op import Op
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, run
 from pyops.testing.rounded import FUNCTIONS
-from tests import axes
+from tests.support import axes
 
 from .. import layouts
 from ..compile import code_object
