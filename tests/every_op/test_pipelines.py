@@ -34,15 +34,15 @@ from pyops.ops.linear.packed_narrow import PackedNarrowConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
 from pyops.testing import SCHEDULES
 from pyops.testing.calls import assert_results, expected, run
-from tests.ops.attention import test_attention_e4m3 as e4m3
-from tests.ops.attention import test_attention_hopper as prefill
-from tests.ops.attention import test_attention_mla as latent
-from tests.ops.attention import test_attention_varlen as varlen
-from tests.ops.linear import test_linear_ggml as ggml
-from tests.ops.linear import test_linear_grouped as grouped
-from tests.ops.linear import test_linear_hopper as dense
-from tests.ops.linear import test_linear_packed_kernels as packed
-from tests.ops.mamba import test_mamba_chunk_scan as chunk_scan
+from tests.ops.attention import test_e4m3 as e4m3
+from tests.ops.attention import test_hopper as prefill
+from tests.ops.attention import test_mla as latent
+from tests.ops.attention import test_varlen as varlen
+from tests.ops.linear import test_ggml as ggml
+from tests.ops.linear import test_grouped as grouped
+from tests.ops.linear import test_hopper as dense
+from tests.ops.linear import test_packed_kernels as packed
+from tests.ops.mamba import test_chunk_scan as chunk_scan
 from tests.support.calls import example
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")

@@ -20,7 +20,7 @@ from tests.hip import packages, saved, specialisations
 from tests.hip.compile import Compiled, Job, digest, table
 from tests.hip.metadata import Resources
 
-WORKER = Path(__file__).parent / "hip" / "worker.py"
+WORKER = Path(__file__).with_name("worker.py")
 FAKE_HIPRTC = r"""
 #include <stdlib.h>
 #include <string.h>

@@ -59,7 +59,7 @@ def test_ends_of_texts_of_a_model_that_reads_images(text: str) -> None:
 
 # Which fields are known
 
-_FACTS = json.loads((Path(__file__).parent / "model_fields.json").read_text(encoding="utf-8"))
+_FACTS = json.loads((Path(__file__).parents[1] / "support" / "model_fields.json").read_text(encoding="utf-8"))
 # {a published file: its fields, with small sizes}, and likewise of `quantization_config`.
 PUBLISHED: dict[str, dict[str, Any]] = _FACTS["config.json"]
 QUANTIZED: dict[str, dict[str, Any]] = _FACTS["quantization_config"] | {

@@ -163,7 +163,7 @@ def test_a_rotary_embedding_that_is_not_served(what: str, tmp_path: Path) -> Non
 
 # Which keys are known
 
-_FACTS = json.loads((Path(__file__).parent / "model_fields.json").read_text(encoding="utf-8"))
+_FACTS = json.loads((Path(__file__).parents[1] / "support" / "model_fields.json").read_text(encoding="utf-8"))
 # {a published file: its keys, those of its architecture with a dot in front}, with small sizes.
 PUBLISHED: dict[str, dict[str, Any]] = _FACTS["gguf"]
 

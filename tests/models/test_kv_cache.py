@@ -32,7 +32,8 @@ from pyops.models import (
 )
 from pyops.models import engine as engine_module
 from pyops.models.kv_cache import cache_dtype
-from tests.models import test_models_hybrid, test_models_parallel
+from tests.models import test_hybrid as test_models_hybrid
+from tests.models import test_parallel as test_models_parallel
 from tests.support import small_models
 from tests.support.small_models import PROMPTS, folders
 
@@ -242,7 +243,8 @@ def saved(source: Path, target: Path, scales: dict[str, Tensor], **config: Any) 
     return target
 
 
-CACHES = json.loads((Path(__file__).parent / "model_fields.json").read_text(encoding="utf-8"))["cache_alone"]
+_FACTS = Path(__file__).parents[1] / "support" / "model_fields.json"
+CACHES = json.loads(_FACTS.read_text(encoding="utf-8"))["cache_alone"]
 COMPRESSED: dict[str, Any] = CACHES["llm-compressor"]
 SCHEME: dict[str, Any] = COMPRESSED["kv_cache_scheme"]
 # {who writes them: their names in a layer}
