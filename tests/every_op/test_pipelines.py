@@ -25,7 +25,7 @@ from pyops._core.kernel import Kernel, Launch, Specialisation
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig
-from pyops.ops.linear.gemm_plan import MmaConfig
+from pyops.ops.linear.gemm_sm80 import MmaConfig
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.ggml_plan import DigitsConfig, MulMatConfig, VecConfig
 from pyops.ops.linear.grouped_plan import GroupedConfig, GroupedMmaConfig, GroupedSimtConfig

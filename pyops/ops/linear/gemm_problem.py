@@ -195,6 +195,13 @@ class GemmProblem:
         return self.a.rows
 
     @property
+    def rounded_m(self) -> int:
+        """M rounded up, so that few M need another kernel: to a power of two up to 16, then to whole parts of tiles."""
+        power = tuning.power_of_two(self.m)
+        unit = power if power <= 16 else 16 if power <= 64 else 64 if power <= 1024 else 128
+        return -(-self.m // unit) * unit
+
+    @property
     def n(self) -> int:
         """Columns of out."""
         return self.b.rows // 2 if self.epilogue.is_gated else self.b.rows
@@ -228,7 +235,7 @@ class GemmProblem:
     def bucket(self) -> str:
         epilogue, out = self.epilogue, self.epilogue.out
         words = [
-            f"rows={tuning.power_of_two(self.m)}",
+            f"rows={self.rounded_m}",
             f"weight={self.b.rows}x{self.k}",
             f"{self.dtype.name}-{out.dtype.name}",
             f"vec_size={self.vec_size}",

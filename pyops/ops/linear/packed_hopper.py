@@ -12,7 +12,7 @@ from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
-from .gemm_sm90 import CLUSTERS
+from .gemm_sm90_cost import CLUSTERS
 from .packed_problem import PackedProblem
 
 _wq_gemm_sm90 = Kernel("linear/wq_gemm_sm90.cu")

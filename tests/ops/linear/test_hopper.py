@@ -10,7 +10,8 @@ import torch
 import pyops
 from pyops._core import device, dtypes
 from pyops._core.host.toolchain import toolchains
-from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig, choose, serves
+from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig, serves
+from pyops.ops.linear.gemm_sm90_choice import choose
 from pyops.testing import SCHEDULES, scheduled
 from tests.ops.linear.test_products import assert_rounded_once, columns, draw, forced, positive, problem
 
@@ -32,6 +33,17 @@ GEMM = [
     (GemmConfig(tile_n=256, cluster=1, group=8), 40, 264, 72),
     (GemmConfig(tile_n=128, cluster=2, group=2, ping_pong=True), 300, 392, 328),
     (GemmConfig(tile_n=48, cluster=1, group=8, ping_pong=True), 140, 360, 200),
+    # Stream-K: tiles of two, three and more CTAs, and full waves before them; the host has four SMs.
+    (GemmConfig(tile_n=256, cluster=1, group=8, splits=2), 40, 264, 1032),
+    (GemmConfig(tile_n=64, cluster=1, group=2, splits=2), 140, 440, 520),
+    (GemmConfig(tile_n=64, cluster=2, group=2, splits=2), 200, 136, 584),
+    (GemmConfig(tile_n=128, cluster=1, group=8, splits=4), 20, 104, 1288),
+]
+GATED = [
+    (GemmConfig(tile_n=128, cluster=2, group=8), 300, 136, 328),
+    (GemmConfig(tile_n=96, cluster=1, group=2), 140, 264, 200),
+    (GemmConfig(tile_n=256, cluster=1, group=2, splits=4), 40, 120, 520),
+    (GemmConfig(tile_n=64, cluster=2, group=2, splits=2), 200, 72, 584),
 ]
 BLOCKS = (GemmConfig(tile_n=64, cluster=1, group=2), 140, 200, 200)
 SWAP = [
@@ -60,9 +72,24 @@ def test_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("one", "m", "n", "k"), GATED, ids=str)
+def test_gated_linear(one: GemmConfig, m: int, n: int, k: int, with_bias: bool) -> None:
+    """Gates and ups of a tile are runs of rows of the weight that lie apart."""
+    x, bias = draw(m, k, dtype=torch.bfloat16), draw(2 * n, dtype=torch.bfloat16, seed=1)
+    weight = draw(2 * n, k, dtype=torch.bfloat16, seed=2)
+    exact = x.double() @ weight.double().T + (bias.double() if with_bias else 0)
+    with forced("linear", one):
+        for schedule in SCHEDULES:
+            with scheduled(schedule):
+                out = pyops.linear.new(x, weight, bias if with_bias else None, "silu_and_mul")
+            assert_rounded_once(out, torch.nn.functional.silu(exact[:, :n]) * exact[:, n:])
+
+
+@needs_compiler
 @pytest.mark.parametrize("k", [592])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("one", [GEMM[0][0], GEMM[1][0], GEMM[4][0], SWAP[0][0], SWAP[2][0]], ids=str)
+@pytest.mark.parametrize("one", [GEMM[0][0], GEMM[1][0], GEMM[4][0], GEMM[7][0], SWAP[0][0], SWAP[2][0]], ids=str)
 def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype, k: int) -> None:
     m, n = 40, 264
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
@@ -82,7 +109,7 @@ def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype, k: int) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, *SWAP[:4]], ids=str)
+@pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, GEMM[7], GEMM[8], *SWAP[:4]], ids=str)
 def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
     k, dtype = 2 * k, torch.float8_e4m3fn
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
@@ -100,12 +127,12 @@ def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) 
 # The model's choices for the layers of Llama 3 70B and 8B, and what else was measured (docs/performance/products.md).
 CHOICES = [
     (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 112, 1)),
-    (64, 28672, 4096, dtypes.bfloat16, False, SwapConfig(64, 112, 1)),
+    (64, 28672, 4096, dtypes.bfloat16, False, GemmConfig(224, 1, 16)),
     (16, 4096, 4096, dtypes.bfloat16, False, SwapConfig(16, 64, 2)),
     (3, 4096, 14336, dtypes.float8_e4m3fn, True, SwapConfig(16, 64, 2)),
     (256, 28672, 4096, dtypes.float8_e4m3fn, False, GemmConfig(224, 2, 16)),
     (4096, 28672, 4096, dtypes.int8, False, GemmConfig(192, 2, 16, ping_pong=True)),
-    (4096, 28672, 4096, dtypes.bfloat16, False, GemmConfig(256, 2, 8)),
+    (4096, 28672, 4096, dtypes.bfloat16, False, GemmConfig(256, 2, 8, splits=4)),
     (3000, 28672, 4096, dtypes.float8_e4m3fn, True, GemmConfig(128, 2, 16)),
 ]
 
@@ -136,7 +163,7 @@ def test_choices_fit() -> None:
                         assert constants["STAGES"] >= 2
                         if isinstance(config, SwapConfig):
                             assert config.parts <= -(-k * dtype.itemsize // 128)
-                        else:
+                        elif isinstance(config, GemmConfig):
                             assert launch.grid[0] * launch.grid[1] <= 132
 
 
@@ -144,7 +171,7 @@ def test_what_is_left_to_other_kernels() -> None:
     for one in (
         problem(16, 64, 50, dtypes.bfloat16, HOPPER),  # rows that no tensor map can describe
         problem(0, 64, 64, dtypes.bfloat16, HOPPER),
-        problem(16, 64, 64, dtypes.bfloat16, HOPPER, activation="silu_and_mul"),
+        problem(16, 33, 64, dtypes.bfloat16, HOPPER, activation="silu_and_mul"),  # rows of out that TMA cannot store
         problem(16, 64, 64, dtypes.float8_e4m3fnuz, HOPPER),
         problem(16, 64, 64, dtypes.float32, HOPPER),
         problem(16, 64, 256, dtypes.int8, HOPPER, blocks=True),

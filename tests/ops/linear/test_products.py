@@ -20,8 +20,9 @@ from pyops._core import config, device, dtypes, tuning
 from pyops._core.device import Device
 from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import TensorArg
-from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, MmaConfig, choose, choose_mma
+from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, choose
 from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand
+from pyops.ops.linear.gemm_sm80 import MmaConfig, choose_mma
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig
 from pyops.ops.linear.skinny_linear import SkinnyConfig
 from pyops.testing import SCHEDULES, same_bits, scheduled
