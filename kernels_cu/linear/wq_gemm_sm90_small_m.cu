@@ -22,7 +22,7 @@
 #include "wgmma.cuh"
 
 constexpr int TURNS = 4, CONSUMER_WARPS = 4 * TURNS, NUM_THREADS = 32 * (CONSUMER_WARPS + 4), BLOCK_N = 4 * TILE_N;
-constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // of 64 columns of a
+constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // of 64 columns of a; boxes per k-tile
 constexpr int CODE_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_CODES_AT = BOXES * BOX_BYTES;
 constexpr int SCALES_AT = BLOCK_CODES_AT + CODE_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
 constexpr int LOAD_BYTES = ZEROS_AT + 4 * ZERO_BYTES, BLOCK_STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
@@ -41,8 +41,8 @@ static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0),
 struct Step {
     const uint8_t* data;
 
-    // Words of a unit that are of slice number `slice` of 16 rows. Of layout_exllama, those of two products side by
-    // side, from number `first` on: a word has eight rows of a column, of which four lanes have a pair each.
+    // Reads the lane's words of k-slice `slice` (16 rows). layout_exllama: only those of WGMMAs `first` and `first +
+    // 1`; a word has eight rows of a column, a pair for each of four lanes.
     DEVICE void read(Unit& unit, int slice, int first) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
         uint32_t* const words = unit.words + slice % PRODUCTS * 4;
@@ -62,7 +62,7 @@ struct Step {
                 for (int j = 0; j < 2; ++j) unit.words[i * 2 + j] = run.data[j] >> 4 * t;
             }
         } else {
-            // Rows of the block's columns are 128 bytes, swizzled as long; a lane has the eight columns of a word.
+            // A row of the CTA's columns is 128 bytes, in the 128-byte swizzle; a lane reads a word, eight columns.
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i / 2 * 8 + 2 * t + i % 2;
@@ -71,19 +71,19 @@ struct Step {
             }
         }
     }
-    // Pair q of rows of column h of a product.
+    // Row pair q of column h of WGMMA `product`.
     static DEVICE uint32_t pair(const Unit& unit, const codes_t& decode, int slice, int product, int h, int q) {
         if constexpr (LAYOUT == layout_exllama) return decode.raw(unit.words[(2 * q + h) * 2 + product % 2], 0, 0);
         else return unit.pair(decode, slice % PRODUCTS, product, h, q, 0);
     }
-    // Rows of a that meet a slice, as the first operand of mma.sync.
+    // Reads the rows of a in k-slice `slice` as the A fragment of mma.sync.
     DEVICE void read(uint32_t (&rows)[4], int slice) const {
         const int lane = threadIdx.x % 32;
         ldmatrix<4>(rows, data + slice / 4 * BOX_BYTES + swizzle_128b(lane % 16, slice % 4 * 32 + lane / 16 * 16));
     }
 };
 
-// Where the box of codes of a step is in the tensor.
+// The coordinates of the TMA box with the quants of a k-tile.
 struct CodesBox {
     int x, y, z;
     DEVICE CodesBox(int step, int first_column)
@@ -96,7 +96,7 @@ struct CodesBox {
           z(LAYOUT == layout_marlin ? step * SLICES : 0) {}
 };
 
-// Of the block's first steps, as many as there are stages.
+// Prefetches the quants of the CTA's first STAGES k-tiles.
 DEVICE void prefetch_codes(const TensorMap* codes_map, int64_t m, int64_t k) {
     const int rows = int((m + TILE_M - 1) / TILE_M), step = int(threadIdx.x);
     const CodesBox box(step, blockIdx.x / rows * BLOCK_N);
@@ -105,9 +105,9 @@ DEVICE void prefetch_codes(const TensorMap* codes_map, int64_t m, int64_t k) {
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x 64, swizzled
-    const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a step of BLOCK_N columns
+    const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a k-tile of BLOCK_N columns
     const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of 1 x BLOCK_N
-    const __grid_constant__ TensorMap zeros_map,   // [groups, N] or words of codes, boxes of as many columns
+    const __grid_constant__ TensorMap zeros_map,   // [groups, N] or packed words, boxes of BLOCK_N columns
     out_t* out,                                    // [M, N]
     const a_scale_t* a_scales,                     // [M] or [1]
     const b_scale_t* b_scales,                     // [N] or [1]
@@ -140,7 +140,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                     tma_load(to + i * BOX_BYTES, &a_map, full, step * STEP_K + i * 64, first_row);
                 }
                 const int group = GROUP_SIZE > 0 ? step * STEP_K / max(1, GROUP_SIZE) : 0;
-                constexpr int ZERO_COLUMNS = ZERO_CODES ? 32 / BITS : 1;  // of an element
+                constexpr int ZERO_COLUMNS = ZERO_CODES ? 32 / BITS : 1;  // columns per tensor element
                 if constexpr (HAS_SCALES) tma_load(to + SCALES_AT, &scales_map, full, first_column, group);
                 if constexpr (ZERO_BYTES > 0) {
                     tma_load(to + ZEROS_AT, &zeros_map, full, first_column / ZERO_COLUMNS, group);
@@ -162,7 +162,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         const Step step{shared + ring.stage * BLOCK_STAGE_BYTES};
         float sums[TILES][SUMS];
         uint32_t operands[2][TILES / 2][4], rows_of_a[4];
-        float of_rows[4] = {};  // sums of rows g and g + 8 of a, twice each
+        float of_rows[4] = {};  // sums of rows g and g + 8 of a, each twice
         Unit unit;
         ring.wait();
         if (!BY_HALVES) step.read(unit, 0, 0);
@@ -177,7 +177,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                     operands[half][i / 4][i % 4] =
                         Step::pair(unit, decode, slice, half * (TILES / 2) + i / 4, i % 2, i / 2 % 2);
                 }
-                // On their way beside products.
+                // These loads overlap with the WGMMAs.
                 if (half == 1 && slice + 1 < SLICES && !BY_HALVES) step.read(unit, slice + 1, 0);
                 if (half == 1 && HAS_SHIFTS) step.read(rows_of_a, slice);
 #pragma unroll
@@ -190,13 +190,13 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                 }
                 warpgroup_commit_batch();
                 if (half == 1 && HAS_SHIFTS) mma_m16n8k16<scalar_t>(of_rows, rows_of_a, ones);
-                warpgroup_wait<1>();  // for the products before, whose operands are written next
+                warpgroup_wait<1>();  // for the previous WGMMAs: their operands are rewritten next
             }
         }
         const uint8_t* const of_group = step.data + SCALES_AT;
         Terms terms;
         terms.load(of_group + warp % 4 * SCALE_BYTES, of_group + 4 * SCALE_BYTES + warp % 4 * ZERO_BYTES);
-        float row_sums[2][2] = {};  // of the lane's rows 2t and 2t + 1, and those eight rows on
+        float row_sums[2][2] = {};  // of the lane's rows 2t and 2t + 1, and of rows 8 further
 #pragma unroll
         for (int i = 0; i < 4 && HAS_SHIFTS; ++i) {
             row_sums[i / 2][i % 2] =
@@ -216,7 +216,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         }
     }
 
-    // The first warpgroup adds up what the others leave.
+    // The first warpgroup adds the accumulators that the others write.
     if (turn > 0) {
 #pragma unroll
         for (int i = 0; i < FOURS; ++i) {
@@ -236,8 +236,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         to[2] += four.z;
         to[3] += four.w;
     }
-    // A lane has four rows of eight columns, RUN of which lie side by side: number `at` is of product and half
-    // (at / 2, at % 2), of layout_exllama (at % 4, at / 4). What belongs to a run of columns is loaded once.
+    // A lane has four rows of eight columns; RUN of the columns are adjacent. Column `at` is half at % 2 of WGMMA at /
+    // 2, with layout_exllama half at / 4 of WGMMA at % 4. The epilogue operands of a run of columns are loaded once.
     constexpr int RUN = LAYOUT == layout_awq ? 8 : LAYOUT == layout_exllama ? 4 : 1;
     const auto product_of = [](int at) { return LAYOUT == layout_exllama ? at % 4 : at / 2; };
     const auto half_of = [](int at) { return LAYOUT == layout_exllama ? at / 4 : at % 2; };
