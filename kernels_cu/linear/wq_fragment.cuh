@@ -23,14 +23,14 @@ constexpr int AWQ_WORDS = TILE_N / 64;  // adjacent words of an AWQ row that a l
 // Rows of the weight per stored row: 2 with 2:4 sparsity, where metadata gives the rows (sparse_24_metadata.cuh).
 constexpr int SPREAD = IS_SPARSE ? 2 : 1;
 constexpr int UNIT_K = WORDS * 32 / BITS * 32 / TILE_N * SPREAD, STEP_K = UNITS * UNIT_K;  // rows
-constexpr int PRODUCTS = UNIT_K / 16;                                                      // of 16 rows, for a unit
-constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // of 8 rows of a
-constexpr int A_CHUNKS = STEP_K / 8;                                                       // of 16 bytes, of a row of a
-constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // of a step
+constexpr int PRODUCTS = UNIT_K / 16;                                                      // MMAs along K of a unit
+constexpr int ROW_TILES = ceil_div(TILE_M, 8);                                             // blocks of 8 rows of a
+constexpr int A_CHUNKS = STEP_K / 8;                                                       // 16-byte chunks of a row
+constexpr int GROUPS = GROUP_SIZE > 0 && GROUP_SIZE < STEP_K ? STEP_K / GROUP_SIZE : 1;    // groups of a k-tile
 constexpr int A_BYTES = TILE_M * A_CHUNKS * 16, SCALE_BYTES = HAS_SCALES ? TILE_N * sizeof(scale_t) : 0;
 constexpr int ZERO_BYTES = ZERO_CODES ? TILE_N * BITS / 8 : ADDED || ZERO_FLOATS ? TILE_N * 2 : 0;
-constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // of a warp
-constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // of a step
+constexpr int UNIT_BYTES = WORDS * 4 * 32;                             // bytes of a unit of a warp
+constexpr int PLACE_BYTES = IS_SPARSE ? STEP_K / 32 * TILE_N * 4 : 0;  // bytes of a k-tile
 // A stage in shared memory: rows of a, scales of the groups, zero points, quants (unless HELD in registers), 2:4
 // metadata.
 constexpr int CODES_AT = ceil_div(A_BYTES + GROUPS * (SCALE_BYTES + ZERO_BYTES), 16) * 16;
@@ -235,7 +235,7 @@ struct Rows {
 #pragma unroll
             for (int j = 0; j < 4; ++j) b[j / 2 % PRODUCTS][0][j % 2] = words[j];
         } else {
-            constexpr int PAIRS = UNIT_K / 8;  // words of a of a lane
+            constexpr int PAIRS = UNIT_K / 8;  // words of a that a lane holds
 #pragma unroll
             for (int tile = 0; tile < ROW_TILES; ++tile) {
                 uint32_t words[PAIRS];
