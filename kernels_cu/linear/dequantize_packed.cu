@@ -38,20 +38,20 @@
 constexpr int PIECES = 8;  // pieces of a block along K
 
 // The value of a quant: an integer minus BIAS and the zero point, or a float.
-DEVICE float number_of(uint32_t code, int zero) {
+DEVICE float number_of(uint32_t quant, int zero) {
     if constexpr (EXPONENT == 4) {
         // NaN counts as 480, as in the kernels that shift the bits of a quant into a 16-bit float (dequant.cuh).
-        const uint8_t byte = uint8_t(code);
+        const uint8_t byte = uint8_t(quant);
         if ((byte & 0x7f) == 0x7f) return byte & 0x80 ? -480.0f : 480.0f;
         return to_float(reinterpret_cast<const fp8_e4m3_t&>(byte));
     } else if constexpr (EXPONENT == 2) {
-        return e2m1_to_float(code);
+        return e2m1_to_float(quant);
     } else {
-        const int integer = SIGNED ? int(code ^ 1 << (BITS - 1)) - (1 << (BITS - 1)) : int(code);
+        const int integer = SIGNED ? int(quant ^ 1 << (BITS - 1)) - (1 << (BITS - 1)) : int(quant);
         // A re-encoded quant of 15 - v stands for a v below the zero point, v - zero point for any other v.
         if constexpr (RECODED) return float(integer + zero + BIAS < 16 ? integer : 15 - zero - BIAS - integer);
         if constexpr (SIGNED) return float(integer - zero - BIAS);
-        return integer_to_float(code, float(zero + BIAS));
+        return integer_to_float(quant, float(zero + BIAS));
     }
 }
 
@@ -65,7 +65,7 @@ struct Group {
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 2)
 dequantize_packed(scalar_t* dense,                      // [N, K]
-                  const uint32_t* codes,                // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
+                  const uint32_t* quants,               // words, or bytes, of a weight [K, N]; PLACES: [K / 2, N]
                   const scale_t* scales,                // [groups, N], or [groups, N, 8]
                   const void* zeros,                    // [groups, N BITS / 32] words, or [groups, N]
                   const int32_t* g_idx,                 // [K]; values are not trusted
@@ -79,7 +79,7 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
     if (first >= k || column >= n) return;
     const int64_t weight = blockIdx.y;
     dense += weight * n * k;
-    codes += weight * (k * n * BITS / 32);  // 2:4 weights have K / 2 rows, and are never batched
+    quants += weight * (k * n * BITS / 32);  // 2:4 weights have K / 2 rows, and are never batched
     scales += weight * groups * n * (PRODUCTS ? 8 : 1);
     zeros =
         static_cast<const uint8_t*>(zeros) + weight * groups * n * (ZEROS == 1 ? BITS : 8 * int(sizeof(scale_t))) / 8;
@@ -98,14 +98,14 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
         }
         if constexpr (ZEROS == 1) {
             const uint64_t bit = (uint64_t(g) * n + ZERO_LAYOUT<BITS>(column)) * BITS;
-            group.zero = int(code_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
+            group.zero = int(quant_of_string<BITS>(static_cast<const uint32_t*>(zeros), bit, 1)) + ZERO_OFFSET;
         }
         if constexpr (ZEROS >= 2) group.shift = to_float(static_cast<const scale_t*>(zeros)[at]);
         return group;
     };
-    const auto value = [&](uint32_t code, const Group& group) {
+    const auto value = [&](uint32_t quant, const Group& group) {
         if (!group.exists) return 0.0f;
-        const float x = number_of(code, group.zero);
+        const float x = number_of(quant, group.zero);
         if constexpr (PRODUCTS) return scale_product(scales, group.entry, int(x));
         if constexpr (ZEROS == 3) return fmaf(x, group.scale, group.shift);
         return (ZEROS == 2 ? x - group.shift : x) * group.scale;
@@ -123,9 +123,9 @@ dequantize_packed(scalar_t* dense,                      // [N, K]
             const uint32_t kept = places_of_quad(places, size.columns, row / 4, column);
             const bool is_first = (kept & 3) == row % 4, is_second = kept >> 2 == row % 4;
             if (!is_first && !is_second) continue;
-            x[i] = value(LAYOUT<BITS>::code(codes, size, row / 4 * 2 + is_second, column), group);
+            x[i] = value(LAYOUT<BITS>::quant(quants, size, row / 4 * 2 + is_second, column), group);
         } else {
-            x[i] = value(LAYOUT<BITS>::code(codes, size, row, column), group);
+            x[i] = value(LAYOUT<BITS>::quant(quants, size, row, column), group);
         }
     }
     scalar_t* out = dense + int64_t(column) * k + first;

@@ -22,8 +22,8 @@ marlin_int4_fp8_preprocess(uint32_t* recoded,        // [num_rows, columns]
     uint32_t result = 0;
 #pragma unroll
     for (int bit = 0; bit < 32; bit += 4) {
-        const uint32_t code = word >> bit & 15, zero = zeros >> bit & 15;
-        result |= (code >= zero ? code - zero : 15 - code) << bit;
+        const uint32_t quant = word >> bit & 15, zero = zeros >> bit & 15;
+        result |= (quant >= zero ? quant - zero : 15 - quant) << bit;
     }
     recoded[i] = result;
 }

@@ -16,7 +16,7 @@
 #include "packed_weight.cuh"
 
 // The quants of a lane for one WGMMA: a word for each of its columns.
-struct TableCode {
+struct TableQuants {
     uint32_t words[2];
 
     static DEVICE void load(uint8_t* to, const TensorMap* map, uint64_t* barrier, int step, int first_column) {
@@ -25,13 +25,13 @@ struct TableCode {
 
     // Reads the lane's quants in k-slice `slice` (32 rows), for the PRODUCTS adjacent WGMMAs of warp `warp`.
     template <int PRODUCTS>
-    static DEVICE void read(TableCode (&code)[PRODUCTS], const uint8_t* step, int slice, int warp) {
+    static DEVICE void read(TableQuants (&quants)[PRODUCTS], const uint8_t* step, int slice, int warp) {
         const int lane = threadIdx.x % 32, first = warp * PRODUCTS * 16;  // the warp's first column
         const uint32_t* from = reinterpret_cast<const uint32_t*>(step);
         const auto run = Vec<uint32_t, 2 * PRODUCTS>::load(
             from + ((slice * (TILE_N / 32) + first / 32) * 32 + lane) * 4 + first % 32 / 8);
 #pragma unroll
-        for (int i = 0; i < 2 * PRODUCTS; ++i) code[i / 2].words[i % 2] = run.data[i];
+        for (int i = 0; i < 2 * PRODUCTS; ++i) quants[i / 2].words[i % 2] = run.data[i];
     }
 };
 
@@ -50,8 +50,8 @@ struct TableTerms {
     }
 
     // The four rows of half q of column h.
-    DEVICE uint32_t weight(const codes_t&, const TableCode& code, int h, int q) const {
-        const uint32_t word = code.words[h], selector = (word & 0x77777777u) >> 16 * q;
+    DEVICE uint32_t weight(const quants_t&, const TableQuants& quants, int h, int q) const {
+        const uint32_t word = quants.words[h], selector = (word & 0x77777777u) >> 16 * q;
         // One byte per quant: all ones if it is negative, else zeros.
         const uint32_t is_negative =
             q == 0 ? signs_of_bytes<0x5140>(word << 4, word) : signs_of_bytes<0x7362>(word << 4, word);

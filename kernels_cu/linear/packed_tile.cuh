@@ -56,7 +56,7 @@ static_assert(!RECODED || LAYOUT == layout_marlin_8);
 
 using pair_t = Vec<scalar_t, 2>;
 constexpr int PAIRS = 16 / BITS;  // pairs of quants in a word
-constexpr uint32_t CODE_BITS = (1 << BITS) - 1;
+constexpr uint32_t QUANT_MASK = (1 << BITS) - 1;
 
 // The offset of column `c` of a piece from its first column.
 DEVICE constexpr int piece_column(int c) {
@@ -101,21 +101,21 @@ struct PiecePlace {
 
     // The piece's first word in the k-tile that begins at row first_k. `c` is the column of the weight where the piece
     // begins.
-    DEVICE const uint32_t* in(const uint32_t* codes, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
+    DEVICE const uint32_t* in(const uint32_t* quants, int64_t first_k, uint32_t c, int64_t n, int64_t k) const {
         const int64_t r = first_k + row;
         if constexpr (LAYOUT == layout_marlin) {
             const int64_t tile = r / 16 * (n / 64) + c / 64;
-            return codes + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
+            return quants + tile * (32 * BITS) + (c % 8 * 4 + r % 8 / 2) * BITS + c % 64 / 32 * (BITS == 8 ? 4 : 0);
         } else if constexpr (LAYOUT == layout_marlin_8) {
-            return codes + (r / 32 * (n / 32) + c / 32) * 128 + (c % 8 * 4 + r % 16 / 4) * 4;
+            return quants + (r / 32 * (n / 32) + c / 32) * 128 + (c % 8 * 4 + r % 16 / 4) * 4;
         } else if constexpr (LAYOUT == layout_n32k16) {
-            return codes + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
+            return quants + (c / 32 * 8 + c % 8) * k + r / 16 * 16 + r % 8 / 2 * 4;
         } else if constexpr (IS_GPTQ) {
-            return codes + r * BITS / 32 * n + c;
+            return quants + r * BITS / 32 * n + c;
         } else if constexpr (LAYOUT == layout_rows) {
-            return codes + (c * k + r) * BITS / 32;
+            return quants + (c * k + r) * BITS / 32;
         } else {
-            return codes + (r * n + c) / 8;
+            return quants + (r * n + c) / 8;
         }
     }
     // Words between consecutive lines.
@@ -124,7 +124,7 @@ struct PiecePlace {
 
 // A weight; in a grouped GEMM, that of the block's expert. ZERO_CODES, ZERO_FLOATS and ADDED say what `zeros` are.
 struct PackedMatrix {
-    const uint32_t* codes;
+    const uint32_t* quants;
     const scale_t* scales;
     const void* zeros;
     int64_t n, k, groups;
@@ -153,16 +153,16 @@ struct HeldPiece {
     // Loads the piece of the k-tile that begins at row first_k; `column` is the column of the weight where it begins.
     // For rows past the end of K it loads from a valid address.
     DEVICE void load(const PackedMatrix& w, const PiecePlace& place, int64_t first_k, uint32_t column) {
-        const uint32_t* const from = place.in(w.codes, first_k, column, w.n, w.k);
+        const uint32_t* const from = place.in(w.quants, first_k, column, w.n, w.k);
         const int64_t row = first_k + place.row;
         if constexpr (BY_LINES) {
 #pragma unroll
             for (int i = 0; i < PIECE_WORDS; ++i) {
                 const bool exists = WHOLE_STEPS || row + i * (PIECE_ROWS / PIECE_WORDS) < w.k;
-                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.codes, true);
+                hold<4>(words + i, exists ? from + i * PiecePlace::line_words(w.n) : w.quants, true);
             }
         } else {
-            hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.codes, true);
+            hold<16>(words, WHOLE_STEPS || row < w.k ? from : w.quants, true);
         }
         // If the k-tile lies in one group, the index is the same in all lanes.
         int64_t group = 0;
@@ -189,7 +189,7 @@ struct HeldPiece {
     // The integer zero point of column `c`, without ADDED or ZERO_FLOATS; `column` is the piece's first column.
     DEVICE int zero_of(int c, uint32_t column) const {
         constexpr int FIELDS = LAYOUT == layout_rows ? 8 / BITS : 32 / BITS;  // zero points of adjacent columns
-        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & CODE_BITS);
+        if constexpr (ZERO_CODES && OF_COLUMN) return ZERO_POINT + int(points >> column % FIELDS * BITS & QUANT_MASK);
         if constexpr (ZERO_CODES) return ZERO_POINT + int(points >> (c / 2 + c % 2 * 4) * 4 & 15);
         return ZERO_POINT;
     }
@@ -217,11 +217,11 @@ struct HeldPiece {
         return LAYOUT == layout_exllama ? number + odd * PAIRS : 2 * number + odd;
     }
     // Pair j of a run: two quants, in the low bits of the halves of a word.
-    DEVICE uint32_t codes_of(int run, int j) const {
+    DEVICE uint32_t quants_of(int run, int j) const {
         const uint32_t low = words[word_of(run, j, 0)], high = words[word_of(run, j, 1)];
         const int shift = field_of(run, j, 0) * BITS, high_shift = field_of(run, j, 1) * BITS;
-        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & CODE_BITS * 0x10001;
-        return pack_halves<false>(low >> shift, high >> high_shift) & CODE_BITS * 0x10001;
+        if (!IS_AWQ && high_shift == shift + 16) return low >> shift & QUANT_MASK * 0x10001;
+        return pack_halves<false>(low >> shift, high >> high_shift) & QUANT_MASK * 0x10001;
     }
     // Offsets of a run's row and column from the piece's first.
     static DEVICE constexpr int run_row(int run) {
@@ -242,7 +242,7 @@ struct HeldPiece {
 #pragma unroll
         for (int i = 0; i < PIECE_WORDS * PLANES && BITS < 8; ++i) {
             planes[i / PLANES][i % PLANES] =
-                unknown_bits(words[i / PLANES] >> i % PLANES * BITS & CODE_BITS * 0x01010101u);
+                unknown_bits(words[i / PLANES] >> i % PLANES * BITS & QUANT_MASK * 0x01010101u);
         }
         const auto number = [&](int run, int j, int odd) {
             const int word = word_of(run, j, odd), field = field_of(run, j, odd);
@@ -267,13 +267,13 @@ struct HeldPiece {
             for (int j = 0; j < RUN; ++j) {
                 uint32_t& word = words_of_run.data[j];
                 if constexpr (IN_PAIRS) {
-                    pair_t pair = word_pair<scalar_t>(codes_of(run, j) | RAISED_PAIR<scalar_t>) - zero_pair;
+                    pair_t pair = word_pair<scalar_t>(quants_of(run, j) | RAISED_PAIR<scalar_t>) - zero_pair;
                     if constexpr (HAS_SCALES) pair = pair * scale_pair;
                     word = pair.template word<2>(0);
                 } else if constexpr (EXPONENT > 0) {
-                    using half_codes_t = Codes<half_t, BITS, EXPONENT>;
+                    using half_quants_t = Quants<half_t, BITS, EXPONENT>;
                     const auto halves =
-                        half_codes_t{}.pair(codes_of(run, j), 0, {}) * Vec<half_t, 2>::full(half_codes_t::FACTOR);
+                        half_quants_t{}.pair(quants_of(run, j), 0, {}) * Vec<half_t, 2>::full(half_quants_t::FACTOR);
                     float low, high;
                     load_pair<half_t>(halves.data, low, high);
                     word = pack_pair_of_plain_nan<scalar_t>(fmaf(low, scale, shift), fmaf(high, scale, shift));

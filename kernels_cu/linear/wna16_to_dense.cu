@@ -18,32 +18,32 @@
 //     HAS_ZEROS     whether there are zero points
 //     GROUP_SIZE    elements of a row that share a scale and a zero point
 //     ROWS          rows of a thread; their loads are in flight together
-//     CODE_ACCESS   bytes of one access to codes; divides 4
+//     QUANT_ACCESS  bytes of one access to quants; divides 4
 
 #include "group_scale.cuh"
 #include "packed.cuh"
 
-constexpr int CODES = 32 / BITS, MASK = (1 << BITS) - 1;
-constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES, ONE_GROUP = GROUP_SIZE % CODES == 0;  // of a thread
-constexpr int GROUPS = ONE_GROUP ? 1 : CODES;
+constexpr int QUANTS = 32 / BITS, MASK = (1 << BITS) - 1;
+constexpr bool IS_SIGNED = BITS == 8 && !HAS_SCALES, ONE_GROUP = GROUP_SIZE % QUANTS == 0;  // of a thread
+constexpr int GROUPS = ONE_GROUP ? 1 : QUANTS;
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1)
-wna16_to_dense(scalar_t* dense,        // [rows, words * CODES]
-               const uint8_t* codes,   // [rows, 4 * words]
+wna16_to_dense(scalar_t* dense,        // [rows, words * QUANTS]
+               const uint8_t* quants,  // [rows, 4 * words]
                const scale_t* scales,  // [rows, groups]
                const uint8_t* zeros,   // [rows * BITS / 8, groups]
                int64_t rows, int64_t words, int64_t groups) {
     await_previous_kernel();
     const int64_t first_row = int64_t(blockIdx.x) * ROWS, word = int64_t(blockIdx.y) * NUM_THREADS + threadIdx.x;
     if (word >= words) return;
-    const uint32_t first = uint32_t(word) * CODES;
+    const uint32_t first = uint32_t(word) * QUANTS;
     Vec<uint8_t, 4> bytes[ROWS];
     float scale[ROWS][GROUPS];
     int zero[ROWS][GROUPS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int64_t row = min(first_row + i, rows - 1);
-        bytes[i] = Vec<uint8_t, 4>::template load<CODE_ACCESS>(codes + (row * words + word) * 4);
+        bytes[i] = Vec<uint8_t, 4>::template load<QUANT_ACCESS>(quants + (row * words + word) * 4);
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) {
             const int64_t group = (first + j) / GROUP_SIZE;
@@ -57,14 +57,14 @@ wna16_to_dense(scalar_t* dense,        // [rows, words * CODES]
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         if (first_row + i >= rows) return;
-        float x[CODES];
+        float x[QUANTS];
 #pragma unroll
-        for (int j = 0; j < CODES; ++j) {
-            const int code = bytes[i].data[j * BITS / 8] >> j * BITS % 8 & MASK, of = ONE_GROUP ? 0 : j;
-            if constexpr (EXPONENT > 0) x[j] = e2m1_to_float(code);
-            else x[j] = float((IS_SIGNED ? code ^ zero[i][of] : code) - zero[i][of]);
+        for (int j = 0; j < QUANTS; ++j) {
+            const int quant = bytes[i].data[j * BITS / 8] >> j * BITS % 8 & MASK, of = ONE_GROUP ? 0 : j;
+            if constexpr (EXPONENT > 0) x[j] = e2m1_to_float(quant);
+            else x[j] = float((IS_SIGNED ? quant ^ zero[i][of] : quant) - zero[i][of]);
             if constexpr (HAS_SCALES) x[j] *= scale[i][of];
         }
-        Vec<scalar_t, CODES>::from_floats(x).store(dense + ((first_row + i) * words + word) * CODES);
+        Vec<scalar_t, QUANTS>::from_floats(x).store(dense + ((first_row + i) * words + word) * QUANTS);
     }
 }

@@ -47,7 +47,7 @@ struct RoutedEpilogue : epilogue_t {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_gemm_cdna(out_t* out,                          // [M, N]
              const scalar_t* a,                   // [M, K]
-             const uint32_t* codes,               // [K, N] by LAYOUT
+             const uint32_t* quants,              // [K, N] by LAYOUT
              const scale_t* scales,               // [groups, N] by SCALE_ORDER
              const void* zeros,                   // [groups, N BITS / 32] words; or [groups, N] scalar_t by SCALE_ORDER
              const a_scale_t* a_scales,           // [M] or [1]
@@ -79,7 +79,7 @@ wq_gemm_cdna(out_t* out,                          // [M, N]
             row_ids[i] = id >= 0 && id < num_rows ? id : -1;
         }
         __syncthreads();
-        codes += expert * (k * n * BITS / 32);
+        quants += expert * (k * n * BITS / 32);
         if constexpr (HAS_SCALES) scales += expert * groups * n;
         zeros = static_cast<const uint8_t*>(zeros) + expert * groups * n * (ZERO_CODES ? BITS : 16) / 8;
         // Per expert: one scale of the whole weight (as a_scales), a scale of each column, and a bias.
@@ -102,7 +102,7 @@ wq_gemm_cdna(out_t* out,                          // [M, N]
         const uint32_t column = uint32_t(first_column) + local;
         return TILE_N > 64 && column >= n ? column - 64 : column;  // n is a multiple of 64
     };
-    PackedSteps steps({codes, scales, zeros, n, k, groups}, first_step, end_step, memory, a_row, existing_column);
+    PackedSteps steps({quants, scales, zeros, n, k, groups}, first_step, end_step, memory, a_row, existing_column);
     sum_t sums[ROW_TILES][COLUMN_TILES][PRODUCT_SUMS] = {};
     steps.multiply(sums, warp_row, warp_column);
 

@@ -5,7 +5,7 @@
 //     out[m, n] = the epilogue of gemm_epilogue.cuh applied to sum_k a[m, k] * w[k, n], in float32
 //
 // The kernel is bound by the bandwidth of reading the quants. Operands are swapped (swap-AB): 16 columns of w are the M
-// of an MMA, 8 rows of a its N. The MMAs take raw quants (Codes::raw); scales and zero points are applied to the
+// of an MMA, 8 rows of a its N. The MMAs take raw quants (Quants::raw); scales and zero points are applied to the
 // accumulators of a group and to the sums of the rows of a (zero_point_row_sums.cuh).
 //
 // Warps: a warp has a tile of TILE_M rows and TILE_N columns of out, and a part of K. The WARPS warps of a block and
@@ -64,16 +64,16 @@ DEVICE Part part_of(int64_t k) {
     return {int(steps * part / (SPLITS * WARPS)), int(steps * (part + 1) / (SPLITS * WARPS))};
 }
 // The source of the lane's first copy of unit `unit` of K.
-DEVICE const uint32_t* codes_at(const uint32_t* codes, int64_t unit, int64_t first_column, int64_t pitch) {
-    return codes + Unit::place(first_column, pitch) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(pitch);
+DEVICE const uint32_t* quants_at(const uint32_t* quants, int64_t unit, int64_t first_column, int64_t pitch) {
+    return quants + Unit::place(first_column, pitch) + (unit * Unit::LINES + Unit::line()) * Unit::line_words(pitch);
 }
 
 // Prefetches the quants of the warp's first k-tile.
-DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t k) {
+DEVICE void prefetch_quants(const uint32_t* quants, int64_t m, int64_t n, int64_t k) {
     const Part part = part_of(k);
     const int64_t first_column = blockIdx.x / ((m + TILE_M - 1) / TILE_M) * TILE_N, pitch = Unit::pitch(n, k);
     if (GROUPED || !WHOLE_STEPS || part.first == part.last) return;  // the experts are not known yet
-    const uint32_t* const from = codes_at(codes, int64_t(part.first) * UNITS, first_column, pitch);
+    const uint32_t* const from = quants_at(quants, int64_t(part.first) * UNITS, first_column, pitch);
 #pragma unroll
     for (int i = 0; i < UNITS * Unit::COPIES; ++i) {
         prefetch_line(from + i / Unit::COPIES * Unit::unit_words(pitch) + Unit::copy_at(i % Unit::COPIES, pitch));
@@ -83,7 +83,7 @@ DEVICE void prefetch_codes(const uint32_t* codes, int64_t m, int64_t n, int64_t 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_gemm_sm80(out_t* out,                          // [M, N]
              const scalar_t* a,                   // [M, K]
-             const uint32_t* codes,               // [K, N] by LAYOUT
+             const uint32_t* quants,              // [K, N] by LAYOUT
              const scale_t* scales,               // [groups, N] by SCALE_ORDER
              const uint16_t* places,              // [K / 32, 2 N], 2:4 metadata: sparse_24_metadata.cuh
              const void* zeros,                   // [groups, N BITS / 32] words; or [groups, N] scalar_t by SCALE_ORDER
@@ -97,7 +97,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
              int64_t m, int64_t n, int64_t k, int64_t groups, int64_t a_stride, int64_t out_stride,
              int64_t a_scale_step, int64_t b_scale_step, int64_t num_rows, int64_t num_experts, int64_t block_size,
              int64_t top_k) {
-    prefetch_codes(codes, m, n, k);
+    prefetch_quants(quants, m, n, k);
     await_previous_kernel();
     extern __shared__ uint4 memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -121,7 +121,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
         }
         __syncthreads();
         if (!any_lane(row_ids[lane % TILE_M] >= 0)) return;
-        codes += expert * (k * n * BITS / 32);
+        quants += expert * (k * n * BITS / 32);
         if constexpr (HAS_SCALES) scales += expert * groups * n;
         if constexpr (ZERO_BYTES > 0) {
             zeros = static_cast<const uint8_t*>(zeros) + expert * groups * n * ZERO_BYTES / TILE_N;
@@ -137,13 +137,13 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
     const scalar_t* own_a =
         a + (GROUPED ? 0 : first_row + copied_row) * a_stride + chunk * 8 + int64_t(first_step) * STEP_K;
     const int64_t lines = (k * Unit::LINES + UNIT_K - 1) / UNIT_K, pitch = Unit::pitch(n, k);
-    const uint32_t* next = codes_at(codes, int64_t(first_step) * UNITS, first_column, pitch);
+    const uint32_t* next = quants_at(quants, int64_t(first_step) * UNITS, first_column, pitch);
     // Offsets of the lane's pieces in a stage. Swizzled offsets are results of shuffles: otherwise the compiler would
     // recompute them for every k-tile.
-    const auto place = [&](int at) { return Unit::SIXTEENS ? shfl<32>(CODES_AT + at, lane) : CODES_AT + at; };
-    int codes_to[Unit::COPIES], words_at[Unit::READS];
+    const auto place = [&](int at) { return Unit::SIXTEENS ? shfl<32>(QUANTS_AT + at, lane) : QUANTS_AT + at; };
+    int quants_to[Unit::COPIES], words_at[Unit::READS];
 #pragma unroll
-    for (int i = 0; i < Unit::COPIES; ++i) codes_to[i] = place(Unit::piece_at(32 * i + lane));
+    for (int i = 0; i < Unit::COPIES; ++i) quants_to[i] = place(Unit::piece_at(32 * i + lane));
 #pragma unroll
     for (int i = 0; i < Unit::READS; ++i) words_at[i] = place(Unit::read_at(i));
     // The lane's piece of the scales, or of the zero points after them, in the first group.
@@ -158,13 +158,13 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
         uint8_t* const stage = filled;
         filled = filled == own + (STAGES - 1) * STAGE_BYTES ? own : filled + STAGE_BYTES;
         if constexpr (WHOLE_STEPS && !HELD) {
-            next = Unit::copy_step(stage, codes_to, next, pitch);
+            next = Unit::copy_step(stage, quants_to, next, pitch);
         } else if constexpr (!HELD) {
 #pragma unroll
             for (int i = 0; i < UNITS; ++i) {
                 const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
-                const uint32_t* const from = codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
-                Unit::copy(stage + i * UNIT_BYTES, codes_to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
+                const uint32_t* const from = quants + Unit::place(first_column, pitch) + line * Unit::line_words(pitch);
+                Unit::copy(stage + i * UNIT_BYTES, quants_to, from, pitch, int(min(lines - line, int64_t(UNIT_K))));
             }
         }
         if constexpr (IS_SPARSE) Places::copy(stage + PLACES_AT, places, int64_t(step) * STEP_K, first_column, n, k);
@@ -200,12 +200,12 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
         }
     };
 
-    const codes_t decode;
+    const quants_t decode;
     Unit held[HELD ? UNITS : 1];
     const auto load = [&](int step, int i) {
         if constexpr (!HELD) return;
         const int64_t line = min((int64_t(step) * UNITS + i) * Unit::LINES + Unit::line(), lines - 1);
-        held[i].load(WHOLE_STEPS ? next : codes + Unit::place(first_column, pitch) + line * Unit::line_words(pitch),
+        held[i].load(WHOLE_STEPS ? next : quants + Unit::place(first_column, pitch) + line * Unit::line_words(pitch),
                      pitch);
         next += Unit::unit_words(pitch);
     };
@@ -249,7 +249,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
 #pragma unroll
                 for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-                    for (int term = 0; term < codes_t::TERMS; ++term) {
+                    for (int term = 0; term < quants_t::TERMS; ++term) {
                         uint32_t pairs[4];
 #pragma unroll
                         for (int j = 0; j < 4; ++j) pairs[j] = unit.pair(decode, product, tile, j % 2, j / 2, term);
@@ -264,7 +264,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
                 float row_sums[ROW_TILES][2];
 #pragma unroll
                 for (int j = 0; j < ROW_TILES * 2 && HAS_SHIFTS; ++j)
-                    row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2) * (1.0f / codes_t::RAW_FACTOR);
+                    row_sums[j / 2][j % 2] = of_rows.of(j / 2, j % 2) * (1.0f / quants_t::RAW_FACTOR);
                 Terms terms;
                 terms.load(stage + A_BYTES, row * GROUPS / STEP_K);
 #pragma unroll
@@ -292,7 +292,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
     for (int i = 0; i < FRAGMENTS; ++i) {
         four_t four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::RAW_FACTOR;
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * quants_t::RAW_FACTOR;
         reinterpret_cast<four_t*>(own)[i * 32 + lane] = four;
     }
     __syncthreads();

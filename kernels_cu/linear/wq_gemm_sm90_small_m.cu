@@ -5,7 +5,7 @@
 //     out[m, n] = the epilogue of gemm_epilogue.cuh applied to sum_k a[m, k] * w[k, n], in float32
 //
 // The kernel is bound by the bandwidth of reading the quants. Operands are swapped (swap-AB): 64 columns of w are the M
-// of a WGMMA, read from registers, and 16 rows of a are its N. The MMAs take raw quants (Codes::raw); scales and zero
+// of a WGMMA, read from registers, and 16 rows of a are its N. The MMAs take raw quants (Quants::raw); scales and zero
 // points are applied to the accumulators of a k-tile and to the sums of the rows of a.
 //
 // A CTA has a tile of 16 rows and 256 columns of out; a k-tile is 128 rows of w. One producer thread runs up to STAGES
@@ -23,8 +23,8 @@
 
 constexpr int TURNS = 4, CONSUMER_WARPS = 4 * TURNS, NUM_THREADS = 32 * (CONSUMER_WARPS + 4), BLOCK_N = 4 * TILE_N;
 constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // of 64 columns of a; boxes per k-tile
-constexpr int CODE_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_CODES_AT = BOXES * BOX_BYTES;
-constexpr int SCALES_AT = BLOCK_CODES_AT + CODE_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
+constexpr int QUANT_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_QUANTS_AT = BOXES * BOX_BYTES;
+constexpr int SCALES_AT = BLOCK_QUANTS_AT + QUANT_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
 constexpr int LOAD_BYTES = ZEROS_AT + 4 * ZERO_BYTES, BLOCK_STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
 constexpr int SLICES = STEP_K / 16, SUMS = TILE_M / 2;  // WGMMAs along K of a k-tile; accumulators of a lane in one
 constexpr int FOURS = TILES * SUMS / 4;                 // float4s of a lane's accumulators
@@ -46,14 +46,14 @@ struct Step {
     DEVICE void read(Unit& unit, int slice, int first) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
         uint32_t* const words = unit.words + slice % PRODUCTS * 4;
-        const uint8_t* const codes = data + BLOCK_CODES_AT;
+        const uint8_t* const quants = data + BLOCK_QUANTS_AT;
         if constexpr (LAYOUT == layout_marlin) {
             const auto run = Vec<uint32_t, 4>::load(
-                reinterpret_cast<const uint32_t*>(codes + slice * (4 * 512) + (warp * 32 + lane) * 16));
+                reinterpret_cast<const uint32_t*>(quants + slice * (4 * 512) + (warp * 32 + lane) * 16));
 #pragma unroll
             for (int i = 0; i < 4; ++i) words[i] = run.data[i];
         } else if constexpr (LAYOUT == layout_exllama) {
-            const uint8_t* const columns = codes + slice * (2 * BLOCK_N * 4) + (warp * TILE_N + 4 * g + first) * 4;
+            const uint8_t* const columns = quants + slice * (2 * BLOCK_N * 4) + (warp * TILE_N + 4 * g + first) * 4;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const auto run = Vec<uint32_t, 2>::load(
@@ -66,13 +66,13 @@ struct Step {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = i / 2 * 8 + 2 * t + i % 2;
-                words[i] = *reinterpret_cast<const uint32_t*>(codes + slice * (16 * 128) +
+                words[i] = *reinterpret_cast<const uint32_t*>(quants + slice * (16 * 128) +
                                                               swizzle_128b(row, warp * 32 + g * 4));
             }
         }
     }
     // Row pair q of column h of WGMMA `product`.
-    static DEVICE uint32_t pair(const Unit& unit, const codes_t& decode, int slice, int product, int h, int q) {
+    static DEVICE uint32_t pair(const Unit& unit, const quants_t& decode, int slice, int product, int h, int q) {
         if constexpr (LAYOUT == layout_exllama) return decode.raw(unit.words[(2 * q + h) * 2 + product % 2], 0, 0);
         else return unit.pair(decode, slice % PRODUCTS, product, h, q, 0);
     }
@@ -84,9 +84,9 @@ struct Step {
 };
 
 // The coordinates of the TMA box with the quants of a k-tile.
-struct CodesBox {
+struct QuantsBox {
     int x, y, z;
-    DEVICE CodesBox(int step, int first_column)
+    DEVICE QuantsBox(int step, int first_column)
         : x(LAYOUT == layout_marlin    ? 0
             : LAYOUT == layout_exllama ? first_column
                                        : first_column / 8),
@@ -97,15 +97,15 @@ struct CodesBox {
 };
 
 // Prefetches the quants of the CTA's first STAGES k-tiles.
-DEVICE void prefetch_codes(const TensorMap* codes_map, int64_t m, int64_t k) {
+DEVICE void prefetch_quants(const TensorMap* quants_map, int64_t m, int64_t k) {
     const int rows = int((m + TILE_M - 1) / TILE_M), step = int(threadIdx.x);
-    const CodesBox box(step, blockIdx.x / rows * BLOCK_N);
-    if (step < STAGES && int64_t(step) * STEP_K < k) tma_prefetch(codes_map, box.x, box.y, box.z);
+    const QuantsBox box(step, blockIdx.x / rows * BLOCK_N);
+    if (step < STAGES && int64_t(step) * STEP_K < k) tma_prefetch(quants_map, box.x, box.y, box.z);
 }
 
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const __grid_constant__ TensorMap a_map,       // [M, K], boxes of TILE_M x 64, swizzled
-    const __grid_constant__ TensorMap codes_map,   // packed_weight.cuh, boxes of a k-tile of BLOCK_N columns
+    const __grid_constant__ TensorMap quants_map,  // packed_weight.cuh, boxes of a k-tile of BLOCK_N columns
     const __grid_constant__ TensorMap scales_map,  // [groups, N], boxes of 1 x BLOCK_N
     const __grid_constant__ TensorMap zeros_map,   // [groups, N] or packed words, boxes of BLOCK_N columns
     out_t* out,                                    // [M, N]
@@ -113,7 +113,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const b_scale_t* b_scales,                     // [N] or [1]
     const out_t* bias,                             // [N]
     int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step) {
-    prefetch_codes(&codes_map, m, k);
+    prefetch_quants(&quants_map, m, k);
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     float4* const exchanged =
@@ -133,8 +133,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
                 uint8_t* const to = shared + ring.stage * BLOCK_STAGE_BYTES;
                 uint64_t* const full = ring.full();
                 mbarrier_arrive_expect_tx(full, LOAD_BYTES);
-                const CodesBox box(step, first_column);
-                tma_load(to + BLOCK_CODES_AT, &codes_map, full, box.x, box.y, box.z);
+                const QuantsBox box(step, first_column);
+                tma_load(to + BLOCK_QUANTS_AT, &quants_map, full, box.x, box.y, box.z);
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i) {
                     tma_load(to + i * BOX_BYTES, &a_map, full, step * STEP_K + i * 64, first_row);
@@ -154,7 +154,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
     const int turn = warp / 4;
     const Epilogue<out_t, A_SCALES, B_SCALES, 0, BIAS, SCALE_EXPONENT> epilogue{
         a_scales, b_scales, nullptr, nullptr, bias, a_scale_step, b_scale_step, 0};
-    const codes_t decode;
+    const quants_t decode;
     const uint32_t one = pair_t::full(1.0f).template word<2>(0), ones[2] = {one, one};
     float totals[TILES][SUMS] = {};
     ring.skip(turn);
@@ -200,7 +200,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
 #pragma unroll
         for (int i = 0; i < 4 && HAS_SHIFTS; ++i) {
             row_sums[i / 2][i % 2] =
-                shfl<32>(of_rows[i / 2 * 2], (lane % 4 * 2 + i % 2) * 4) * (1.0f / codes_t::RAW_FACTOR);
+                shfl<32>(of_rows[i / 2 * 2], (lane % 4 * 2 + i % 2) * 4) * (1.0f / quants_t::RAW_FACTOR);
         }
         warpgroup_wait<0>();
 #pragma unroll
@@ -257,7 +257,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
 #pragma unroll
             for (int j = 0; j < RUN; ++j) {
                 const float sum = totals[product_of(i + j)][of_row / 2 * 4 + half_of(i + j) * 2 + of_row % 2];
-                const float x = epilogue.value(row_scale, columns[j], sum * codes_t::RAW_FACTOR);
+                const float x = epilogue.value(row_scale, columns[j], sum * quants_t::RAW_FACTOR);
                 run.data[j] = from_float<out_t>(ACTIVATION<out_t>(x));
             }
             if (row < m && column_of(i) < n) run.store(out + row * out_stride + column_of(i));

@@ -31,7 +31,7 @@ static_assert(!A_SCALES && PLACES <= TILE_M);
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_grouped_gemm_cdna(out_t* out,                          // [num_rows, N]
                      const scalar_t* a,                   // [num_rows / top_k, K]
-                     const uint32_t* codes,               // [E, b_rows, K * BITS / 32]
+                     const uint32_t* quants,              // [E, b_rows, K * BITS / 32]
                      const scale_t* scales,               // [E, b_rows, groups]
                      const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; with 4 bits two per byte
                      const int32_t* sorted_token_ids,     // [max_tiles * PLACES] at least
@@ -67,7 +67,7 @@ wq_grouped_gemm_cdna(out_t* out,                          // [num_rows, N]
     const auto b_row_of = [&](int local) { return expert_row(first_column, local, int(n), b_rows); };
     const auto a_row = [&](int local) { return a + int64_t(max(rows_of_tile[local], 0) / int(top_k)) * a_stride; };
     const auto existing_row = [&](int local) { return uint32_t(min(b_row_of(local), b_rows - 1)); };
-    const PackedMatrix weight{codes + expert * b_rows * (k * BITS / 32),
+    const PackedMatrix weight{quants + expert * b_rows * (k * BITS / 32),
                               HAS_SCALES ? scales + expert * b_rows * groups : scales,
                               ZERO_CODES ? zeros + expert * b_rows * BITS / 8 * groups : zeros,
                               b_rows,

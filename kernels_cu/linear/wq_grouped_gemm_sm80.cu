@@ -21,7 +21,7 @@
 // Constants
 //     scalar_t      element type of a: half_t or bf16_t
 //     out_t, A_SCALES, B_SCALES, BIAS, COLUMN_ORDER, ROUTED, ACTIVATION, GATED    the epilogue (grouped.cuh)
-//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of coded_weight.cuh; GROUP_SIZE is a
+//     BITS, EXPONENT, HAS_SCALES, scale_t, SCALE, HAS_ZEROS, GROUP_SIZE    of quantized_weight.cuh; GROUP_SIZE is a
 //                   multiple of the elements that a lane has of a row in a k-tile
 //     TILE_M        slots of a tile: 8 or 16
 //     WARPS         warps of a block
@@ -30,7 +30,7 @@
 //     MIN_BLOCKS    blocks per SM that the registers must allow
 
 #include "async.cuh"
-#include "coded_weight.cuh"
+#include "quantized_weight.cuh"
 #include "grouped.cuh"
 #include "mma.cuh"
 
@@ -67,7 +67,7 @@ DEVICE int chunk_place(int row, int chunk) {
 extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, MIN_BLOCKS)
 wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                      const scalar_t* a,                   // [num_rows / top_k, K]
-                     const uint8_t* codes,                // [E, b_rows, K * BITS / 8]
+                     const uint8_t* quants,               // [E, b_rows, K * BITS / 8]
                      const scale_t* scales,               // [E, b_rows, groups]
                      const uint8_t* zeros,                // [E, b_rows * BITS / 8, groups]; with 4 bits two per byte
                      const int32_t* sorted_token_ids,     // [max_tiles * TILE_M] at least
@@ -112,7 +112,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     const uint32_t groups = HAS_SCALES ? uint32_t((k + GROUP_SIZE - 1) / GROUP_SIZE) : 1;
     const int first_step = int(steps * warp / WARPS), last_step = int(steps * (warp + 1) / WARPS);
     const int64_t own_row = expert * b_rows + first_b_row;
-    const uint8_t* next = codes + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // next k-tile
+    const uint8_t* next = quants + own_row * row_bytes + int64_t(first_step) * STEP_BYTES + t * 16;  // next k-tile
     const int64_t half_bytes = half_rows * row_bytes, fragment_bytes = FRAGMENT_ROWS * row_bytes;
     const scale_t* const own_scales = scales + (HAS_SCALES ? own_row * groups : 0);
     // With 4 bits a byte has the zero points of two adjacent rows.
@@ -130,7 +130,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
 #pragma unroll
         for (int i = 0; i < FRAGMENTS * 2; ++i) {
             cp_async_of_line(stage + A_BYTES + (i * 32 + lane) * 16,
-                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : codes, exists);
+                             exists ? next + i / 2 * fragment_bytes + i % 2 * half_bytes : quants, exists);
         }
         next += STEP_BYTES;
         const int64_t first = int64_t(step) * STEP_K;
@@ -156,7 +156,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
         }
     };
 
-    const codes_t decode;
+    const quants_t decode;
     if (first_step < last_step) load_terms(first_step);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -195,7 +195,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
         }
 #pragma unroll
         for (int f = 0; f < FRAGMENTS; ++f) {
-            codes_t::Zero zero[2];
+            quants_t::Zero zero[2];
             pair_t scale[2];
             four_t words[2];
 #pragma unroll
@@ -203,7 +203,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
                 const auto* const at = reinterpret_cast<const uint32_t*>(stage + A_BYTES);
                 words[h] = four_t::load(at + ((f * 2 + h) * 32 + lane) * 4);
                 const uint32_t own = IN_TURN ? shfl<32>(now[f][h], lane / 4 * 4 + turn) : now[f][h];
-                zero[h] = codes_t::zero(own >> 16);
+                zero[h] = quants_t::zero(own >> 16);
                 scale[h].template word<2>(0) = pack_halves<false>(own, own);
             }
 #pragma unroll
@@ -229,7 +229,7 @@ wq_grouped_gemm_sm80(out_t* out,                          // [num_rows, N]
     for (int i = 0; i < FRAGMENTS * ROW_TILES; ++i) {
         sums_t four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * codes_t::SUM_FACTOR;
+        for (int j = 0; j < 4; ++j) four.data[j] = sums[i / ROW_TILES][i % ROW_TILES][j] * quants_t::SUM_FACTOR;
         four.store_shared(reinterpret_cast<float*>(own) + (i * 32 + lane) * 4);
     }
     __syncthreads();

@@ -1,4 +1,4 @@
-// coded_weight.cuh: the quantized weights of experts, packed along K: the scale and zero point of a group, and
+// quantized_weight.cuh: the quantized weights of experts, packed along K: the scale and zero point of a group, and
 // dequantization.
 //
 //     w[e, r, k] = T(scale[e, r, g] * (quant[e, r, k] - zero[e, r, g])), rounded once; g: k / GROUP_SIZE; T: scalar_t
@@ -13,7 +13,7 @@
 #include "dequant.cuh"
 #include "group_scale.cuh"
 
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
 constexpr uint32_t MIDDLE = EXPONENT > 0 ? 0 : 1u << (BITS - 1);
 static_assert(BITS == 4 || BITS == 8);
@@ -37,10 +37,10 @@ DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, uint32_t e
 }
 
 // Dequantizes pair `i` of a word.
-DEVICE uint32_t weights_of(const codes_t& decode, uint32_t word, int i, const codes_t::Zero& zero,
+DEVICE uint32_t weights_of(const quants_t& decode, uint32_t word, int i, const quants_t::Zero& zero,
                            const pair_t& scale) {
     pair_t pair = decode.pair(word, i, zero);
-    if constexpr (codes_t::FACTOR != 1.0f) pair = pair * pair_t::full(codes_t::FACTOR);
+    if constexpr (quants_t::FACTOR != 1.0f) pair = pair * pair_t::full(quants_t::FACTOR);
     if constexpr (HAS_SCALES) pair = pair * scale;
     return pair.template word<2>(0);
 }
