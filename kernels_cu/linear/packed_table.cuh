@@ -9,8 +9,8 @@
 // (`w4a8` of packed_layouts.py): one byte permutation, with a half word as its selector, takes four bytes from the
 // eight of a table.
 //
-// The tensor map of the quants has dimensions, innermost first, [128, N / 32, K / 32] and boxes of 128 x TILE_N / 32 x
-// 4. Constants are the kernel's.
+// The tensor map of the quants has dimensions, innermost first, [128, N / 32, K / 32], boxes of 128 x TILE_N / 32 x 4.
+// Constants are the kernel's.
 #pragma once
 #include "arith.cuh"
 #include "packed_weight.cuh"

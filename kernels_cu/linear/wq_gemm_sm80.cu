@@ -272,7 +272,7 @@ wq_gemm_sm80(out_t* out,                          // [M, N]
                     const int tile = j / (ROW_TILES * 4), at = j / 4 % ROW_TILES, h = j / 2 % 2;
                     const float of_one = of_group[tile][at][j % 4];
                     of_group[tile][at][j % 4] = 0.0f;
-                    if (TILE_M == 1 && !HELD && j % 2 == 1) continue;  // no second row; HELD is faster with it
+                    if (TILE_M == 1 && !HELD && j % 2 == 1) continue;  // no second row; with HELD a skip is slower
                     float& sum = sums[tile][at][j % 4];
                     if constexpr (HAS_SHIFTS) sum = fmaf(terms.shifts[tile][h], row_sums[at][j % 2], sum);
                     sum = fmaf(terms.scales[tile][h], of_one, sum);

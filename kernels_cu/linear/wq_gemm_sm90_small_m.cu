@@ -22,7 +22,7 @@
 #include "wgmma.cuh"
 
 constexpr int TURNS = 4, CONSUMER_WARPS = 4 * TURNS, NUM_THREADS = 32 * (CONSUMER_WARPS + 4), BLOCK_N = 4 * TILE_N;
-constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // of 64 columns of a; boxes per k-tile
+constexpr int BOX_BYTES = TILE_M * 128, BOXES = STEP_K / 64;  // TMA boxes of 64 columns of a
 constexpr int QUANT_BYTES = STEP_K * BLOCK_N * BITS / 8, BLOCK_QUANTS_AT = BOXES * BOX_BYTES;
 constexpr int SCALES_AT = BLOCK_QUANTS_AT + QUANT_BYTES, ZEROS_AT = SCALES_AT + 4 * SCALE_BYTES;
 constexpr int LOAD_BYTES = ZEROS_AT + 4 * ZERO_BYTES, BLOCK_STAGE_BYTES = ceil_div(LOAD_BYTES, 1024) * 1024;
@@ -41,8 +41,8 @@ static_assert(EXPONENT == 0 || (!ZERO_CODES && !ZERO_FLOATS && ZERO_POINT == 0),
 struct Step {
     const uint8_t* data;
 
-    // Reads the lane's words of k-slice `slice` (16 rows). layout_exllama: only those of WGMMAs `first` and `first +
-    // 1`; a word has eight rows of a column, a pair for each of four lanes.
+    // Reads the lane's words of k-slice `slice` (16 rows). layout_exllama: only those of WGMMA `first` and the next;
+    // a word has eight rows of a column, a pair for each of four lanes.
     DEVICE void read(Unit& unit, int slice, int first) const {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
         uint32_t* const words = unit.words + slice % PRODUCTS * 4;
@@ -196,7 +196,7 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         const uint8_t* const of_group = step.data + SCALES_AT;
         Terms terms;
         terms.load(of_group + warp % 4 * SCALE_BYTES, of_group + 4 * SCALE_BYTES + warp % 4 * ZERO_BYTES);
-        float row_sums[2][2] = {};  // of the lane's rows 2t and 2t + 1, and of rows 8 further
+        float row_sums[2][2] = {};  // for the lane's rows 2t and 2t + 1, and for rows 8 further
 #pragma unroll
         for (int i = 0; i < 4 && HAS_SHIFTS; ++i) {
             row_sums[i / 2][i % 2] =
@@ -236,8 +236,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(NUM_THREADS, 1) wq_gemm_sm90_small_m(
         to[2] += four.z;
         to[3] += four.w;
     }
-    // A lane has four rows of eight columns; RUN of the columns are adjacent. Column `at` is half at % 2 of WGMMA at /
-    // 2, with layout_exllama half at / 4 of WGMMA at % 4. The epilogue operands of a run of columns are loaded once.
+    // A lane has four rows of eight columns, and RUN of the columns are adjacent. Column `at` belongs to WGMMA at / 2,
+    // half at % 2; with layout_exllama to WGMMA at % 4, half at / 4. The epilogue operands of a run are loaded once.
     constexpr int RUN = LAYOUT == layout_awq ? 8 : LAYOUT == layout_exllama ? 4 : 1;
     const auto product_of = [](int at) { return LAYOUT == layout_exllama ? at % 4 : at / 2; };
     const auto half_of = [](int at) { return LAYOUT == layout_exllama ? at / 4 : at % 2; };

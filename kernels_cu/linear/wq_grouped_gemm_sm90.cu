@@ -36,8 +36,8 @@
 #include "wgmma.cuh"
 
 constexpr int WARPS = 8;                                                   // consumer warps
-constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;               // of rows of a, 128 bytes each
-constexpr int QUANT_ROW_BYTES = TILE_K / 2, WORDS = QUANT_ROW_BYTES / 16;  // per k-tile: of a row of w; of a lane in it
+constexpr int BOXES = TILE_K / 64, BOX_BYTES = TILE_M * 128;               // TMA boxes of a: 128 bytes of each row
+constexpr int QUANT_ROW_BYTES = TILE_K / 2, WORDS = QUANT_ROW_BYTES / 16;  // of a row of w in a k-tile; of a lane in it
 constexpr int PRODUCTS = TILE_N / (16 * WARPS);                            // WGMMAs of a warpgroup along the rows of w
 constexpr int CHUNK = 2, PARTS = TILE_K / (16 * CHUNK);  // depth of a part in WGMMAs; parts of a k-tile
 constexpr int HALVES = GATED == 1 ? 2 : 1, BOX_N = TILE_N / HALVES, OUT_N = GATED ? TILE_N / 2 : TILE_N;
@@ -178,7 +178,7 @@ wq_grouped_gemm_sm90(const __grid_constant__ TensorMap a_map,       // [slots, K
 #pragma unroll
                 for (int i = 0; i < CHUNK * PRODUCTS * 4; ++i) {
                     const int slice = i / (PRODUCTS * 4), j = i / 4 % PRODUCTS, h = i % 2;
-                    const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // of a lane's pairs in a row
+                    const int pair = (part * CHUNK + slice) * 2 + i / 2 % 2;  // index among the lane's pairs
                     operands[slice][j][i % 4] =
                         weights_of(decode, quants[j][h].data[pair / 4], pair % 4, zero[j][h], scale[j][h]);
                 }
