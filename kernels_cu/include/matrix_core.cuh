@@ -33,9 +33,9 @@ constexpr MatrixCore MATRIX_CORE = WMMA_12;
 #else
 constexpr MatrixCore MATRIX_CORE = NO_MATRIX_CORE;
 #endif
-constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                                   // of a lane
+constexpr int MATRIX_SUMS = MATRIX_CORE == MFMA ? 4 : 8;                                   // accumulators of a lane
 constexpr int K_LANES = MATRIX_CORE == MFMA ? 4 : MATRIX_CORE == WMMA_12 ? 2 : 1;          // lanes that share a row
-constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 16-bit elements of K
+constexpr int MATRIX_WORDS = MATRIX_CORE == WMMA_11 ? 8 : MATRIX_CORE == WMMA_12 ? 4 : 2;  // of 16 elements of 16 bits
 
 // Whether the matrix cores take elements of T. Other fp8 formats are converted to float16, which represents every fp8
 // value.

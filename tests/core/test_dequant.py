@@ -14,14 +14,14 @@ from pyops._core.host.toolchain import toolchains
 
 TEXT = """
 #include "linear/dequant.cuh"
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 extern "C" __global__ void unpack(scalar_t* out, const uint32_t* words, const uint32_t* zeros, float* factor, int n) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i == 0) *factor = codes_t::FACTOR * codes_t::SUM_FACTOR;
+    if (i == 0) *factor = quants_t::FACTOR * quants_t::SUM_FACTOR;
     if (i >= n) return;
-    for (int pair = 0; pair < codes_t::PAIRS; ++pair) {
-        const auto numbers = codes_t().pair(words[i], pair, codes_t::zero(zeros[i]));
-        for (int j = 0; j < 2; ++j) out[i * 2 * codes_t::PAIRS + pair + j * codes_t::PAIRS] = numbers.data[j];
+    for (int pair = 0; pair < quants_t::PAIRS; ++pair) {
+        const auto numbers = quants_t().pair(words[i], pair, quants_t::zero(zeros[i]));
+        for (int j = 0; j < 2; ++j) out[i * 2 * quants_t::PAIRS + pair + j * quants_t::PAIRS] = numbers.data[j];
     }
 }
 """

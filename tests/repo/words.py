@@ -36,23 +36,23 @@ WORDS = {
 
 # The most that each word may occur. A change that lowers a count lowers the number here.
 MOST: dict[str, int] = {
-    "multiprocessor": 123,
-    "of which": 39,
-    "whose": 196,
-    "place": 1127,
+    "multiprocessor": 122,
+    "of which": 29,
+    "whose": 172,
+    "place": 1098,
     "join": 70,
-    "codes": 1717,
+    "codes": 1517,
     "turn": 335,
     "copy engine": 1,
     "largest logit": 11,
     "shrink": 26,
-    "behind": 100,
-    "beside": 168,
-    "anew": 9,
-    "room": 74,
-    "apart": 117,
+    "behind": 96,
+    "beside": 167,
+    "anew": 7,
+    "room": 71,
+    "apart": 116,
     "widen": 28,
-    "sums": 573,
+    "sums": 556,
 }
 
 

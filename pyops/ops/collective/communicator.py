@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = ranks.MAX_RANKS
 ROW_BYTES = 8 * MAX_RANKS  # of the table of registered buffers: an address for each rank
-MAX_BLOCKS = 36  # as signals.cuh; enough to fill NVLink, and few enough that all blocks of a launch run together
+MAX_BLOCKS = 36  # as rank_barrier.cuh; enough to fill NVLink, and few enough that all blocks of a launch run together
 VEC_BYTES = 16
 _NUM_THREADS, _WARPS = 512, 64
 # Bytes from which two shots are faster than one, by ranks: vLLM's table, not measured here.
@@ -228,8 +228,8 @@ def launch_as_rank(
 def lost_record(device: Any) -> Tensor:
     """Memory of the host in which kernels on `device` say which ranks they give up waiting for.
 
-    int32 [MAX_RANKS, 2], `LostRank` of signals.cuh: of each rank, 1 + the block that has waited, and the number of the
-    meeting; 0 of a rank that was not given up. It can be read when the device has failed.
+    int32 [MAX_RANKS, 2], `LostRank` of rank_barrier.cuh: of each rank, 1 + the block that has waited, and the number of
+    the meeting; 0 of a rank that was not given up. It can be read when the device has failed.
     """
     return torch.zeros(MAX_RANKS, 2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 

@@ -101,14 +101,14 @@ class BlockFormat:
         """
         num_rows, size = check.num_rows(codes), codes.shape[-1] * 8 // self.code_bits
         rows, columns = self.scale_sizes(rows_of_matrix, size)
-        kernel = _block_scaled_to_bf16.renamed(codes=codes.name, scales=scales.name)
+        kernel = _block_scaled_to_bf16.renamed(quants=codes.name, scales=scales.name)
         parts, num_matrices = size // _ELEMENTS, num_rows // max(1, rows_of_matrix)
         num_threads = min(_MAX_THREADS, check.threads(parts))
         return kernel(
             scale_t=uint8 if self.scale_dtype is float8_e8m0fnu else self.scale_dtype,
-            CODE_BITS=self.code_bits,
+            QUANT_BITS=self.code_bits,
             SCALE_SIZE=self.scale_size,
-            CODE_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),
+            QUANT_ACCESS=check.vector_width(_ELEMENTS * self.code_bits // 8, codes),
             HAS_SCALE_ROWS=scale_rows is not None,
             HAS_SIZES=problem_sizes is not None,
             NUM_THREADS=num_threads,
@@ -124,7 +124,7 @@ class BlockFormat:
             rows_of_matrix=max(1, rows_of_matrix),
             padded_rows=rows,
             num_scale_rows=scales.numel // max(1, columns),
-            codes_stride=check.row_stride(codes),
+            quants_stride=check.row_stride(codes),
         )
 
 

@@ -72,7 +72,7 @@ class CodedExperts:
 
     def tensors(self) -> dict[str, TensorArg | Scratch | None]:
         """Pointers of these kernels by parameter."""
-        return {"codes": self.codes, "scales": self.scales, "zeros": self.zeros}
+        return {"quants": self.codes, "scales": self.scales, "zeros": self.zeros}
 
     def written(self, dense: Scratch, dtype: DType) -> Launch:
         """The launch that dequantizes the weights to `dense`, [num_experts, rows, K] of `dtype`."""
@@ -85,7 +85,7 @@ class CodedExperts:
             **self.constants(),
             GROUP_SIZE=max(1, self.group_size),
             ROWS=_WRITTEN_ROWS,
-            CODE_ACCESS=access,
+            QUANT_ACCESS=access,
             NUM_THREADS=_NUM_THREADS,
         ).launch(
             (-(-self.num_experts * self.rows // _WRITTEN_ROWS), -(-words // _NUM_THREADS)),

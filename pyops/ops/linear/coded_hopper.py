@@ -75,7 +75,7 @@ class CodedHopperConfig:
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 288,
             max(stages * stage, device.shared_memory // 2 + 1),  # one CTA per SM
             a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),
-            codes_map=TensorMap(
+            quants_map=TensorMap(
                 weight.codes, uint8, (row_bytes, code_rows), (row_bytes,), (self.step // 2, self.tile_n // halves)
             ),
             **replace(product, a=a).arguments(kernel, self.tile_m, **others),

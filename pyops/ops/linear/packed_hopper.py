@@ -271,13 +271,13 @@ def load_maps(
         scales_map = TensorMap(weight.scales, int64, shape, (n * _TABLE_BYTES,), box)
     return {
         "a_map": a_map,
-        "codes_map": _codes_map(problem, tile_n, step),
+        "quants_map": _quants_map(problem, tile_n, step),
         "scales_map": scales_map,
         "zeros_map": of_groups(weight.zeros, bits if weight.zero_kind == "codes" else 16),
     }
 
 
-def _codes_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
+def _quants_map(problem: PackedProblem, tile_n: int, step: int) -> TensorMap:
     """The tensor map of the packed weights, in the layouts that packed_weight.cuh describes."""
     weight = problem.weight
     n, k, bits, swizzle = weight.n, weight.k, weight.bits, 0

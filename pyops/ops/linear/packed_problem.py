@@ -236,7 +236,7 @@ class PackedProblem:
         return {
             "out": e.out,
             "a": self.a.source,
-            "codes": w.codes,
+            "quants": w.codes,
             "scales": w.scales,
             "zeros": w.zeros,
             "places": w.places,

@@ -45,7 +45,7 @@ def repack(
     columns = n if columns is None else columns
     num_words = k * columns * bits // 32
     kernel = _repack_weight.renamed(
-        packed=packed.name, codes=codes.name, **({} if perm is None else {"perm": perm.name})
+        packed=packed.name, quants=codes.name, **({} if perm is None else {"perm": perm.name})
     )
     word_stride, word_step = strides or (n, 1)
     return kernel(

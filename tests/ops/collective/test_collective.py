@@ -172,8 +172,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
-    file, header = "collective/all_reduce.cu", kernels_cu.read("collective/signals.cuh")
-    text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
+    file, header = "collective/all_reduce.cu", kernels_cu.read("collective/rank_barrier.cuh")
+    text = kernels_cu.read(file).replace('#include "rank_barrier.cuh"', header.replace("#pragma once", ""))
     right, wrong = MISTAKES[mistake]
     assert text.count(right) == 1
     monkeypatch.setattr(custom_all_reduce, "_all_reduce", Kernel(file, text=text.replace(right, wrong)))
@@ -191,8 +191,8 @@ def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: py
 
 def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
-    file, header = "collective/all_reduce.cu", kernels_cu.read("collective/signals.cuh")
-    text = kernels_cu.read(file).replace('#include "signals.cuh"', header.replace("#pragma once", ""))
+    file, header = "collective/all_reduce.cu", kernels_cu.read("collective/rank_barrier.cuh")
+    text = kernels_cu.read(file).replace('#include "rank_barrier.cuh"', header.replace("#pragma once", ""))
     stored = "store_signal<WHAT>(&others->flags[blockIdx.x][rank], meeting);"
     assert text.count(stored) == 1
     text = text.replace(stored, f"if (rank != 1) {stored}")
@@ -265,7 +265,7 @@ def test_an_error_of_the_device_names_the_ranks_that_were_given_up() -> None:
 
 def test_a_kernel_tells_before_it_ends_with_a_trap() -> None:
     """On CUDA, in the order of the source: to memory of the host, through a fence of the whole system."""
-    wait = kernels_cu.read("collective/signals.cuh").partition("DEVICE void tell_lost")[2]
+    wait = kernels_cu.read("collective/rank_barrier.cuh").partition("DEVICE void tell_lost")[2]
     steps = (
         "lost->meeting = meeting",
         "lost->block = blockIdx.x + 1",

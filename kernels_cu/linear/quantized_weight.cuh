@@ -1,26 +1,27 @@
-// coded_weight.cuh: weights of experts whose codes lie along K: the scale and the zero point of a group, and numbers of codes.
+// quantized_weight.cuh: the quantized weights of experts, packed along K: the scale and zero point of a group, and
+// dequantization.
 //
-//     w[e, r, k] = T(scale[e, r, g] * (code[e, r, k] - zero[e, r, g]))   rounded once; g = k / GROUP_SIZE    T: scalar_t
+//     w[e, r, k] = T(scale[e, r, g] * (quant[e, r, k] - zero[e, r, g])), rounded once; g: k / GROUP_SIZE; T: scalar_t
 //
 // Constants
-//     BITS, EXPONENT    of a code: dequant.cuh. Integers of 8 bits without HAS_SCALES are two's complement
+//     BITS, EXPONENT    type of a quant: dequant.cuh. 8-bit integers without HAS_SCALES are two's complement
 //     HAS_SCALES    whether groups have scales; otherwise the epilogue has one for each row of w
-//     scale_t, SCALE    type of an entry of scales and what it is: group_scale.cuh
-//     HAS_ZEROS     whether groups have zero points; otherwise that of integers is the middle of the codes
-//     GROUP_SIZE    elements of K under one scale
+//     scale_t, SCALE    storage type of a scale, and the function that decodes it: group_scale.cuh
+//     HAS_ZEROS     whether groups have zero points; otherwise the zero point of integers is 2^(BITS - 1)
+//     GROUP_SIZE    elements of K that share a scale
 #pragma once
 #include "dequant.cuh"
 #include "group_scale.cuh"
 
-using codes_t = Codes<scalar_t, BITS, EXPONENT>;
+using quants_t = Quants<scalar_t, BITS, EXPONENT>;
 using pair_t = Vec<scalar_t, 2>;
 constexpr uint32_t MIDDLE = EXPONENT > 0 ? 0 : 1u << (BITS - 1);
 static_assert(BITS == 4 || BITS == 8);
 static_assert(HAS_SCALES || !HAS_ZEROS);
 static_assert(EXPONENT == 0 || (HAS_SCALES && !HAS_ZEROS));
 
-// The scale of a group of a row of w in the lower half of a word, and its zero point in the upper one. Both lie `entry`
-// behind those of the group of row 0; `nibble` is the number of the row in its byte of zero points.
+// The scale of a group of a row of w in the low half of a word, and its zero point in the high half: scales[entry] and
+// zeros[zero_entry]. With 4 bits a byte has the zero points of two rows; `nibble` is the index of the row in it.
 DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, uint32_t entry, uint32_t zero_entry, int nibble) {
     if constexpr (!HAS_SCALES) return MIDDLE << 16;
     uint16_t scale;
@@ -35,11 +36,11 @@ DEVICE uint32_t terms_of(const scale_t* scales, const uint8_t* zeros, uint32_t e
     return scale | zero << 16;
 }
 
-// Pair number `i` of a word as numbers of w.
-DEVICE uint32_t weights_of(const codes_t& decode, uint32_t word, int i, const codes_t::Zero& zero,
+// Dequantizes pair `i` of a word.
+DEVICE uint32_t weights_of(const quants_t& decode, uint32_t word, int i, const quants_t::Zero& zero,
                            const pair_t& scale) {
     pair_t pair = decode.pair(word, i, zero);
-    if constexpr (codes_t::FACTOR != 1.0f) pair = pair * pair_t::full(codes_t::FACTOR);
+    if constexpr (quants_t::FACTOR != 1.0f) pair = pair * pair_t::full(quants_t::FACTOR);
     if constexpr (HAS_SCALES) pair = pair * scale;
     return pair.template word<2>(0);
 }

@@ -1,4 +1,5 @@
-// signals.cuh: the barrier across ranks for blocks with the same index, called a meeting here, and sums over ranks.
+// rank_barrier.cuh: the barrier across ranks for blocks with the same index, called a meeting here, and sums over
+// ranks.
 //
 // Every rank has a `Signals` that all ranks can access. Block b of rank r arrives at rank p by storing the number of
 // the meeting to flags[b][r] of p. Numbers only grow, so a flag is never reset. A flag is stored with release and read

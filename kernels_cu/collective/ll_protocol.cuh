@@ -1,5 +1,5 @@
-// packets.cuh: the low-latency protocol (LL in NCCL): data is stored together with the number of its meeting
-// (signals.cuh), and needs neither flag nor fence.
+// ll_protocol.cuh: the low-latency protocol (LL in NCCL): data is stored together with the number of its meeting
+// (rank_barrier.cuh), and needs neither flag nor fence.
 //
 // A packet is 8 bytes, stored and loaded atomically: 4 bytes of data and the meeting number. A rank stores its input as
 // packets into the memory of every rank, itself included, and polls its own memory until the packets of all ranks have
@@ -14,7 +14,7 @@
 //     PACKET_BYTES   bytes for packets after the signals of a rank
 
 #pragma once
-#include "signals.cuh"
+#include "rank_barrier.cuh"
 
 // Stores two packets; each 8-byte half is stored atomically.
 DEVICE void store_packets(uint64_t* address, uint64_t first, uint64_t second) {
