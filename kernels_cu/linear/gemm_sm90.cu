@@ -101,13 +101,13 @@ gemm_sm90(const __grid_constant__ TensorMap a_map,    // [M, K], boxes of a_box_
           uint32_t* arrived, int64_t m, int64_t n, int64_t k, int64_t a_scale_step, int64_t b_scale_step,
           int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows, int64_t group_rows,
           int64_t sharers) {
+    await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     // Rows of the last tile that are not loaded; with a cluster it may have none.
     const int last_rows = CLUSTER > 1 ? 0 : int((m % TILE_M + a_box_rows - 1) / a_box_rows * a_box_rows);
     if (m % TILE_M > 0 || CLUSTER > 1 && m / TILE_M % CLUSTER > 0) {
         zero_stages<STAGES, STAGE_BYTES>(shared, last_rows * ROW_BYTES, A_BYTES, NUM_THREADS);
     }
-    await_previous_kernel();
     uint8_t* stores = shared + STAGES * STAGE_BYTES;
     uint8_t* column_params_memory = stores + 4 * CONSUMERS * STORE_STAGES * STORE_BYTES;
     Ring<STAGES> ring(column_params_memory + CONSUMERS * COLUMN_PARAM_BYTES);

@@ -65,10 +65,10 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
                   const out_t* bias,          // [N]
                   int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
                   int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows) {
+    await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
     zero_stages<STAGES, STAGE_BYTES>(shared, int(a_box_rows) * ROW_BYTES, A_BYTES, NUM_THREADS);
     zero_stages<STAGES, STAGE_BYTES>(shared, A_BYTES + B_BYTES, STAGE_BYTES, NUM_THREADS);
-    await_previous_kernel();
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;
     const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(behind),
                               reinterpret_cast<uint64_t*>(behind + cluster_sums_t::BYTES)};
