@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["MambaMixer2", "Plamo2MambaMixer"]
 
-_CHUNK_SIZE = 256  # tokens of a chunk of the scan, as in the training of Mamba-2; it affects only rounding
+_CHUNK_SIZE = 256  # tokens per chunk of the scan, as in Mamba-2's training; it affects only rounding
 
 
 class _Heads(NamedTuple):
-    """What a scan by heads takes, with a row for each token."""
+    """The per-token arguments of a scan with heads."""
 
     x: Tensor
     """[num_tokens, heads, head_dim]"""
@@ -39,12 +39,12 @@ class _Heads(NamedTuple):
 
 
 class _HeadMixer(Mixer):
-    """The base of mixers with one decay per head. A subclass has `_heads`."""
+    """The base of mixers with one decay per head. A subclass defines `_heads`."""
 
     chunk_size = _CHUNK_SIZE
 
     def _make_heads(self, num_heads: int, head_dim: int, ssm_state_size: int) -> None:
-        """The parameters of heads."""
+        """Create the per-head parameters."""
         self.A = self._decay(num_heads)
         self.D, self.dt_bias = (self._per_channel(None, num_heads) for _ in range(2))
         for parameter in (self.D, self.dt_bias):
@@ -247,7 +247,7 @@ class Plamo2MambaMixer(_HeadMixer):
 
 
 class _GroupedColumns(MergedColumnParallelLinear):
-    """Merged projections. Some of them project to groups of heads, which ranks share if there are fewer groups.
+    """Merged projections. Some of them have one output per group of heads; ranks share a group if groups are fewer.
 
     Args:
         input_size: columns of each weight.
@@ -277,7 +277,7 @@ class _GroupedColumns(MergedColumnParallelLinear):
 
 
 def _chunks(starts: Tensor, num_tokens: int, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the first token of each chunk and the end of the last, the last chunk of each sequence, sequences of chunks).
+    """(start of each chunk and end of the last, last chunk of each sequence, sequence of each chunk).
 
     A sequence has at least one chunk. The number of chunks depends only on shapes, so the last sequence ends with some
     empty chunks.
