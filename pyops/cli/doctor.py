@@ -193,7 +193,7 @@ def _run(name: str, module: Any) -> Finding:
     return Finding(name, error < _TOLERANCE, f"rms_norm, first call {milliseconds:.0f} ms, error {error:.1e}")
 
 
-# The probes in the order of the report. The cache folder comes before CuPy, whose import may choose another one.
+# The probes in the order of the report. The cache folder comes before CuPy, because CuPy's import may change it.
 _PROBES: dict[str, Callable[[], Finding]] = {
     "python": _python,
     "pyops": _package("pyops", lambda: "torch"),

@@ -274,5 +274,5 @@ def _blocks_in_memory(model: Decoder, block_size: int, max_num_seqs: int, max_se
     tables = _TABLE_BYTES * table_rows * config.head_dim * len(config.ropes)
     rows = _ROW_BYTES * max_num_seqs * blocks_for(config, max_seq_len, block_size)
     left = free_bytes(model.device) - tables - rows - max_num_seqs * model.slot_bytes
-    # Without attention a token takes no cache memory; a size of 1 then makes the result a number of bytes.
+    # Without attention, token_bytes is 0, and the result is the free memory in bytes, which bounds nothing.
     return int(left // max(1, token_bytes * block_size))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Text(NamedTuple):
-    """A sequence whose next token is about to be chosen.
+    """A sequence before its next token is chosen.
 
     Attributes:
         request: the number that `Engine.add` returned.

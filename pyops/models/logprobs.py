@@ -15,7 +15,7 @@ from .scheduler import Request
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 256  # prompt positions whose logits are computed at once, which bounds their memory
+_ROWS = 256  # prompt positions per chunk of logits, which bounds their memory
 
 
 class Logprobs(NamedTuple):

@@ -163,7 +163,7 @@ def _fp8(values: dict[str, Any]) -> Quantization:
 def _not_converted(field: str, values: dict[str, Any]) -> tuple[str, ...]:
     """The entries of ``modules_to_not_convert`` as regular expressions, with transformers' semantics."""
     ignored: list[str] = []
-    # An entry matches a module and all of its submodules, or any module whose name ends with it.
+    # An entry matches a module and all of its submodules, or any module with a name that ends with it.
     for name in _patterns(field, values, ""):
         ignored += [rf"(?:{name})(?:|\..*|(?<=\.).*)", f".*{re.escape(name)}"]
     return tuple(ignored)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MLAModules", "MultiHeadLatentAttentionWrapper"]
 
-# Heads whose keys and values the expanded form projects at a time. In DeepSeek-V3 they take 20 KB per token instead of
+# Heads that the expanded form projects at a time. Their keys and values take 20 KB per token of DeepSeek-V3, instead of
 # 82 KB for all 128 heads; a prefill of 512 tokens still gives each SM of an H200 a query tile.
 _HEADS_AT_ONCE = 32
 

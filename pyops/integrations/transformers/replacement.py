@@ -82,7 +82,7 @@ class Tried:
         return None
 
     def is_same(self) -> bool:
-        """Whether the module is unchanged, by comparisons that torch.compile turns into guards of compiled code."""
+        """Whether the module is unchanged, by comparisons that become guards of code compiled by torch.compile."""
         module = self.module
         for key, value in self.numbers.items():
             if getattr(module, key) != value:

@@ -53,7 +53,7 @@ class Step(tuple[Tensor, Tensor]):
         """The cos/sin table for the ops: (row of each token [batch, count], table [rows, rotary_dim]).
 
         Args:
-            turn: the rotation, whose layout says which elements of cosines and sines belong to the pairs.
+            turn: the rotation; its layout says which elements of cosines and sines belong to the pairs.
             dtype: dtype of the table.
         """
         key = turn.layout, dtype

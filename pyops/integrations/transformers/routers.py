@@ -147,7 +147,7 @@ def _rounded_alike(choice: _Choice, narrow: Any, x: Tensor) -> _Choice:
     """`choice` with the dtypes of its GEMM and results for a bfloat16 router.
 
     Raises:
-        Unknown: the router rounds logits in another place than the GEMM, so it could choose other experts.
+        Unknown: the router rounds logits elsewhere than in the GEMM, so it could choose other experts.
     """
     theirs = tried(lambda: forward_of(narrow)(narrow, x))
     of_logits, of_weights = (one.dtype == torch.float32 for one in theirs[:2])

@@ -2,7 +2,7 @@
 
 A module is recognised by what it computes, not by its name. A *twin* has the module's class and settings, but small
 random weights on the CPU. The forward of the class and the replacement both run on the twin in float32, and only a
-replacement that agrees is used. Stand-ins that record their inputs take the place of large projections.
+replacement that agrees is used. Stand-ins that record their inputs are used instead of large projections.
 """
 
 from __future__ import annotations

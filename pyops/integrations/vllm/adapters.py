@@ -1,4 +1,4 @@
-"""Adapters for ops of vLLM whose arguments no op of this library takes in the same order and meaning."""
+"""Adapters for those ops of vLLM that have other arguments, or another order, than the ops of this library."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def has_defined() -> bool:
 
 
 def define_missing(vllm: str) -> None:
-    """Call `register` in place of a compiled library of vLLM; log the number of ops once."""
+    """Call `register` instead of a compiled library of vLLM; log the number of ops once."""
     before = registered.names
     if len(register(vllm).names) > len(before):
         _log.info("compiled libraries of vLLM are absent: pyops defines %d ops", len(registered.names))

@@ -17,7 +17,7 @@ from .schemas import SCHEMAS, SCHEMAS_0_22
 from .signature import Signature
 
 VERSIONS = ("0.16", "0.22")  # versions of vLLM with known schemas
-# {op that vLLM defines in Python, not in its compiled libraries: the module whose import defines it}
+# {op that vLLM defines in Python, not in its compiled libraries: the module that defines it at import}
 DEFINED_IN_PYTHON = {"flashinfer_rotary_embedding": "vllm.model_executor.layers.rotary_embedding.common"}
 
 

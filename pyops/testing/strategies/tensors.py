@@ -24,7 +24,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds from a small range, so that failures shrink to a small one."""
+    """Seeds from a small range, so that hypothesis finds a small one."""
     return st.integers(0, 99)
 
 

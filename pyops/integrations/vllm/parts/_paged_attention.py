@@ -47,7 +47,7 @@ def used_columns(common: CommonAttentionMetadata, config: Any, block_size: int) 
 
 
 def _captured_query_len(config: Any) -> int:
-    """The largest query length in batches whose attention runs inside a CUDA graph."""
+    """The largest query length of batches with attention inside a CUDA graph."""
     mode, speculative = config.compilation_config.cudagraph_mode, config.speculative_config
     if mode is None or not mode.has_full_cudagraphs():
         return 0
@@ -195,7 +195,7 @@ class PagedBackend(Served, AttentionBackend):  # type: ignore[misc]
 
 
 def _no_cache() -> None:
-    """Takes the place of a weak reference before a cache is bound."""
+    """The value of the weak reference to a cache before one is bound."""
 
 
 class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]

@@ -78,7 +78,7 @@ def _install_decoders() -> str:
 
 
 def _install_latent() -> str:
-    """Put the MLA decode backend first in the list of all backends; the checks of a backend tell MLA layers apart."""
+    """Put the MLA decode backend first in the list of all backends; a backend's checks recognise MLA layers."""
     from vllm.platforms import cuda
     from vllm.v1.attention import selector
 
