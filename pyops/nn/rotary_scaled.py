@@ -179,7 +179,7 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
 class YaRNScalingRotaryEmbedding(RotaryEmbedding):
     """YaRN (Peng et al. 2023, arXiv:2309.00071), see `pyops.ops.rotary.tables.yarn`.
 
-    The table has `scaling_factor` times as many positions.
+    The table has ``scaling_factor * max_position_embeddings`` positions.
 
     Args:
         head_size, rotary_dim, base, is_neox_style, dtype: as in `RotaryEmbeddingBase`.

@@ -116,7 +116,7 @@ def angles_of(
 
 
 class Turn(NamedTuple):
-    """How a function rotates queries and keys: `apply_rotary_emb` by a cosine and a sine of each pair.
+    """The way in which a function of transformers rotates queries and keys, so that `apply_rotary_emb` can replace it.
 
     Attributes:
         function: transformers' function.

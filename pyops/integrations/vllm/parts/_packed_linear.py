@@ -1,7 +1,7 @@
 """vLLM's linear layers of 4-bit and 8-bit weights and 16-bit activations (GPTQ, AWQ, compressed-tensors).
 
-Weights are repacked into Marlin's layout at load time, the fastest of the supported layouts
-(docs/performance/packed.md), and `marlin_gemm` computes the layer.
+Weights are repacked into Marlin's layout at load time, because its kernels are the fastest of the supported layouts
+(docs/performance/packed.md). `marlin_gemm` computes the layer.
 """
 
 from __future__ import annotations
