@@ -57,7 +57,7 @@ def _weights(mixture: Mixture, hidden_size: int, place: Place) -> PlainExperts |
 class Experts:
     """``sum_j p_j down_j(silu(gate_j(x)) * up_j(x))`` over the top-k experts that the router chooses for each token.
 
-    Some architectures have another activation, or add a shared MLP that every token takes.
+    Some architectures have another activation, or add a shared MLP, which processes every token.
     """
 
     def __init__(self, config: Config, mixture: Mixture, place: Place) -> None:

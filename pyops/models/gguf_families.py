@@ -63,7 +63,7 @@ class GgufFamily(NamedTuple):
     """An architecture of GGUF files.
 
     Attributes:
-        architecture: the name of the architecture in Hugging Face's ``config.json``.
+        architecture: the architecture's name in a ``config.json``.
         keys: {name in ``config.json``: key in the metadata}, in addition to `SIZES`.
         neighbours: whether rows of queries and keys are permuted for interleaved rotary pairs, unlike Hugging Face's.
         turns_parts: whether the rotary embedding may rotate only a part of each head.
