@@ -94,15 +94,15 @@ class MambaMixer2(_HeadMixer):
     The convolution is causal, depthwise and followed by silu; its results are x, B and C of the scan, which is
     `pyops.mamba_chunk_scan_varlen` (Dao and Gu 2024, arXiv:2405.21060). The norm is `Mixer2RMSNormGated`.
     ``forward(hidden_states, conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None,
-    has_initial_states=None, num_decodes=0)`` takes what that of `MambaMixer` takes, and returns
-    [num_tokens, hidden_size], but for the shapes of states:
+    has_initial_states=None, num_decodes=0)`` takes the arguments of `MambaMixer.forward` and returns
+    [num_tokens, hidden_size]. The states have other shapes:
 
     - conv_state: [num_slots, channels, conv_kernel_size - 1] for ``channels = intermediate_size / ranks + 2 * groups *
       ssm_state_size``, where groups are those of this rank.
     - ssm_state: [num_slots, num_heads / ranks, head_dim, ssm_state_size].
 
-    Steps of decodes are `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, the convolution of the others
-    is `pyops.causal_conv1d_prefill`. Ranks divide the heads and their groups; where there are more ranks than groups,
+    Decodes use `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, other sequences
+    `pyops.causal_conv1d_prefill`. Ranks divide the heads and their groups; where there are more ranks than groups,
     ranks share a group.
 
     Args:
@@ -186,14 +186,14 @@ class Plamo2MambaMixer(_HeadMixer):
     The convolution is causal, depthwise and followed by silu. The scan is `pyops.mamba_chunk_scan_varlen`, with one
     group; its B, C and time steps are projections of its input, each after an RMS norm. ``forward(hidden_states,
     conv_state=None, ssm_state=None, query_start_loc=None, state_indices_tensor=None, has_initial_states=None,
-    num_decodes=0)`` takes what that of `MambaMixer` takes, and returns [num_tokens, hidden_size], but for the shapes of
-    states, in which channels are ``mamba_num_heads * hidden_size_per_head``:
+    num_decodes=0)`` takes the arguments of `MambaMixer.forward` and returns [num_tokens, hidden_size]. The states have
+    other shapes; channels are ``mamba_num_heads * hidden_size_per_head``:
 
     - conv_state: [num_slots, channels / ranks, mamba_d_conv - 1].
     - ssm_state: [num_slots, mamba_num_heads / ranks, hidden_size_per_head, mamba_d_state].
 
-    Steps of decodes are `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, the convolution of the others
-    is `pyops.causal_conv1d_prefill`. The rows of in_proj are all gates, then all x; checkpoints have them head by head.
+    Decodes use `pyops.causal_conv1d_decode` and `pyops.selective_state_update`, other sequences
+    `pyops.causal_conv1d_prefill`. The rows of in_proj are all gates, then all x; checkpoints have them head by head.
 
     Args:
         vllm_config: `model_config.hf_config` has `hidden_size`, `mamba_d_state`, `mamba_d_conv`, `mamba_num_heads`,
