@@ -1,4 +1,4 @@
-"""What the layers of a dense decoder are made of: attention over a paged cache, MLPs."""
+"""The parts of the layers of a dense decoder: attention over a paged cache, and MLPs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Attention:
-    """Grouped-query attention, optionally with a rotary embedding. It keeps keys and values, in blocks of tokens.
+    """Grouped-query attention over a paged cache of keys and values, optionally with a rotary embedding.
 
     An fp8 cache holds quantized keys and values; the attention kernels multiply them by `scales`.
 

@@ -58,7 +58,7 @@ def calibrate_kv_scales(
 
 def _largest_of_heads(written: Tensor) -> Tensor:
     """[num_heads] float32: the largest magnitude of keys or values [num_blocks, block_size, num_heads, head_dim]."""
-    by_head = written.flatten(0, 1) if written.ndim == 4 else written.flatten(0, 1).unsqueeze(1)  # of latent entries
+    by_head = written.flatten(0, 1) if written.ndim == 4 else written.flatten(0, 1).unsqueeze(1)  # latent KV
     return torch.maximum(by_head.amax((0, 2)), -by_head.amin((0, 2))).float()
 
 

@@ -105,6 +105,36 @@ def test_measurements_that_code_cites_are_on_the_page_named() -> None:
                     assert phrase in " ".join((ROOT / name).read_text().split()), f"{path}: {name}, {phrase}"
 
 
+def stray_markers(text: str) -> list[str]:
+    """Lines that continue a paragraph or an item of a list and yet begin like an item or a heading."""
+    marker = re.compile(r"( *)(?:(\d+)[.)]|[-+*]|#{1,6})(?: |$)")
+    found = []
+    for block in re.split(r"\n\s*\n", re.sub(r"^ *```.*?^ *```\n", "", text, flags=re.DOTALL | re.MULTILINE)):
+        first, *lines = block.strip("\n").split("\n")
+        item, indent = marker.match(first), len(first) - len(first.lstrip())
+        for here in filter(None, map(marker.match, lines)):
+            if item is None and len(here[1]) < indent:  # the item after an indented paragraph
+                item = here
+            elif item is None or item[1] != here[1] or bool(item[2]) != bool(here[2]):
+                found.append(here.string)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_no_wrapped_line_begins_like_an_item_or_a_heading(page: Path) -> None:
+    assert stray_markers(page.read_text()) == []
+
+
+@pytest.mark.parametrize("line", ["4350.", "2) b", "+ 3 b", "- b", "* b", "# b"])
+def test_a_wrapped_line_that_begins_like_an_item_is_found(line: str) -> None:
+    assert stray_markers(f"of the cores a\n{line}\nb\n") == [line]
+    assert stray_markers(f"- an item of\n  {line}\n- another\n") == [f"  {line}"]
+
+
+def test_lists_and_code_are_no_stray_markers() -> None:
+    assert stray_markers("# title\n\n1. a\n   b\n\n   c\n2. d\n\n```sh\n# comment\n```\n\n- d\n  30). e\n- f\n") == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_command_lines_parse(page: Path) -> None:
     text = page.read_text()
