@@ -71,7 +71,7 @@ def codes_of_experts(one: Any, activation: str, k: int, size: int) -> None:
 
 
 def mla(lengths: list[int], heads: int, page_size: int, kind: torch.dtype | None) -> None:
-    prefill.test_mla_codes("cpu", lengths, heads, page_size, 1, BF16, kind)
+    prefill.test_mla_decode_fp8("cpu", lengths, heads, page_size, 1, BF16, kind)
 
 
 def on_ampere(call: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ STAGES = {"attention/mla_decode_small_h.cu": 4, "mamba/chunk_scan_states.cu": 3}
 # A call of every kernel, whose pipeline goes round more than twice: see ROUNDS.
 CASES: dict[str, list[Callable[[], None]]] = {
     "attention/prefill_mma.cu": [partial(on_ampere, prefill_on_ampere)],
-    "attention/prefill_sm90_fp8.cu": [partial(on_one, partial(e4m3.test_long_sums_are_exact, "cpu"))],
+    "attention/prefill_sm90_fp8.cu": [partial(on_one, partial(e4m3.test_long_accumulation_is_exact, "cpu"))],
     "attention/prefill_sm90.cu": [
         partial(long_prefill, PrefillSm90Config(64, 2), (4, 2), 16, 8),
         partial(long_prefill, PrefillSm90Config(48, 3), (4, 2), 64, 16),
@@ -119,7 +119,7 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "attention/mla_decode.cu": [partial(on_ampere, mla_on_ampere)],
     "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 16, FP8)],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
-    "attention/mla_decode_sm90.cu": [partial(prefill.test_mla, "cpu", [330, 300], 24, 16, 1, BF16)],
+    "attention/mla_decode_sm90.cu": [partial(prefill.test_mla_decode, "cpu", [330, 300], 24, 16, 1, BF16)],
     "linear/gemm_sm90.cu": [
         partial(dense.test_linear, GemmConfig(128, cluster=2, group=8), 300, 264, 328),
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=8, ping_pong=True), 140, 168, 328),

@@ -309,7 +309,7 @@ print(told)
 @pytest.mark.slow
 def test_verdicts() -> None:
     """A text that no compiler takes is no mutant; a wrong kernel is killed; the same machine code is equivalent."""
-    tests = "tests/test_activation.py::test_plain_against_float64[relu2-dtype2-host]"
+    tests = "tests/test_activation.py::test_plain_matches_float64[relu2-dtype2-host]"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OUTER, tests],

@@ -68,7 +68,7 @@ def counts() -> dict[str, int]:
 
 
 def fault(word: str, count: int, most: int) -> str | None:
-    """What is wrong with a count: it rose, or it fell by more than 5 % and `MOST` did not follow."""
+    """The fault of a count: it rose, or it fell by more than 5 % and `MOST` did not follow."""
     if count > most:
         return f'"{word}" occurs {count} times, at most {most} allowed: write {WORDS[word][2]} (docs/glossary.md)'
     if count < 0.95 * most:
