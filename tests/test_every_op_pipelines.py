@@ -67,7 +67,7 @@ def run_example(name: str, **axes: Any) -> None:
 
 def codes_of_experts(one: Any, activation: str, k: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        grouped.test_codes_of_experts(one, activation, k, size, patch)
+        grouped.test_packed_experts(one, activation, k, size, patch)
 
 
 def mla(lengths: list[int], heads: int, page_size: int, kind: torch.dtype | None) -> None:
@@ -124,19 +124,19 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(dense.test_linear, GemmConfig(128, cluster=2, group=8), 300, 264, 328),
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=8, ping_pong=True), 140, 168, 328),
         partial(dense.test_linear, GemmConfig(64, cluster=2, group=2, ping_pong=True), 300, 136, 328),
-        partial(dense.test_scales_of_blocks, GemmConfig(64, cluster=1, group=2), 140, 200, 328),
+        partial(dense.test_block_scales, GemmConfig(64, cluster=1, group=2), 140, 200, 328),
         partial(dense.test_scaled_mm, GemmConfig(64, cluster=1, group=2), FP8, 592),
     ],
     "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328)],
     "linear/wq_gemm_sm90.cu": [
-        partial(packed.test_product, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
-        partial(packed.test_product, packed.awq, 4, PackedConfig(32, 256, 2, 2, 1), 40, 320, 640, 10, BF16),
+        partial(packed.test_packed_gemm, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
+        partial(packed.test_packed_gemm, packed.awq, 4, PackedConfig(32, 256, 2, 2, 1), 40, 320, 640, 10, BF16),
     ],
     "linear/wq_gemm_sm80.cu": [
-        partial(packed.test_product, packed.marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 1024, 1, BF16)
+        partial(packed.test_packed_gemm, packed.marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 1024, 1, BF16)
     ],
     "linear/wq_gemm_sm90_small_m.cu": [
-        partial(packed.test_product, packed.marlin, 4, PackedNarrowConfig(4), 17, 320, 1296, 1, BF16)
+        partial(packed.test_packed_gemm, packed.marlin, 4, PackedNarrowConfig(4), 17, 320, 1296, 1, BF16)
     ],
     "linear/gemm_sm90_swap_ab.cu": [
         partial(dense.test_linear, SwapConfig(16, 112, splits=1), 33, 264, 584),
@@ -148,11 +148,11 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, DigitsConfig(2, 2), 1)],
     "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, VecConfig(1, 1, 2, 2), 1)],
     "linear/grouped_gemm_sm90.cu": [
-        partial(grouped.test_hopper, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
-        partial(grouped.test_hopper, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
+        partial(grouped.test_hopper_grouped_gemm, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
+        partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
     ],
     "linear/grouped_gemm_sm80.cu": [
-        partial(grouped.test_other_kernels, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
+        partial(grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
     ],
     "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
@@ -251,13 +251,15 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
     ],
     "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 9 * 16 - 3, 136, 72)],
     "linear/grouped_gemm_sm90.cu": [
-        partial(grouped.test_hopper, GroupedConfig(64, 64, group=2), (70, 136, *_EXPERT, 64, 2, 1)),
+        partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 64, group=2), (70, 136, *_EXPERT, 64, 2, 1)),
     ],
     "linear/grouped_gemm_sm80.cu": [
-        partial(grouped.test_other_kernels, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1))
+        partial(
+            grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1)
+        )
     ],
     "linear/grouped_gemm_simt.cu": [
-        partial(grouped.test_other_kernels, GroupedSimtConfig(16, 64), (135, 136, *_EXPERT, 16, 2, 1))
+        partial(grouped.test_mma_and_simt_grouped_gemm, GroupedSimtConfig(16, 64), (135, 136, *_EXPERT, 16, 2, 1))
     ],
 }
 
