@@ -28,7 +28,7 @@ class Semantic(NamedTuple):
 
 
 def parse(text: str) -> list[Semantic]:
-    """The mutants that a text in this format holds."""
+    """The mutants that a text in this format contains."""
     found = []
     for part in re.split("^== ", text, flags=re.MULTILINE)[1:]:
         first, *lines = part.split("\n")
@@ -45,7 +45,7 @@ SEMANTIC = [one for name in _TEXTS for one in parse(Path(__file__).with_name(nam
 
 
 def anchored(written: Iterable[Semantic]) -> tuple[list[Mutant], list[str]]:
-    """(the mutants, a message for each whose code does not stand exactly once in its file)."""
+    """(the mutants, a message for each whose code does not occur exactly once in its file)."""
     mutants, problems = [], []
     for one in written:
         mutant = _of_python(one) if one.file.endswith(".py") else _of_kernel(one)
