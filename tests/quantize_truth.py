@@ -41,7 +41,7 @@ def exact(x: Any) -> Any:
 
 
 def f32(x: Any) -> Any:
-    """float64 values rounded to float32. (A quotient or product of two float32 is then rounded as if once.)"""
+    """float64 values rounded to float32. (A quotient or product of two float32 then has a single rounding.)"""
     return numpy.asarray(x, "float64").astype("float32").astype("float64")
 
 

@@ -5,8 +5,8 @@
 
 Prints every specialisation that is not byte-equal, with its instructions, registers and spilled bytes before and after,
 and fails if there is one. The specialisations of an op are compared in the order in which its plan gives them, so that
-files, kernels and constants may have other names. What was compiled is kept in a temporary folder, under the hash of
-its text without comments.
+files, kernels and constants may have other names. Compiled code is cached in a temporary folder, under the hash of its
+text without comments.
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ def verdict(before: Code, after: Code) -> str:
 
 
 def sampled(pairs: list[tuple[Source, Source]], per_kernel: int | None) -> list[tuple[Source, Source]]:
-    """Each text once, and at most `per_kernel` specialisations of each kernel, the same ones at each call; None for
-    all.
-    """
+    """Each text once, and at most `per_kernel` specialisations of each kernel, the same ones at each call."""
     distinct = {after.text: (before, after) for before, after in pairs}
     ordered = sorted(distinct.values(), key=lambda pair: pair[0][:2])
     chosen = []

@@ -223,7 +223,7 @@ def test_extreme_queries_with_fp8_cache(on: str, cap: float) -> None:
     _varlen(PrefillSm90Config(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
     call["query"] = call["query"][:, :1].expand(-1, 4, -1).sign() * 3e38  # every logit is beyond 2^24, and finite
     _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
-    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0, of a product with a vast unit
+    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0 times a huge element
     for keys, _ in call["plain"]:
         keys[..., 0] = 0.0
     _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 8.0})
@@ -599,7 +599,7 @@ def test_mla_decode_fp8(
         expected = few_heads if num_heads <= 16 else mla_sm90.MlaSm90Config
         chosen = tuning.last[MLA.name]
         assert isinstance(chosen, expected)
-        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two blocks of heads share conversions of scaled codes
+        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two CTAs of heads share conversions of scaled fp8
             assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
     MLA.forget()
 

@@ -85,11 +85,11 @@ def _call(
 def _assert_is_attention(call: dict[str, Any], factor: float = 1.0) -> None:
     """Make the call, and compare the result with the plain formula in float64; `factor` scales the latent KV.
 
-    The log-sum-exp may be off by what rounds its logits. Tensor cores add 16 products of a logit's 576 to the sum so
-    far and cut the result to 24 bits, 36 times: by 2^-17.8 of all terms t = |q| . |k| at worst. Sums of random terms
-    are t / 19 on average. Of 800,000 logits that were cut so, the mean was off by 2^-24.3 t, three in 10,000 by more
-    than 2^-22 t, none by 2^-21.4 t. The largest logit of 330, which may be all of a log-sum-exp, was off by 2^-22.7 t
-    on average, in proportion to itself: hence 1e-6 of it besides 2^-22 t.
+    The tolerance of the log-sum-exp is that of its logits. Tensor cores add 16 of the 576 products of a logit to the
+    accumulator and truncate it to 24 bits, 36 times: the error is at most 2^-17.8 of the sum of magnitudes
+    t = |q| . |k|. A random logit is t / 19 on average. Over 800,000 logits with this truncation the mean error was
+    2^-24.3 t, three in 10,000 exceeded 2^-22 t, and none 2^-21.4 t. The row max of 330 logits, which may dominate the
+    log-sum-exp, was off by 2^-22.7 t on average, in proportion to itself: hence 1e-6 of it plus 2^-22 t.
     """
     plain = call.pop("plain")
     MLA.wrapper(**call)

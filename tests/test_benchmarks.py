@@ -82,7 +82,7 @@ def test_bytes_of_a_case() -> None:
 # The command line
 
 
-def test_ops_and_axes_are_told_apart() -> None:
+def test_ops_and_axes_are_distinguished() -> None:
     groups, chosen = selection("rms_norm", "hidden_size=5120", "--dtype", "bf16,fp32")
     assert groups == {"rms_norm": [RMS_NORM]}
     assert chosen == {"hidden_size": (5120,), "dtype": ["bfloat16", "float32"]}
@@ -167,7 +167,7 @@ def test_host_time_counts_calls_and_not_the_wait() -> None:
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A `torch.ops._C` with an rms_norm whose schema is older than ours: no epsilon."""
+    """A `torch.ops._C` with an rms_norm of an older schema than ours: no epsilon."""
     monkeypatch.setattr(rivals, "load_vllm", lambda paths: "")
     seen = []
 

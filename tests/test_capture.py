@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Case(NamedTuple):
-    """A call of an op, and what its plan for an H200 has besides a launch."""
+    """A call of an op, and the parts of its plan for an H200 besides launches."""
 
     op: str
     axes: dict[str, Any]

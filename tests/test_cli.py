@@ -328,7 +328,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._reference().ok is False
 
 
-def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_checks_its_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
     assert "The quick brown fox | " in printed

@@ -126,7 +126,7 @@ def test_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_readme_examples_print_what_it_says() -> None:
+def test_readme_examples_print_the_documented_output() -> None:
     """In separate processes, because ops list all kernels of their process."""
     assert_prints("import torch\nimport pyops", "cuda ['norm/", "cpu ", torch.cuda.is_available())
     cupy = pytest.importorskip("cupy")
@@ -134,8 +134,8 @@ def test_readme_examples_print_what_it_says() -> None:
 
 
 @pytest.mark.gpu
-def test_readme_examples_print_what_it_says_on_a_gpu() -> None:
-    test_readme_examples_print_what_it_says()
+def test_readme_examples_print_the_documented_output_on_a_gpu() -> None:
+    test_readme_examples_print_the_documented_output()
 
 
 def assert_prints(start: str, on_gpu: str, without: str, gpu: bool) -> None:

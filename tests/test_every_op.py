@@ -91,7 +91,7 @@ def _words(file: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_kernels_take_what_they_are_given(op: Op) -> None:
+def test_kernels_take_all_given_values(op: Op) -> None:
     """The contract between plan and C signature: every parameter gets a value, and every value and constant is used.
 
     Every tensor is used by the kernels of some case; a keyword may leave it unread in others.

@@ -79,7 +79,7 @@ def _called(op: Op, device: str, on_host: bool) -> tuple[list[Any], Any]:
 
 
 def _right_call(op: Op, device: str) -> list[Any]:
-    """The arguments of a good call, whose plan is the most recent one."""
+    """The arguments of a good call; its plan is the most recent one."""
     args, op.recent[0] = _called(op, device, isinstance(device, Host))
     return clones(args)
 

@@ -143,7 +143,8 @@ print((times[2] - times[1]) / (times[1] - times[0]))
 def test_import_is_fast(tmp_path: Path) -> None:
     """From byte code, which pip writes at installation. It takes some four times as long as importing numpy.
 
-    Measured is processor time of one thread, next to other work of the process: a busy machine slows both.
+    Processor time of one thread is compared with that of other work in the same process, because a busy machine slows
+    both.
     """
     byte_code = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     assert min(float(run(TIMES, **byte_code)) for _ in range(5)) < 6

@@ -364,7 +364,7 @@ def test_changes_in_any_order(
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_report_says_what_is_left_alone_since(change: Change, name: str, left: dict[str, str], model: Any) -> None:
+def test_report_says_what_was_changed_since(change: Change, name: str, left: dict[str, str], model: Any) -> None:
     accelerate(model)
     assert not report(model).left_alone
     change(model, name)

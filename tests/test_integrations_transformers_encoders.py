@@ -52,7 +52,7 @@ SERVED |= {"Roberta": 2, "Albert": 1, "SiglipVision": 2, "Whisper": 2}
 
 
 def model_of(name: str, **options: Any) -> Any:
-    """A model whose norms and biases are random."""
+    """A model with random biases and norms."""
     torch.manual_seed(1)
     config = f"{name.removesuffix('Encoder')}Config"
     made = getattr(transformers, f"{name}Model")(getattr(transformers, config)(**MODELS[name] | options)).eval()

@@ -331,7 +331,7 @@ def _grouped_topk() -> Case:
 def _hadacore_transform() -> Case:
     _, x = _example("hadacore_transform_out", hidden_size=4, dtype="float32")
     ones = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2.0
-    x = x.round()  # of such numbers, sums and halves are exact
+    x = x.round()  # sums and halves of these numbers are exact
     return [x, False], [], [x @ ones]
 
 

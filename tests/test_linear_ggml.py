@@ -136,8 +136,8 @@ def test_exact_accumulation() -> None:
 
 
 def test_cancelling_products() -> None:
-    """A small element next to large ones with products that cancel: the digit kernels keep its product, the integer
-    kernels nothing else."""
+    """A small element next to large ones with products that cancel: digit kernels keep its product, integer kernels do
+    not."""
     n, k = 20, 768
     weight, truth = draw(8, 1, k)
     blocks = weight.view(-1, 34)

@@ -531,7 +531,7 @@ def test_warps_must_divide_the_tile() -> None:
         replace(SMALL, tile_n=16)
 
 
-# What is refused
+# Refusals
 
 
 def test_refused() -> None:

@@ -319,7 +319,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("it's")
 
 
-# What is refused
+# Refusals
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:

@@ -210,8 +210,8 @@ class Case:
     """A quantised model.
 
     Attributes:
-        tensors: what a folder holds.
-        dequantised: transformers' model in float32, its weights those of the codes.
+        tensors: the contents of a folder.
+        dequantised: transformers' model in float32 with the dequantised weights.
         input_scales: {name of a projection: its static scale}.
     """
 
@@ -297,8 +297,9 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 def test_tokens_match_the_dequantised_model(kind: str, name: str, folder: Callable[..., Path]) -> None:
     """At least 60 of 64 after one text, each compared after the same tokens. The others are near-ties.
 
-    There the model is undecided between both tokens within what quantised activations do to its logits: each of the two
-    may be off by the largest change of a logit at that token, and by a quarter of it for the roundings of the dtype.
+    There the model is undecided between both tokens within the effect of quantised activations on its logits: each of
+    the two may be off by the largest change of a logit at that token, and by a quarter of it for the roundings of the
+    dtype.
     """
     engine = Engine(load(folder(kind, name)), max_seq_len=96, max_num_seqs=1)
     (text,) = engine.generate([PROMPT], SamplingParams(max_tokens=COUNT))

@@ -82,7 +82,7 @@ def common_metadata(counts: list[int], lengths: list[int], tables: torch.Tensor,
     """vLLM's metadata of a step with `counts` new tokens at the end of sequences of these lengths.
 
     Args:
-        rows: of the queries, where they are more than the new tokens: they fill up a CUDA graph, whose slots are -1.
+        rows: rows of the queries, if more than the new tokens: padding rows of a CUDA graph, with slots of -1.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -127,7 +127,7 @@ def attention(
     if (slopes := options.get("slopes")) is not None:
         bias = bias + slopes.double()[:, None, None] * (j - at)
     bias = bias.masked_fill(~seen, -torch.inf)
-    if (sinks := options.get("sinks")) is not None:  # one more key of zeros, whose value is zeros
+    if (sinks := options.get("sinks")) is not None:  # one more key of zeros, with a value of zeros
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         bias = torch.cat((bias, sinks.double()[:, None, None].expand(-1, count, 1)), -1)
     found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)

@@ -64,8 +64,7 @@ def line_of(text: str, what: str) -> int:
 
 @pytest.fixture
 def caught(run_on_host: Run) -> Callable[..., pyops.KernelFault]:
-    """caught(kinds, text, **launch): the fault of a text under every schedule; the text without its injected fault is
-    right.
+    """caught(kinds, text, **launch): the fault of a text under every schedule; without its injected fault it is right.
 
     The schedule decides which of several kinds it is. `right` is called after each run without a fault.
     """

@@ -129,7 +129,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 def loading(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> pyops.Op:
-    """An op whose kernel calls `then` when it is loaded."""
+    """An op with a kernel that calls `then` when it is loaded."""
 
     def load(index: int, text: str, entry: str, kernel: str, constants: str, *_: Any) -> Compiled:
         then()

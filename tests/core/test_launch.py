@@ -21,7 +21,7 @@ from tests.core.conftest import Driver, call, text
 MakeKernel = Callable[[str, str], Kernel]
 
 
-def test_parameters_hold_what_they_are_given(kernel: MakeKernel, driver: Driver) -> None:
+def test_parameters_hold_the_given_values(kernel: MakeKernel, driver: Driver) -> None:
     every = kernel(
         "every",
         text(

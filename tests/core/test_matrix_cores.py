@@ -15,7 +15,7 @@ DTYPES = (dtypes.float16, dtypes.bfloat16, dtypes.int8)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("core", CORES)
-def test_lanes_hold_what_the_tables_say(core: str, dtype: DType) -> None:
+def test_lanes_match_amds_tables(core: str, dtype: DType) -> None:
     """Registers of any content, exactly: operands and accumulators as in AMD's tables."""
     table, lanes, widths = CORES[core]
     instruction: Instruction = table[dtype.itemsize]

@@ -4,7 +4,7 @@ python -m tests.hip get FOLDER            fetch hiprtc from Debian's packages
 python -m tests.hip compile FOLDER        compile a sample of every kernel for five architectures, and of
                                           two for three that are like one of them
 python -m tests.hip compile FOLDER --all  compile every specialisation
-    --part 2/3 --save FILE                of three parts the second, but for what FILE holds, and add results to FILE
+    --part 2/3 --save FILE                the second of three parts, without the results in FILE; adds to FILE
 python -m tests.hip emulate FOLDER --tinygrad CHECKOUT
                                           run small cases of every op, for four architectures, in the instruction
                                           emulator of tinygrad's tests

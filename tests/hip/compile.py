@@ -20,7 +20,7 @@ from .specialisations import ARCHS, RELATIVES
 
 Job = tuple[str, Specialisation]  # (architecture, specialisation)
 _WORKER = Path(__file__).with_name("worker.py")
-_BATCH = 10  # jobs of a worker, whose results come all at once
+_BATCH = 10  # jobs of a worker, which returns all results at once
 
 
 @dataclass(frozen=True)

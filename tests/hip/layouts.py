@@ -1,7 +1,7 @@
 """Operand and accumulator fragments of AMD's matrix cores, compared with AMD's tables lane by lane.
 
-The tables are those of AMD's matrix instruction calculator (CDNA 2 and 3, RDNA 3 and 4). It lacks CDNA 4, whose longer
-instructions are taken for those of CDNA 3 with twice the registers. `check_registers` multiplies registers of any
+The tables are those of AMD's matrix instruction calculator (CDNA 2 and 3, RDNA 3 and 4). It lacks CDNA 4: its longer
+instructions are assumed to be those of CDNA 3 with twice the registers. `check_registers` multiplies registers of any
 content, `check_tiles` tiles in shared memory by product.cuh. Both run by the host backend
 (tests/core/test_matrix_cores.py) and by the instruction emulator (`tests.hip emulate`).
 """

@@ -126,8 +126,8 @@ def files_of(mutants: Iterable[Mutant]) -> list[str]:
 def items_of(mutant: Mutant, items: Sequence[pytest.Item], killers: Sequence[str]) -> list[pytest.Item]:
     """The tests that run the mutant's kernels, plan or function on the CPU.
 
-    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests
-    whose names share words with the `why` of a semantic mutant, or with what its operator breaks; then those of headers
+    First come `killers`, the ids of tests that have killed other mutants of the file, the latest first; then tests with
+    names that share words with the `why` of a semantic mutant, or with what its operator breaks; then those of headers
     and tests with code that names the declaration that the mutant changes; then the files that name an op. In these,
     test functions take turns, because the parameters of one are much alike; a function that names an op itself has a
     head start.

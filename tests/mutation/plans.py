@@ -39,7 +39,7 @@ class Change(NamedTuple):
 
 @cache
 def functions() -> dict[types.FunctionType, frozenset[str]]:
-    """Every plan function, and the names of the ops whose plans call it."""
+    """Every plan function, with the names of its ops."""
     callers: dict[types.FunctionType, set[str]] = defaultdict(set)
     for op in registry.values():
         reached: set[types.FunctionType] = set()
@@ -164,7 +164,7 @@ def _changes_of_keywords(call: ast.Call) -> Iterator[Change]:
 
 
 def ops_of(mutant: Mutant) -> frozenset[str]:
-    """The names of the ops whose plans call the function that the mutant changes."""
+    """The names of the ops with plans that call the function that the mutant changes."""
     return functions()[function_of(mutant)]
 
 

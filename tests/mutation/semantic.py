@@ -57,7 +57,7 @@ def anchored(written: Iterable[Semantic]) -> tuple[list[Mutant], list[str]]:
 
 
 def _of_kernel(one: Semantic) -> Mutant | str:
-    """The mutant, or what is wrong with it."""
+    """The mutant, or the error in its definition."""
     if one.file not in kernels_cu.names():
         return "the file does not exist"
     found = code.tokens(kernels_cu.read(one.file))
@@ -69,7 +69,7 @@ def _of_kernel(one: Semantic) -> Mutant | str:
 
 
 def _of_python(one: Semantic) -> Mutant | str:
-    """The mutant, or what is wrong with it."""
+    """The mutant, or the error in its definition."""
     lacking = [file for file in (one.file, *one.tests) if not (python.ROOT / file).is_file()]
     if lacking:
         return f"{lacking[0]} does not exist"
