@@ -1,4 +1,4 @@
-"""Hypothesis profiles, what to do without a device, and the summary of the specialisations."""
+"""Hypothesis profiles, skips without a device, and the summary of the specialisations."""
 
 from __future__ import annotations
 

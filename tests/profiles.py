@@ -1,4 +1,4 @@
-"""How much the tests try.
+"""Test profiles: how many examples, variants and compiles a run takes.
 
 `PYOPS_TEST_PROFILE` names a profile. The default is ``ci`` with ``CI=true``, else ``dev``.
 """

@@ -438,7 +438,7 @@ def test_sparsity_is_checked_at_every_call() -> None:
         pyops.gelu_and_mul_sparse(out, x, 0.5, "sigmoid")
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     with pytest.raises(pyops.OpError, match="input: expected a last dimension of even size"):
         pyops.silu_and_mul(torch.empty(2, 3), torch.empty(2, 7))
     with pytest.raises(pyops.OpError, match=r"out: expected shape \(2, 4\)"):

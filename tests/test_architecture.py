@@ -120,14 +120,14 @@ def test_files_and_classes_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno < 200, node.name
 
 
-def test_a_call_is_read_in_six_files() -> None:
+def test_call_path_is_six_files() -> None:
     assert sum(_lines(CORE / f"{name}.py") for name in CALL_PATH) <= 1200
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `_core/(\w+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
 
 
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_the_harness_knows_no_op(path: Path) -> None:
+def test_harness_knows_no_op(path: Path) -> None:
     """It imports the core and itself, and hypothesis only in the strategies."""
     imported = _imports(path)
     own = {name for name in imported if name.startswith("pyops")}

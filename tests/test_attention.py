@@ -118,7 +118,7 @@ def test_decode_matches_torch_attention(on: str, dtype: torch.dtype, packed: boo
 
 @pytest.mark.parametrize("heads", [(40, 2), (9, 1), (3, 3), (16, 2), (16, 1), (32, 1), (1, 1)])
 def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
-    """1 query head per key-value head, a full MMA tile of them, and more than one CUDA block takes."""
+    """One query head per key-value head, a full MMA tile of them, and more than one CTA takes."""
     for dtype in (torch.bfloat16, torch.float32):
         _assert_is_attention(paged_call([1, 37], heads, dtype=dtype, on=on))
 

@@ -284,7 +284,7 @@ def test_soft_caps(on: str, one: PrefillSm90Config, head_size: int, dtype: torch
         call |= {"query": (call["query"] * rows).to(dtype), "scale": factor * scale}
         schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
         _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
-        if dtype == torch.bfloat16:  # two terms, where no log-sum-exp is asked for
+        if dtype == torch.bfloat16:  # two terms of the polynomial, unless a log-sum-exp is returned
             options = {"logits_soft_cap": cap, "causal": True, "sliding_window": 150}
             _varlen(one, has_lse=False, **call | options)
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})

@@ -83,7 +83,8 @@ def _call(
 
 
 def _assert_is_attention(call: dict[str, Any], factor: float = 1.0) -> None:
-    """Make the call, and compare the result with the plain formula in float64; `factor` scales the latent KV.
+    """Make the call, and compare the result with the formula in float64, in which `factor` moves from `scale` to the
+    latent KV.
 
     The tolerance of the log-sum-exp is that of its logits. Tensor cores add 16 of the 576 products of a logit to the
     accumulator and truncate it to 24 bits, 36 times: the error is at most 2^-17.8 of the sum of magnitudes

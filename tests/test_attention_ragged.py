@@ -135,7 +135,7 @@ def test_sinks(on: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_reads_its_own_tokens_only(on: str, dtype: torch.dtype) -> None:
+def test_sequence_reads_only_its_own_tokens(on: str, dtype: torch.dtype) -> None:
     """NaN among the keys and values of one sequence reaches no other sequence; its own queries become NaN."""
     call = _call([40, 3, 70], [40, 3, 70], dtype=dtype, on=on)
     for name in ("key", "value"):

@@ -36,7 +36,7 @@ def selection(*words: str) -> tuple[dict[str, list[Any]], dict[str, Any]]:
 # Shapes
 
 
-def test_sweep_is_the_product_of_tokens_and_hidden_sizes() -> None:
+def test_sweep_is_every_pair_of_tokens_and_hidden_sizes() -> None:
     cases = shapes.cases(RMS_NORM, {"dtype": ["float16"]})
     assert len(cases) == 10
     assert str(cases[0]) == "rms_norm num_tokens=1 hidden_size=4096 float16"
@@ -67,7 +67,7 @@ def test_unknown_axes_are_dropped_and_literals_restrict() -> None:
     assert shapes.cases(op, {"group_size": [100]}) == []
 
 
-def test_values_are_parsed_by_their_look() -> None:
+def test_values_are_parsed_as_ints_bools_or_strings() -> None:
     assert shapes.parse("hidden_size=4096,5120") == ("hidden_size", (4096, 5120))
     assert shapes.parse("is_neox=True") == ("is_neox", (True,))
     assert shapes.parse("quant_dtype=int8") == ("quant_dtype", ("int8",))
@@ -145,7 +145,7 @@ def test_calls_visit_every_set_equally_often(sets: int) -> None:
     assert calls % sets == 0
 
 
-def test_slow_calls_fill_forty_milliseconds() -> None:
+def test_slow_calls_are_timed_for_forty_milliseconds() -> None:
     assert timing.num_calls(1, us=5000.0) == 8
     assert timing.num_calls(1, us=1e6) == 1
 
@@ -202,13 +202,13 @@ def test_vllm_gets_none_for_arguments_of_its_own_schema(monkeypatch: pytest.Monk
     assert seen[1:] in ([], [3])
 
 
-def test_an_op_that_vllm_lacks_is_named(fake_vllm: list[Any]) -> None:
+def test_op_that_vllm_lacks_is_named(fake_vllm: list[Any]) -> None:
     op: Any = Declared(None)
     _, skips = rivals.builders(op, ["vllm"])
     assert skips == [{"rival": "vllm", "op": "declared", "reason": "has no such op"}]
 
 
-def test_a_rival_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unimportable_rival_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vllm", "vllm._C", "flashinfer", "flashinfer.norm"):
         monkeypatch.setitem(sys.modules, name, None)
     rivals._import.cache_clear()
@@ -508,7 +508,7 @@ def test_no_case_begins_after_the_time_is_up(pretended_gpu: Path) -> None:
     assert "skipped pyops: no time left (rms_norm, silu_and_mul)" in path.with_suffix(".md").read_text()
 
 
-def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_time, "ours", lambda op: lambda *args: lambda: None)
     assert main.main(["rms_norm", "num_tokens=1", "hidden_size=64", "--against", "torch", "--save"]) == 1
     gpu = json.loads((pretended_gpu / "rms_norm.json").read_text())["gpu"]

@@ -16,7 +16,7 @@ import pyops
 from benchmarks import all_reduce
 
 
-def test_the_page_has_the_predictions() -> None:
+def test_page_has_the_predictions() -> None:
     page = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text()
     assert page.split("<!-- predicted -->\n")[1].split("<!-- /predicted -->")[0] == f"{all_reduce.table()}\n"
 
@@ -52,7 +52,7 @@ def test_gloo_process_measures_sums_on_a_cpu(monkeypatch: pytest.MonkeyPatch, ca
     assert not torch.distributed.is_initialized()
 
 
-def test_environment_that_all_reduce_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_processes_or_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="expected processes of torchrun"):
         all_reduce.main([])

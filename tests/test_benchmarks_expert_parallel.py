@@ -18,7 +18,7 @@ from pyops.testing import ranks
 SMALL = Model("small", 64, 8, 3)
 
 
-def test_the_page_has_the_predictions() -> None:
+def test_page_has_the_predictions() -> None:
     page = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text()
     table = page.split("<!-- predicted experts -->\n")[1].split("<!-- /predicted experts -->")[0]
     assert table == f"{expert_parallel.table()}\n"
@@ -78,7 +78,7 @@ def test_nccl_contenders_pass_the_checks(way: Any, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_environment_that_the_benchmark_wants(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_missing_processes_or_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     expert_parallel.main(["--predict"])
     assert capsys.readouterr().out == f"{expert_parallel.table()}\n"
     monkeypatch.delenv("LOCAL_RANK", raising=False)

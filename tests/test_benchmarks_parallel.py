@@ -33,7 +33,7 @@ def test_floor_excludes_the_embedding_and_the_cache() -> None:
     assert step_floor_us(model, 3, 100, 1000.0) == pytest.approx((weights + cached) * 2 / 1e6)
 
 
-def test_missing_processes_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun"):
         main([])

@@ -38,7 +38,7 @@ def test_ratios_are_those_of_the_fastest_rival() -> None:
     }
 
 
-def test_the_block_counts_and_marks() -> None:
+def test_summary_counts_wins_and_marks_losses() -> None:
     text = readme.block(results(), readme.README.parent / "folder")
     words = " ".join(text.split())
     assert "6 cases were timed against at least one rival; most are bound by memory" in words

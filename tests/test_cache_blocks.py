@@ -85,7 +85,7 @@ def test_swap_blocks_merges_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dst", (torch.zeros(4, 4), torch.zeros(4, 2, dtype=torch.cfloat).conj(), 16, [[0, 1]])),
     ],
 )
-def test_swap_blocks_refuses(argument: str, args: Any) -> None:
+def test_swap_blocks_refused(argument: str, args: Any) -> None:
     with pytest.raises(pyops.OpError, match=f"^swap_blocks: {argument}: "):
         pyops.swap_blocks(*args)
 
@@ -174,7 +174,7 @@ def test_convert_fp8_of_more_rows_than_a_grid_has(where: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_convert_fp8_refuses(where: str) -> None:
+def test_convert_fp8_refused(where: str) -> None:
     op = pyops.registry["convert_fp8"]
     x, codes = make(4, 6, where=where), torch.zeros(4, 6, dtype=torch.uint8, device=where)
     for kind in ("auto", "fp8_e5m2", "int8"):

@@ -15,7 +15,7 @@ BLOCK_SIZE = 3
 
 
 def run(op: Any, device: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of a kernel, on a GPU or on the CPU."""
+    """Run the op's kernels, on a GPU or on the CPU."""
     if device == "cuda":
         return op(*args, **kwargs)
     with cpu("kernels"):
@@ -137,8 +137,8 @@ def test_swap_blocks_batch() -> None:
         ({"sizes": torch.ones(2, 1).long()}, r"sizes: expected a contiguous vector .* shape \(2, 1\)"),
     ],
 )
-def test_swap_blocks_batch_refuses(changed: dict[str, Any], message: str) -> None:
-    """Before anything is written: the addresses of a good call are no tensor's."""
+def test_swap_blocks_batch_refused(changed: dict[str, Any], message: str) -> None:
+    """Nothing is written before the refusal: the valid addresses belong to no tensor."""
     ones = torch.ones(2, dtype=torch.int64)
     with pytest.raises(pyops.OpError, match=f"swap_blocks_batch: {message}"):
         pyops.swap_blocks_batch(**{"src_ptrs": ones, "dst_ptrs": ones, "sizes": ones} | changed)

@@ -63,7 +63,7 @@ def test_family_is_the_package_that_declares_an_op(
     assert table.families() == ({family: [RMS_NORM]} if family else {})
 
 
-def test_functions_are_the_callables_that_are_no_ops() -> None:
+def test_listed_functions_are_public_and_no_ops() -> None:
     of_pyops = {name for name in dir(pyops) if inspect.isfunction(getattr(pyops, name)) and name[0] != "_"}
     assert {*FUNCTIONS} == of_pyops - {*pyops.registry} - {"op", "warmup"}
     assert {"fused_experts", "fused_marlin_moe", "fused_moe"} < {*table.functions()["moe"]}
@@ -124,7 +124,7 @@ def test_show_prints_the_config_that_was_chosen(
 
 
 @pytest.mark.parametrize("op", pyops.registry)
-def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     for one in axes.launches(pyops.registry[op], {}, device.model()):
         specialisation = one.specialisation
         error = pyops.CompileError(specialisation.kernel.file, str(specialisation), "log")
@@ -185,7 +185,7 @@ def test_fault_of_an_example_is_not_blamed_on_the_caller(monkeypatch: pytest.Mon
         axes.launches(RMS_NORM, {}, device.model())
 
 
-def test_a_wrong_switch_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_switch_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CPU", "bogus")
     monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
     assert main(["demo"]) == 2

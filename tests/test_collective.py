@@ -506,7 +506,7 @@ def test_two_shots_are_chosen_where_they_are_faster(
     assert two_shot(world_size, nbytes, fully_connected) == two
 
 
-def test_the_switch_of_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_of_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "3stage")
     with pytest.raises(pyops.OpError, match="3stage"):
         two_shot(2, 16, True)

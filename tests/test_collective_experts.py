@@ -57,7 +57,7 @@ def divided(
 
 
 def multiplied(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rank: int) -> None:
-    """In place: each row times Σ weight · (expert + 1), a stand-in for the experts."""
+    """In place: each row times the sum of weight * (expert + 1) over its choices, a stand-in for the experts."""
     rows *= (weights * (ids + 1 + 2 * rank)).where(ids >= 0, 0).sum(1, keepdim=True)
 
 
@@ -275,7 +275,7 @@ def test_device_error_names_the_ranks_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parallel_fused_experts(dtype: torch.dtype) -> None:
+def test_expert_parallel_equals_one_rank(dtype: torch.dtype) -> None:
     """Against float64, and against one rank with all experts; by references, and by kernels once."""
     world_size, experts, hidden, channels = 2, 4, 64, 32
     w1 = draw(experts, 2 * channels, hidden, dtype=dtype, seed=1) * hidden**-0.5

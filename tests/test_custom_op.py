@@ -383,7 +383,7 @@ def test_subclass_may_choose_another_method() -> None:
     assert Reversed()(torch.zeros(2)) == "mine"
 
 
-def test_weight_that_requires_grad_gets_one() -> None:
+def test_weight_that_requires_grad_gets_a_gradient() -> None:
     """Also if no argument requires grad."""
     with set_custom_ops("all", platform="cuda"):
         layer = RMSNorm(8)

@@ -31,7 +31,7 @@ def _cupy_call(op: Op) -> Any:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cupy_gives_the_bits_of_torch(op: Op) -> None:
+def test_cupy_equals_torch_bit_for_bit(op: Op) -> None:
     for case in axes.sample(op, max_cases=6):
         args = example(op, "cuda", num_tokens=7, **case)
         assert_same(op, run(op, args), run(op, args, call=_cupy_call(op)))
@@ -116,7 +116,7 @@ def test_graph_replay_equals_eager(op: Op, first: bool, monkeypatch: pytest.Monk
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 @pytest.mark.parametrize("op", OPS)
 def test_second_device(op: Op) -> None:
-    """Tensors on the second device, whichever device is current."""
+    """Tensors are on the second device, whichever device is current."""
     args = _args(op)
     results = run(op, args)
     moved = [arg.to("cuda:1") if isinstance(arg, torch.Tensor) else arg for arg in args]

@@ -107,7 +107,7 @@ def test_64_bit_offsets(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
+def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
     args = _args(op)
     assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 

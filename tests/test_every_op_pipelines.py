@@ -310,7 +310,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, fewest: Callable[[str], int] | None =
 
 
 @cases(CASES)
-def test_more_steps_than_stages(file: str, call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_k_tiles_than_stages(file: str, call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """With two stages, or as few as the kernel takes. Every tile goes round them more than twice."""
     watch(monkeypatch, lambda name: FEWEST.get(name, 2))
     launch, launches = Specialisation.launch, list[Launch]()

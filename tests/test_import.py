@@ -171,7 +171,7 @@ else:
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_kernels_on_the_cpu_need_numpy_alone() -> None:
+def test_kernels_on_the_cpu_need_only_numpy() -> None:
     run("""
 import os
 os.environ["PYOPS_CPU"] = "kernels"

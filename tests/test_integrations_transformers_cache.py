@@ -82,7 +82,7 @@ def test_each_call(case: str, caches: Caches) -> None:
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_before_any_token(case: str) -> None:
+def test_call_before_any_token(case: str) -> None:
     found = PagedCache(CONFIG), transformers.DynamicCache(config=CONFIG)
     name, args, _ = CALLS[case]
     for cache in found:

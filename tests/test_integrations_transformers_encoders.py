@@ -144,9 +144,9 @@ def test_attention_masks() -> None:
         assert found is not None
         assert found is masks.keys(mask, key)
         assert (found.rows.tolist(), found.starts.tolist()) == ([0, 1, 2, 4], [0, 3, 4])  # type: ignore[union-attr]
-    for mask in (attended[1:], attended[1:, :, :1].clone()):  # of all sequences
+    for mask in (attended[1:], attended[1:, :, :1].clone()):  # a mask of all sequences
         assert masks.keys(mask, key).rows.tolist() == [1, 4]  # type: ignore[union-attr]
-    for value in (0.5, -1.0, float("nan")):  # of one query, and of all
+    for value in (0.5, -1.0, float("nan")):  # for one query, and for all
         for queries in (slice(0, 1), slice(None)):
             biased = additive.clone()
             biased[0, 0, queries, 1] = value
@@ -217,7 +217,7 @@ def test_unsupported_attention_is_left_alone(call: Callable[..., Any], calls: li
 
 
 def test_report_says_why_an_attention_is_left_alone() -> None:
-    """For a window and for relative biases; and the entry of an attention that is served."""
+    """For a window and for relative biases; and the line of an attention that is served."""
     left = report(accelerate(model_of("ModernBert"))).left_alone
     why = "no op computes what it asks of its attention function"
     assert [name for name, said in left.items() if said == why] == ["layers.1.attn"]

@@ -121,9 +121,9 @@ def test_fp8(
         assert errors.mean() <= 2.0**-8
     else:
         # fp8 WGMMA keeps 13 bits below the largest term of its accumulator. A hidden activation may round to the next
-        # bfloat16; if it is the absmax of its group, all fp8 values of that group are rounded again. The same
-        # accumulation on the CPU, truncated in the same way, gives the same rows these errors: up to 1/27, half of them
-        # below 2^-8.
+        # bfloat16; if it is the absmax of its group, all fp8 values of that group are rounded under another scale. The
+        # same accumulation on the CPU, truncated in the same way, gives the same rows these errors: up to 1/27, half of
+        # them below 2^-8.
         assert errors.median() <= 2.0**-8
         assert errors.max() <= 2.0**-4
     assert not out[2].any()

@@ -183,7 +183,7 @@ def test_vllm_names_the_device(is_gpu: bool, name: str, monkeypatch: pytest.Monk
 
 
 def test_table_of_slower_ops_names_existing_parts() -> None:
-    """Of parts that there are."""
+    """Every entry is of an existing device table and part, with a positive ratio."""
     for name, of_device in choice._measured().items():
         assert name == device.table_name(name)
         for part, cases in of_device.items():

@@ -158,7 +158,7 @@ def test_persistent_topk(rank: int) -> None:
         _torch_op("persistent_topk")(logits, lengths[:2], output, workspace, k, 40)
 
 
-def test_insert_returns_queries() -> None:
+def test_insert_op_returns_queries() -> None:
     name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
     args = _args(name)
     right = clones(args)

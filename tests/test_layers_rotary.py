@@ -126,7 +126,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_angles_match_transformers(name: str) -> None:
-    """At all positions of the table, which covers max_model_len."""
+    """At all positions of the table, which are those that the model may use."""
     kind = name.split()[0]
     parameters = {"rope_type": kind, "rope_theta": 500000.0} | SCALED[name]
     layer: Any = layers.get_rope(16, SIZES["max_position_embeddings"], rope_parameters=parameters)

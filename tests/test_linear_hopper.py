@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 @pytest.fixture(autouse=True)
 def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host gets four SMs, so that blocks take several tiles."""
+    """The host gets four SMs, so that CTAs take several tiles."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=4))
 
 

@@ -51,7 +51,7 @@ def exllama(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) 
 
 
 def marlin(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Zero points of 4 bits; of 8 bits they are all 128."""
+    """Zero points are given for 4 bits; for 8 bits they are all 128."""
     (k, n), kind = codes.shape, SCALAR_TYPES["uint4" if bits == 4 else "uint8b128"]
     points = packed.marlin_zeros(zeros, bits) if bits == 4 else None
     weight = packed.marlin(codes, bits), None, packed.marlin_scales(scales), None, None
@@ -437,7 +437,7 @@ def test_choice_of_config(arch: str, m: int, n: int, k: int, expected: Any) -> N
 
 
 SHARERS = [
-    # (config, tiles of the last wave, k-tiles of a tile, layout, blocks of 132 that share these)
+    # (config, tiles of the last wave, k-tiles of a tile, layout, blocks of 132 that share these tiles)
     (PackedConfig(256, 128, 1, 1, 1, 4), 92, 64, "marlin", 132),  # 256 x 28672 x 4096
     (PackedConfig(256, 128, 1, 1, 1, 4), 104, 64, "marlin", 130),  # 1024: five for every four tiles
     (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "marlin", 80),  # 4096: four for every tile

@@ -328,8 +328,8 @@ def test_matrices_of_any_strides(device: str) -> None:
 
     each_a = (a, columns(a), shifted(a, 1, 0), shifted(a, 8, 4), shifted(a, 0, 7), shifted(a, 0, 2))
     each_b = (b, columns(b), shifted(b.t(), 4, 0).t(), shifted(b.t(), 0, 1).t())
-    # A kernel needs both operands in its layout: converting one of them chooses another kernel, converting both as
-    # well.
+    # A kernel takes an operand only in the layout that it reads: here one operand has another layout, in the last pair
+    # both.
     for one, other in [*((one, columns(b)) for one in each_a), *((a, other) for other in each_b), (each_a[1], b)]:
         whole = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16, device=device)
         pyops.cutlass_scaled_mm(whole[:, :n], one, other, scale, scale)

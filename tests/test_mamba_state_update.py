@@ -279,7 +279,7 @@ def test_nan_stays_with_its_row() -> None:
         ((256, 80, 64, 128), 4),
     ],
 )
-def test_threads_take_more_work_where_the_device_is_full(problem: tuple[int, int, int, int], rows: int) -> None:
+def test_threads_take_more_rows_when_the_device_is_full(problem: tuple[int, int, int, int], rows: int) -> None:
     tied = problem[1] > 1
     config = choose(StepProblem(*problem, dtypes.float32, 4, tied, has_starts=False), devices.model())
     assert (config.rows, config.sequences) == (rows, 1)

@@ -217,7 +217,7 @@ def test_preemption_when_blocks_run_out(llama: Decoder) -> None:
 
 @pytest.mark.parametrize("running", [1, 2])
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_block_is_reserved_for_each_running_request(running: int, missing: int, llama: Decoder) -> None:
+def test_block_is_reserved_for_each_running_request(running: int, missing: int, llama: Decoder) -> None:
     """With one block fewer, the last request waits, because its prompt would be computed, preempted and computed
     again."""
     prompt = [1] * 4  # fills a block
@@ -367,7 +367,7 @@ def test_rope_table_is_as_long_as_max_seq_len() -> None:
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 8, 0.6)]
 )
 def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_k: int, top_p: float) -> None:
-    """With draws all over [0, 1), each token's share is its float64 probability after the filters."""
+    """Over draws that cover [0, 1), each token's share is its float64 probability after the filters."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(2)) * 2
     probabilities = (logits.double() / temperature).softmax(-1)
     likeliest = sorted(range(20), key=lambda i: -probabilities[i])[: top_k or 20]

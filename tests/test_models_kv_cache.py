@@ -149,7 +149,7 @@ def test_tokens_match_rounded_keys_and_values(case: str, per_head: bool, folder:
 
 
 def test_e5m2_cache(folder: Callable[[str], Path]) -> None:
-    """Under scales for the range of e4m3, which fit in e5m2."""
+    """Under the scales of an e4m3 cache; e5m2 has the larger range."""
     ours = load(folder("qwen3"))
     check_texts("qwen3", ours, calibrate_kv_scales(ours, PROMPTS[:1]), "fp8_e5m2")
 

@@ -174,7 +174,7 @@ def test_step_on_a_failed_device_names_the_ranks(monkeypatch: pytest.MonkeyPatch
         texts(model)
 
 
-# Threads as ranks, to test parts without processes
+# Threads as ranks: the collective code of one process, without processes
 
 
 class Threads:

@@ -271,7 +271,7 @@ def test_batched_with_many_experts() -> None:
     has_map=st.booleans(),
 )
 def test_lora(num_tokens: int, max_loras: int, lora_ids: list[int], enabled: int, has_map: bool, device: str) -> None:
-    """Every adapter that is named and enabled, wherever it is named; the output of others is left alone."""
+    """Every adapter that is named and enabled, in any position; the output of the others is left alone."""
     topk, num_experts, block_size = 6, 64, 16
     ids = ids_of(num_tokens, topk, num_experts, 3)
     owners = torch.randint(-1, max_loras + 1, (num_tokens,), generator=torch.Generator().manual_seed(4)).int()

@@ -206,7 +206,7 @@ def test_static_quant_equals_norm_then_quantise(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_static_quant_under_bad_scales(device: str) -> None:
-    """Equals the op that only quantises: reciprocals that are not finite are replaced by none."""
+    """Equals the op that only quantises, also for scales without a finite reciprocal."""
     x, weight = draw(3, 64, dtype=torch.bfloat16, device=device), torch.ones(64, dtype=torch.bfloat16, device=device)
     x[1] = 0.0
     y = torch.empty_like(x)
@@ -416,7 +416,7 @@ def test_int8_ties_round_to_even(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bound", [0.25, -1.0])
 @E4M3
-def test_scale_bound(kind: torch.dtype, bound: float, device: str) -> None:
+def test_scale_ub_caps_the_scale(kind: torch.dtype, bound: float, device: str) -> None:
     """scale_ub caps the scale, down to the smallest one; larger values saturate."""
     x = draw(4, 256, dtype=torch.float32, device=device).sign()
     weight = draw(256, dtype=torch.float32, device=device, seed=1)
@@ -559,7 +559,7 @@ def test_per_block_quant_refused(change: dict[str, Any], message: str) -> None:
     assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
 
 
-def test_rows_fit_in_32_bits() -> None:
+def test_rows_beyond_32_bit_counts_are_refused() -> None:
     row = ArgMaker(devices.model()).empty(1, 2**30 + 8, dtype="bfloat16")
     vectors = geometry.row_vectors(2**30 + 8, (2**30 + 8,), row)
     with pytest.raises(pyops.OpError, match=r"expected rows of at most 2\^30 elements"):

@@ -321,7 +321,7 @@ def test_dynamic_tokens(kind: torch.dtype, tokens: int, hidden_size: int, dtype:
     right, right_scale = token_int8(exact(x))
     same(scale, right_scale)
     same(eights, right)
-    for values in (x, x.abs() + 1):  # of both signs, and of one without zeros
+    for values in (x, x.abs() + 1):  # of both signs, and positive ones away from 0
         pyops.dynamic_scaled_int8_quant(eights, values, scale, azp)
         right, right_scale, right_azp = token_azp(exact(values))
         same(scale, right_scale)

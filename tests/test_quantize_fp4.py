@@ -95,7 +95,7 @@ def assert_true(x: torch.Tensor, g: float) -> None:
 @pytest.mark.parametrize("columns", [2, 5, 65])
 @pytest.mark.parametrize("rows", [20, 300, 1000])
 def test_several_rows_per_thread(rows: int, columns: int, device: str) -> None:
-    """One by one and in fours; for narrow rows a block has several at a time."""
+    """Rows one by one and in fours; for narrow rows a CTA has several at a time."""
     assert_true(draw(rows, columns * 16, device=device), 5.0)
 
 

@@ -155,7 +155,7 @@ def test_tokens_have_their_probabilities(
     vocab_size, rows = 40, 4000 if device == "cuda" else 300
     row = (torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 1.5).to(dtype)
     p = (row.double() / temperature).softmax(0).numpy()
-    if len(numpy.unique(p)) < vocab_size:  # equal ones are kept together: avoid ties
+    if len(numpy.unique(p)) < vocab_size:  # values must differ, because a filter keeps equal ones together
         row[:] = torch.arange(vocab_size).to(dtype) / 16
         p = (row.double() / temperature).softmax(0).numpy()
     expected = kept(p, top_k or vocab_size, top_p, min_p) * rows

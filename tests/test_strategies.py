@@ -209,7 +209,7 @@ HOSTILE: list[Callable[[strategies.PagedCache, list[int]], bool]] = [
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_entries_occur(hostile: Callable[[strategies.PagedCache, list[int]], bool]) -> None:
-    """After the used entries; among them only where asked for."""
+    """After the used entries always, and among them only where asked for."""
     small = {"head_size": 16, "max_seqs": 3, "max_seq_len": 40}
     occurs(strategies.paged_caches(**small), lambda cache: hostile(cache, entries(cache, in_use=False)))
     occurs(strategies.paged_caches(broken=True, **small), lambda cache: hostile(cache, entries(cache, in_use=True)))

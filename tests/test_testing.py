@@ -120,7 +120,7 @@ def test_fp8_signs_and_nan() -> None:
         assert_close(nan, other, 1)
 
 
-def test_shape_and_dtype_count() -> None:
+def test_shape_and_dtype_must_match() -> None:
     x = torch.zeros(2, 3)
     for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float16)):
         with pytest.raises(AssertionError):

@@ -435,7 +435,7 @@ def test_one_plan_serves_other_lengths(vllm_config: Any) -> None:
 def test_cache_freed_by_vllm_is_freed(vllm_config: Any) -> None:
     """vLLM first measures memory with a small cache; a layer that then gets another cache uses only that one."""
     layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
-    layer.kv_cache = layer.kv_cache.clone()  # no view of a tensor that would live on
+    layer.kv_cache = layer.kv_cache.clone()  # not a view of a tensor that would stay alive
     tables = block_tables([5], TABLE_WIDTH, NUM_BLOCKS)
     q, k, v = torch.randn(5, 10, 64).bfloat16().split((6, 2, 2), 1)
     common = common_metadata([5], [5], tables)

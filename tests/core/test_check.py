@@ -164,7 +164,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_messages(call: Any, message: str) -> None:
+def test_error_messages(call: Any, message: str) -> None:
     with pytest.raises(pyops.OpError, match=f"^{message}"):
         call()
 

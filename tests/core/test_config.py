@@ -48,7 +48,7 @@ def test_plugin_is_off_for_the_same_words(value: str, monkeypatch: pytest.Monkey
         ("PYOPS_JIT", config.jit_forbidden, {"": False, "compile": False, "error": True}),
     ],
 )
-def test_switch_of_words_takes_no_others(
+def test_switch_refuses_unknown_words(
     name: str, read: Callable[[], bool], words: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value, right in words.items():
@@ -60,7 +60,7 @@ def test_switch_of_words_takes_no_others(
             read()
 
 
-def test_context_precedes_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CPU", "kernels")
     with config.cpu("reference"):
         assert not config.kernels_on_cpu()

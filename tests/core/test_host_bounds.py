@@ -158,7 +158,7 @@ SINGLE, SEVERAL = (*range(9), *range(20, 28)), (*range(9, 14), *range(29, 35))  
 @pytest.mark.parametrize("name", toolchain.toolchains())
 @pytest.mark.slow
 def test_every_access_is_compared(run_on_host: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With every compiler. All memory around is mapped, so that no signal helps."""
+    """With every compiler. All memory around is mapped, so that no SIGSEGV reports the access."""
     chosen = toolchain.toolchains()[name]
     monkeypatch.setattr(toolchain, "preferred", lambda: chosen)
     monkeypatch.setattr(host, "_loaded", {})

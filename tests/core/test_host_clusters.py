@@ -133,7 +133,7 @@ extern "C" __global__ void CLUSTER_OF(8) many(int* out, const int* in) {
 }
 """
     pair = [numpy.zeros(8, numpy.int32) for _ in range(2)]
-    for _ in range(20):  # of 30,000 times 8 times 1024
+    for _ in range(20):  # 20 launches of 30,000 x 8 blocks, each with a barrier
         pair.reverse()
         run_on_host(text, grid=(30_000, 8), block=1, out=pair[0], **{"in": pair[1]})
     assert pair[0].tolist() == [20] * 8

@@ -90,14 +90,14 @@ def test_launches_of_one_op_share_their_words(kernel: MakeKernel, driver: Driver
     assert {stream for *_, stream, _ in driver.launches} == {5}
 
 
-def test_one_word_has_one_type(kernel: MakeKernel, driver: Driver) -> None:
+def test_shared_parameter_has_one_type(kernel: MakeKernel, driver: Driver) -> None:
     single = kernel("single", text("single", "float* out, float epsilon"))
     double = kernel("double", text("double", "float* out, double epsilon"))
     with pytest.raises(TypeError, match=r"test/double\.cu: epsilon has another type than in a kernel launched before"):
         driver.bind([single().launch(1, 64), double().launch(1, 64)], ("out",), (("epsilon", "d"),), {})
 
 
-def test_parameters_are_fed_and_values_are_taken(kernel: MakeKernel, driver: Driver) -> None:
+def test_missing_parameter_and_unused_value_are_errors(kernel: MakeKernel, driver: Driver) -> None:
     scale = kernel("scale", text("scale", "float* out, int64_t size, int times"))
     with pytest.raises(TypeError, match=r"test/scale\.cu: nothing feeds the parameter times"):
         driver.bind([scale().launch(1, 64, size=1)], ("out",), (), {})

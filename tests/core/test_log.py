@@ -73,7 +73,7 @@ def test_every_kernel_is_logged_by_the_switch_or_the_level(tmp_path: Path) -> No
 
 
 def test_compiles_for_a_gpu_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a CuPy that compiles nothing, slowly."""
+    """A fake CuPy compiles nothing, but takes long."""
 
     class Module:
         def __init__(self, code: str, options: tuple[str, ...]) -> None:

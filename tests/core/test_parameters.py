@@ -1,4 +1,4 @@
-"""Arguments besides tensors and floats: integers of every call, numbers as tensors, scratch, indices."""
+"""Arguments besides tensors and floats: integers that are read at every call, numbers as tensors, scratch, indices."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _called(take: Any, device: Any, scale: Any, step: int = 0, index: tuple[int,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_integer_of_every_call_makes_no_plan(take: Any, device: str) -> None:
+def test_unkeyed_integer_makes_no_plan(take: Any, device: str) -> None:
     for step in (0, 1, 2**40, -5):
         assert _called(take, device, 1.0, step) == [numpy.float32(x + step) for x in (3, 0, 2)]
     assert len(take.planned) == 1
@@ -84,7 +84,7 @@ def test_number_may_be_given_for_a_tensor(take: Any, device: str) -> None:
     """As a Python number, a numpy scalar, a scalar in host memory, and a tensor of any rank."""
     tensors = [torch.tensor(2.0, device=device), torch.full((1,), 2.0, device=device), torch.tensor(2.0)]
     for scale in (2, 2.0, numpy.float32(2), numpy.float64(2), numpy.int64(2), *tensors):
-        for _ in range(3):  # by the plan, by the plan's guard
+        for _ in range(3):  # first by the plan, then by its guard
             assert _called(take, device, scale) == [6.0, 0.0, 4.0]
     for wrong in (True, "x", None, [2.0], torch.ones(2, device=device), torch.tensor(2, device=device)):
         with pytest.raises(pyops.OpError, match=r"^take: scale: "):
@@ -273,7 +273,7 @@ def test_wrong_declarations(declaration: dict[str, str], message: str) -> None:
         pyops.op(out="out", **declaration)(wrongly_declared)  # type: ignore[arg-type]
 
 
-def test_integer_of_every_call_has_eight_bytes() -> None:
+def test_unkeyed_integer_has_eight_bytes() -> None:
     kernel = Kernel("test/narrow.cu", text='extern "C" __global__ void narrow(float* out, int step) {}')
 
     @pyops.op(out="out", runtime="step")

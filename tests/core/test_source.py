@@ -65,7 +65,7 @@ def test_constants(value: object, declaration: str) -> None:
     assert f'#line 1 "constants"\n{declaration}\n' in source.flatten(KERNELS[0], {"X": value})
 
 
-def test_description_is_what_a_person_types() -> None:
+def test_description_is_a_command_line() -> None:
     constants = {"scalar_t": dtypes.float16, "HIDDEN_SIZE": 64, "HAS_WEIGHT": True}
     assert source.describe(constants) == "scalar_t=float16 HIDDEN_SIZE=64 HAS_WEIGHT=1"
 

@@ -82,7 +82,7 @@ def test_table_names_fields_of_the_config(tables: Path) -> None:
         config(5)
 
 
-def test_forced_config_precedes_the_table(tables: Path) -> None:
+def test_forced_config_overrides_the_table(tables: Path) -> None:
     """Contexts nest, and also end with an error."""
     write(tables, "nvidia-h200", an_op={"rows=8": {"cluster_size": 4}})
     with tuning.forced("an_op", Config(7)):

@@ -85,7 +85,7 @@ def errors(checker: str, text: str, folder: Path) -> set[int]:
 
 @pytest.mark.parametrize("checker", COMMANDS)
 @pytest.mark.slow
-def test_a_users_script(checker: str, tmp_path: Path) -> None:
+def test_users_script_is_checked(checker: str, tmp_path: Path) -> None:
     pytest.importorskip(checker)
     if checker == "pyright" and not shutil.which("node"):
         pytest.skip("pyright needs node")

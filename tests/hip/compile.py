@@ -27,7 +27,7 @@ _BATCH = 10  # jobs of a worker, which returns all results at once
 class Compiled:
     """One specialisation for one architecture. `resources` is None if it did not compile; `log` then has the reason."""
 
-    digest: str  # of its job
+    digest: str  # of the job
     kernel: str
     constants: str
     arch: str

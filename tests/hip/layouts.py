@@ -124,7 +124,7 @@ def _values(dtype: DType, *shape: int, seed: int) -> Any:
 
 
 def check_registers(instruction: Instruction, dtype: DType, words: int, core: str = "") -> None:
-    """matrix_core.cuh's MMA of registers matches the tables: the transposed product, b by a."""
+    """matrix_core.cuh's MMA of registers matches the tables; it computes b times the transpose of a."""
     lanes, sums = (64, 4) if instruction.row_of is _mfma_row else (32, 8)
     elements = 4 // dtype.itemsize
     a, b = (_values(dtype, lanes, words * elements, seed=seed) for seed in (0, 1))

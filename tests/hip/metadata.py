@@ -11,7 +11,7 @@ _AMDGPU_METADATA = 32  # type of a note, from LLVM's User Guide for AMDGPU Backe
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel.
+    """The resources of one kernel.
 
     Attributes:
         vgprs, sgprs: vector registers of a lane, scalar registers of a wave.

@@ -22,7 +22,7 @@ from tests import axes
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 # Architectures with the instructions of another: only the name for the compiler differs.
 RELATIVES = {"gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
-_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # compiled for them
+_OF_RELATIVES = ("attention/attention_decode.cu", "linear/gemm_sm80.cu")  # the kernels for RELATIVES
 _SITUATIONS = ((16, True), (4096, True), (4096, False))  # (num_tokens, whether tensors begin at multiples of 16 bytes)
 
 

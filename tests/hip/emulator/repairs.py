@@ -78,7 +78,8 @@ def _refused(inst: Any, ctx: Any) -> Any:
 
 
 def _address_flat_memory(emu: Any) -> None:
-    """The emulator computes addresses itself, and RDNA 4's text for flat accesses would compute them a second time.
+    """The emulator computes addresses itself, and RDNA 4's pseudocode for flat accesses would compute them a second
+    time.
 
     A flat address of shared memory is invalid in this process, and ends it.
     """
@@ -133,7 +134,8 @@ def _multiply_bytes(emu: Any) -> None:
 
 
 def _read_operands_of_conversions(emu: Any) -> None:
-    """RDNA 4's text of conversions from fp8 names a vector register by SRC0 and OPSEL, which only some handlers set."""
+    """RDNA 4's pseudocode for conversions from fp8 names a vector register by SRC0 and OPSEL, which only some handlers
+    set."""
     for name in ("V_CVT_F32_FP8", "V_CVT_F32_BF8", "V_CVT_PK_F32_FP8", "V_CVT_PK_F32_BF8"):
         emu._pcode_fixes[name] = ("VGPR[laneId][SRC0.u32]", "S0")
     parse = emu.parse_pcode
@@ -175,7 +177,8 @@ def _mended(emu: Any, handler: Handler) -> Handler:
 
 
 def _get_pc(emu: Any, inst: Any, ctx: Any) -> Any:
-    """The emulator has no text for S_GETPC_B64, by which LLVM finds constants: the address of the next instruction."""
+    """The emulator has no pseudocode for S_GETPC_B64, by which LLVM finds constants: the address of the next
+    instruction."""
     register = ctx.inst_field(type(inst).sdst)
     words = emu._split64(ctx.rpc() + emu.UOp.const(4, emu.dtypes.uint64))
     stores = [ctx.wsgpr_dyn(register + emu._c(i), word) for i, word in enumerate(words)]
