@@ -133,7 +133,7 @@ def test_gated_equals_eager_for_every_value(name: str, dtype: torch.dtype, where
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PLAIN)
-def test_plain_matches_float64(name: str, dtype: torch.dtype, where: str) -> None:
+def test_plain_against_float64(name: str, dtype: torch.dtype, where: str) -> None:
     rest, formula = PLAIN[name]
     x = make(37, 96, dtype=dtype, where=where)
     expected = formula(x.double())

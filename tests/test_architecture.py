@@ -179,7 +179,7 @@ def test_kernel_waits_for_the_kernel_before(name: str) -> None:
 
 
 def test_every_kernel_is_launched() -> None:
-    """By an op's example; tests/test_collective.py launches the kernels of several ranks."""
+    """By an op's example; tests/test_collective.py launches those of several ranks."""
     launched = {kernel for op in pyops.registry.values() if op.example for kernel in kernels_of(op)}
     assert launched == {name for name in KERNELS if not name.startswith("collective/")}
 

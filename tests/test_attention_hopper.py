@@ -542,7 +542,8 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
 def test_mla_decode(
     on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype
 ) -> None:
-    """Boxes of halves and of panels, tiles and pairs of tiles with any end, direct results and combined ones."""
+    """TMA boxes of half a latent vector and of one panel; tiles and pairs of tiles with any end; direct results and
+    combined ones."""
     first: Any = None
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):

@@ -16,7 +16,7 @@ import pyops
 from benchmarks import all_reduce
 
 
-def test_page_has_the_predictions() -> None:
+def test_the_page_has_the_predictions() -> None:
     page = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text()
     assert page.split("<!-- predicted -->\n")[1].split("<!-- /predicted -->")[0] == f"{all_reduce.table()}\n"
 

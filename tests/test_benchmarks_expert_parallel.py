@@ -18,7 +18,7 @@ from pyops.testing import ranks
 SMALL = Model("small", 64, 8, 3)
 
 
-def test_page_has_the_predictions() -> None:
+def test_the_page_has_the_predictions() -> None:
     page = (Path(__file__).parents[1] / "docs" / "many_gpus.md").read_text()
     table = page.split("<!-- predicted experts -->\n")[1].split("<!-- /predicted experts -->")[0]
     assert table == f"{expert_parallel.table()}\n"

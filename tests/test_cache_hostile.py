@@ -159,7 +159,7 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
         upconvert_ = pyops.cp_gather_and_upconvert_fp8_kv_cache
         upconvert_(entries, codes, table, ints(lengths, torch.int32), ints(rows, torch.int32), 2)
 
-    gather([0, 8, 8], [0, 4])  # the second has no rows, so that its block is not needed
+    gather([0, 8, 8], [0, 4])  # sequence 1 has no rows, so its block does not matter
     gather([0, 4, 8], [4, 0])
     upconvert([8, 0], [0, 99])
     for call, values, message in (

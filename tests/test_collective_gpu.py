@@ -101,8 +101,7 @@ def test_packets_of_consecutive_calls() -> None:
     ("level", "dtype"), [(0, torch.float16), (1, torch.bfloat16), (2, torch.float16), (3, torch.bfloat16)]
 )
 def test_quick_all_reduce_of_streams(level: int, dtype: torch.dtype) -> None:
-    """Equals the host's results, which tests/test_collective.py compares with the formula, up to a rounding of a
-    scale."""
+    """As on the host, whose results tests/test_collective.py holds to the formula: within a rounding of a scale."""
     world_size, values = 4, inputs(4, 9000, dtype)
     handles = [pyops.init_custom_qr(rank, world_size, SIZE) for rank in range(world_size)]
     signals = [_states[fa].own for fa in handles]

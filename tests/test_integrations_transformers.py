@@ -254,7 +254,7 @@ class Unindexed(tuple[Any, ...]):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_comparison_is_an_index(dtype: str) -> None:
-    """Nor in the arguments for rotation, for an attention's own forward and in place."""
+    """Cosines and sines are checked without such a comparison, too, for an attention's own forward and in place."""
     found = rotary.turn_of(transformers.models.llama.modeling_llama.apply_rotary_pos_emb)
     assert found is not None
     turn = found._replace(in_float32=Unindexed(found.in_float32))
@@ -657,7 +657,7 @@ def test_other_models_are_refused(make: Callable[[Any], Any], message: str, mode
     assert not any("forward" in vars(module) for module in made.modules())
 
 
-def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
     _, example = page.split("```python\n")
     exec(example.split("```")[0], {})

@@ -64,7 +64,7 @@ def model_of(name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(queries, keys) of each call of the op by an attention."""
+    """Record (queries, keys) of each call of the op by an attention."""
     found, op = [], encoders.attention_varlen
 
     def called(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any) -> None:

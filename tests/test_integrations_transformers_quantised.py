@@ -53,7 +53,7 @@ def test_fp8_projections_are_exact(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(BLOCKS, "llama"), (CHANNELS, "qwen2"), (BLOCKS, "qwen3")])
-def test_tokens_equal_those_of_the_dequantised_model(kind: str, name: str) -> None:
+def test_tokens_are_those_of_the_dequantised_model(kind: str, name: str) -> None:
     """As in tests/test_models_quantised.py."""
     model, case = accelerate(model_of(kind, name)), case_of(kind, name)
     text = model.generate(torch.tensor([PROMPT]), max_new_tokens=COUNT, do_sample=False)[0, len(PROMPT) :].tolist()

@@ -460,7 +460,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "sm100_cutlass_mla_decode": _sm100_cutlass_mla_decode,
     "swap_blocks": _swap_blocks,
 }
-# Entries without tensors, or without CPU tensors: tested below, and in tests/test_memory.py.
+# What takes no tensors, or none on the CPU: tested below, and in tests/test_memory.py.
 PREDICATES = {
     "cutlass_group_gemm_supported",
     "cutlass_scaled_mm_supports_block_fp8",
@@ -988,7 +988,7 @@ assert "cupy" not in sys.modules
 """)
 
 
-def test_missing_torch_names_the_pip_line() -> None:
+def test_without_torch_the_pip_line_is_named() -> None:
     from tests.test_import import BLOCK
 
     run(f"""{BLOCK}

@@ -34,7 +34,7 @@ OTHER_PLATFORMS = re.compile(
 
 
 def run(site: Path, words: str) -> dict[str, Any]:
-    """The output of tests/vllm_alone.py in a process in which vLLM finds the entry points of this checkout."""
+    """What tests/vllm_alone.py says in a process where vLLM finds the entry points of this checkout."""
     info = site / "pyops_kernels-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pyops-kernels\nVersion: 1\n")

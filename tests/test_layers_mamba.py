@@ -134,8 +134,8 @@ def _states(ours: Any, num_slots: int) -> tuple[Tensor, Tensor]:
 
 
 def test_grouped_norm_matches_transformers() -> None:
-    """In versions of transformers with a grouped norm: the tests' replacement for other versions gives the same
-    result."""
+    """Other tests replace transformers' norm in versions that ignore groups; in the others, the replacement gives
+    transformers' result."""
     norm = _mamba2()[1].norm
     if isinstance(norm, GroupedNorm):
         pytest.skip("this version of transformers norms all groups as one")

@@ -113,7 +113,7 @@ def test_any_shape_and_layout(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_m(device: str) -> None:
-    """For M > 32 the weight is dequantised first, for smaller M it is read as it is."""
+    """For M > 32 the weight is dequantised first; for smaller M the kernel reads it packed."""
     weight, truth = draw(12, 24, 512)
     x = torch.randn(33, 512).bfloat16()
     for m, right in ((33, truth.bfloat16().double()), (32, truth)):

@@ -275,7 +275,7 @@ def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, dev
         zeros = packed.marlin_zeros(points, bits, is_a_8bit)
     scales, given = scales_of(groups, n, T), codes
     stored, exponent = scales, 0
-    if dtype == FP8:  # quants are recoded, scales times 2^9
+    if dtype == FP8:  # quants are stored in another encoding, with scales times 2^9
         stored, point = scales * 2.0**9, each(points, k)
         given = torch.where(codes >= point, codes - point, 15 - codes)
     elif dtype == torch.int8 and groups > 1:  # integer scales in the bits of floats

@@ -169,7 +169,7 @@ def test_pieces_add_up_to_the_text() -> None:
             adding.add(token, last=i == 19)
 
 
-def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], {})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

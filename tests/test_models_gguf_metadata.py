@@ -166,7 +166,7 @@ def test_unsupported_rope_is_refused(what: str, tmp_path: Path) -> None:
 # Known keys
 
 _FACTS = json.loads((Path(__file__).parent / "model_fields.json").read_text(encoding="utf-8"))
-# {a published file: its keys, those of its architecture with a leading dot}, with small sizes.
+# {a published file: its keys, those of its architecture with a dot in front}, with small sizes.
 PUBLISHED: dict[str, dict[str, Any]] = _FACTS["gguf"]
 
 

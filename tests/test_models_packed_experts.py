@@ -146,7 +146,7 @@ def test_tokens_and_layers_match_the_dequantised_model(
         check_text(case, text, torch.bfloat16)
 
 
-def test_mxfp4_stays_packed_with_16_bit_activations(tmp_path: Path) -> None:
+def test_mxfp4_stays_packed_where_activations_have_16_bits(tmp_path: Path) -> None:
     """With gpt-oss's biases and activation. In float32 it is decoded: tests/test_models_experts.py."""
     theirs = mxfp4_model(tmp_path, experts_per_token=3)
     model = load(tmp_path, dtype="bfloat16")

@@ -273,7 +273,7 @@ def test_stop_token_outside_the_vocabulary_is_refused(llama: Decoder) -> None:
         Engine(llama, max_seq_len=96).add([3], SamplingParams(stop_token_ids=(160,)))
 
 
-def test_examples_of_the_page_run() -> None:
+def test_the_examples_of_the_page_run() -> None:
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
     names: dict[str, object] = {}
     for example in page.split("```python\n")[1:3]:

@@ -126,7 +126,7 @@ def weight_for_8_bits(case: tuple[Any, ...], k: int, n: int, seed: int) -> tuple
         if kind == "float4_e2m1f":
             values, exponents = packed.E2M1[codes].double(), packed.draw(115, 120, groups, n, seed=seed + e)
             scales, stored = torch.exp2(exponents - 127.0), (exponents + 6).byte()
-        elif a_dtype == torch.float8_e4m3fn:  # quants are recoded, scales times 2^9
+        elif a_dtype == torch.float8_e4m3fn:  # fp8: quants are stored in another encoding, with scales times 2^9
             stored = scales * 2.0**9
             given = torch.where(codes >= each(points, k), codes - each(points, k), 15 - codes)
         elif groups > 1:  # integer scales in the bits of floats, under a factor in the activation scales

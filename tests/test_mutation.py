@@ -308,8 +308,8 @@ print(told)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks are ended as Linux ends them")
 @pytest.mark.slow
 def test_verdicts() -> None:
-    """A text that does not compile is no mutant; a wrong kernel is killed; the same machine code is equivalent."""
-    tests = "tests/test_activation.py::test_plain_matches_float64[relu2-dtype2-host]"
+    """A text that no compiler takes is no mutant; a wrong kernel is killed; the same machine code is equivalent."""
+    tests = "tests/test_activation.py::test_plain_against_float64[relu2-dtype2-host]"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OUTER, tests],

@@ -1,7 +1,7 @@
 """The notebooks run, without Jupyter, and their stored outputs match a run without a GPU.
 
-``python -m tests.test_notebooks`` stores their outputs again: printed text, and figures as SVG. A cell tagged
-``varies`` prints machine-dependent values, which are not compared.
+``python -m tests.test_notebooks`` stores their outputs again: what a cell prints, and its figures as SVG. A cell tagged
+``varies`` prints what its machine has, and what it prints is not compared.
 """
 
 from __future__ import annotations

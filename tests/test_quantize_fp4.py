@@ -341,7 +341,8 @@ def test_many_rows_of_experts(columns: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offsets", [[1, 0, 2], [0, 2, 1], [0, -1, 2], [0, 1, 3, 2], [0, 3, 1, 2]])
 def test_non_ascending_offsets(offsets: list[int], device: str) -> None:
-    """Experts before the first such offset are written, others are not; also where a lane counts several experts."""
+    """Experts before the first descending offset are written, later ones are not; also where one lane counts the rows
+    of several experts."""
     for before in (0, 40):
         all_offsets = [0] * before + offsets
         count = len(all_offsets) - 1

@@ -40,6 +40,6 @@ def test_refused(op: str, argument: str, call: Callable[[], object]) -> None:
     assert (caught.value.op, caught.value.argument) == (op.partition(".")[0], argument)
 
 
-def test_page_is_the_output_of_the_command() -> None:
+def test_the_page_is_what_the_command_prints() -> None:
     page = Path(__file__).parents[1] / "docs" / "refusals.md"
     assert page.read_text(encoding="utf-8") == f"{refusals.text()}\n"

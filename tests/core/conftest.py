@@ -1,4 +1,4 @@
-"""Fixtures for kernels that live for one test, and a driver that records launches."""
+"""Kernels that live for one test, and a driver that records their launches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def kernel() -> Callable[[str, str], Kernel]:
-    """kernel(name, text): a Kernel with a text that is in no file."""
+    """kernel(name, text): a Kernel over a text that no file holds."""
     return lambda name, text: Kernel(f"test/{name}.cu", text=text)
 
 
@@ -54,7 +54,7 @@ def run_on_host() -> Callable[..., None]:
 
 
 def with_fault(text: str) -> str:
-    """The text with `/*FAULT: new*/ old /*END*/` replaced by new."""
+    """The text with what stands in `/*FAULT: new*/ old /*END*/` replaced by new."""
     return re.sub(r"/\*FAULT:(.*?)\*/.*?/\*END\*/", r"\1", text, flags=re.DOTALL)
 
 
@@ -64,9 +64,9 @@ def line_of(text: str, what: str) -> int:
 
 @pytest.fixture
 def caught(run_on_host: Run) -> Callable[..., pyops.KernelFault]:
-    """caught(kinds, text, **launch): the fault of a text under every schedule; without its injected fault it is right.
+    """caught(kinds, text, **launch): the fault of a text under every schedule. Without what it injects it is right.
 
-    The schedule decides which of several kinds it is. `right` is called after each run without a fault.
+    Which of several kinds it is depends on the schedule. `right` is called after each run without a fault.
     """
 
     def check(
@@ -78,7 +78,7 @@ def caught(run_on_host: Run) -> Callable[..., pyops.KernelFault]:
             assert right()
         wrong = with_fault(text)
         first = None
-        for schedule in SCHEDULES:  # under any schedule
+        for schedule in SCHEDULES:  # whatever the schedule
             with scheduled(schedule), pytest.raises(pyops.KernelFault) as caught:
                 run_on_host(wrong, **how)
             fault = caught.value
@@ -111,9 +111,9 @@ class Driver:
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
         self.kernels: list[Kernel] = []
-        self.encoded: list[tuple[Any, ...]] = []  # the arguments of encode_map
-        self.replaced: list[int] = []  # the addresses that maps were given
-        self.status = 0  # the result of the next call that writes a map
+        self.encoded: list[tuple[Any, ...]] = []  # what encode_map was told
+        self.replaced: list[int] = []  # addresses that maps were told
+        self.status = 0  # of the next call that writes a map
 
     def bind(self, launches: Sequence[Launch], *values: Any) -> launch.Bound:
         start = len(self.kernels)
@@ -145,7 +145,7 @@ class Driver:
             (values[name],) = struct.unpack(f"<{code}", ctypes.string_at(pointer, SIZES[code]))
         self.launches.append((kernel.file, (x, y, z), (bx, by, bz), shared, stream, values))
 
-    # A map of this driver: its index in `encoded`, and at a distant offset the address.
+    # A map of this driver: its number in `encoded`, and far after it the address.
 
     def encode_map(self, at: int, kind: int, rank: int, address: int, *rest: Any) -> int:
         assert at % 64 == 0
@@ -166,7 +166,7 @@ class Driver:
 
     @staticmethod
     def read_map(at: int) -> tuple[int, int]:
-        """(index, address)"""
+        """(number, address)"""
         return struct.unpack("<Q80xQ32x", ctypes.string_at(at, 128))
 
 
@@ -186,7 +186,7 @@ def text(name: str, parameters: str) -> str:
 
 
 def call(bound: launch.Bound, stream: int, *words: Any) -> None:
-    """Launch a plan as a wrapper does."""
+    """What a wrapper does with a plan."""
     with bound.lock:
         bound.pack(bound.buffer, 0, *words)
         bound.fire[stream]()
