@@ -94,7 +94,7 @@ def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterat
 def sample(op: Op, max_cases: int | None) -> list[Axes]:
     """`max_cases` of the combinations that are run, the same ones at each call; all of them for None.
 
-    The cases cover every pair of values of two axes; where that needs more than `max_cases`, the first ones.
+    All the cases together cover every pair of values of two axes; `max_cases` keeps the first ones.
     """
     if max_cases is None:
         return list(combinations(op, RUN))

@@ -379,9 +379,8 @@ def test_sparse_has_registers_for_both_halves(hidden_size: int, alignment: int, 
 @pytest.mark.parametrize("group_size", [64, 128])
 @pytest.mark.parametrize("bound", [None, 0.001, 1e-9])
 def test_silu_and_mul_group_quant(bound: float | None, group_size: int, where: str) -> None:
-    """Equals eager's activation, truly divided by the scale of each group; NaN becomes the fp8 maximum and is ignored
-    by the absmax.
-    """
+    """Equals eager's activation divided by the scale of each group, without a reciprocal; NaN becomes the fp8 maximum
+    and is ignored by the absmax."""
     x = make(5, 512, dtype=torch.bfloat16, where=where)
     x[0, 3], x[1, 256] = float("nan"), float("inf")
     y = (F.silu(x[:, :256]) * x[:, 256:]).float().unflatten(1, (-1, group_size))

@@ -364,7 +364,7 @@ def test_changes_in_any_order(
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_report_says_what_was_changed_since(change: Change, name: str, left: dict[str, str], model: Any) -> None:
+def test_report_names_modules_changed_since(change: Change, name: str, left: dict[str, str], model: Any) -> None:
     accelerate(model)
     assert not report(model).left_alone
     change(model, name)
@@ -465,8 +465,7 @@ DIFFERENCES: dict[str, tuple[type, str, Callable[[Any, int], Any]]] = {
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_modules_that_differ_in_more_than_weights(difference: str, model: Any) -> None:
-    """The first layer computes what the op does and the second does not; after its change, the first does not
-    either."""
+    """The first layer computes what the op does and the second does not; changed, the first does not either."""
     kind, name, change = DIFFERENCES[difference]
     for i, layer in enumerate(model.model.layers):
         getattr(layer, name).__class__ = kind

@@ -116,7 +116,7 @@ def seen(model: Any, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "GPTBigCode", "Persimmon"])
 def test_recorded_intermediate_results(family: str) -> None:
-    """With "eager", whose attentions return their weights always."""
+    """Attention "eager" returns its weights whether or not they are asked for."""
     model = model_of(family)
     model.set_attn_implementation("eager")
     theirs = seen(model)

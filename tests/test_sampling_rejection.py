@@ -31,7 +31,7 @@ def sample(drafts: Any, ends: Any, q: torch.Tensor | None, p: torch.Tensor, max_
 
 
 def chi_square(counts: Any, expected: Any) -> bool:
-    """Whether counts fit a correct sampler, of which one in ten million fails (Wilson and Hilferty 1931)."""
+    """Whether counts fit a correct sampler; a correct one fails once in ten million (Wilson and Hilferty 1931)."""
     freedom = len(expected) - 1
     square = ((counts - expected) ** 2 / expected).sum()
     return bool(square < freedom * (1 - 2 / (9 * freedom) + 5.2 * (2 / (9 * freedom)) ** 0.5) ** 3)

@@ -91,7 +91,7 @@ MIXED_LINES: dict[str, set[str]] = {
     "": set(),
     "        sync_warp();  // AFTER THE WAIT\n": {"async copy not waited for", "uninitialised shared memory"},
     "        fence_proxy_async();                 // OF THE TILE\n": {"missing proxy fence"},
-    "        named_barrier_sync(3 + group, 128);  // THE TILE IS WRITTEN\n": set(),  # the turn comes later
+    "        named_barrier_sync(3 + group, 128);  // THE TILE IS WRITTEN\n": set(),  # the ping-pong barrier comes later
     "        sync_warp();  // BEFORE THE ARRIVAL\n": set(),  # the lanes have met since they have read
     "        named_barrier_sync(3 + group, 128);  // THE TILE HAS BEEN READ\n": set(),  # each warp has waited
 }

@@ -275,7 +275,7 @@ def test_in_place_tensor_has_one_layout(where: str) -> None:
 
 
 def test_interleaved_tensors_are_compared_exactly() -> None:
-    """With rows 3 pages apart, `out` begins 1 page after `input`, between its rows; then 3 pages, on its rows."""
+    """With a row stride of 3 pages, `out` begins 1 page after `input`, between its rows; then 3 pages, on its rows."""
     page = 4096 // 4
     memory = torch.ones(4, 3 * page)
     x, between = memory[:3, :8], memory[:3, page : page + 8]

@@ -17,7 +17,7 @@ class Mutant:
     """Replaces text[start:end] of a file by `new`.
 
     Attributes:
-        name: ``file:operator:digest``. The digest is of the code around the place: comments, line breaks and edits
+        name: ``file:operator:digest``. The digest is of the code around the change: comments, line breaks and edits
             elsewhere in the file do not change the name. A semantic mutant is called ``file: why``.
         file: of a kernel, the path in `kernels_cu`; of Python, the path from the root of the repository.
         within: the top-level declaration that is changed.
