@@ -1,4 +1,4 @@
-"""The benchmark of all-reduces as far as it goes without GPUs: predictions, processes of gloo, a device of fakes."""
+"""The all-reduce benchmark without GPUs: predictions, gloo processes, a fake device."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def test_the_page_has_the_predictions() -> None:
 
 
 def test_predictions_of_all_reduce_by_hand() -> None:
-    """Packets of 8 KiB: a launch, a latency, 16 KiB of a link. Two shots of 8 MiB: flags, a copy, twice 7 MiB."""
+    """Packets of 8 KiB: a launch, a latency, and 16 KiB over a link. Two-shot of 8 MiB: flags, a copy, twice 7 MiB."""
     assert all_reduce.predicted(2, 8192) == pytest.approx(1.3e-6 + 1e-6 + 16384 / 300e9)
     copy = 1.55e-6 + (8 << 20) / 4.5e12
     assert all_reduce.predicted(8, 8 << 20) == pytest.approx(
         1.5e-6 + copy + 0.45e-6 + 1.5e-6 + 2 * (1e-6 + 7 * (1 << 20) / 318e9), rel=0.01
     )
-    less = copy - (1.5e-6 - 0.65e-6 - 0.45e-6)  # of the copy; vLLM's first flag takes longer
+    less = copy - (1.5e-6 - 0.65e-6 - 0.45e-6)  # for the copy; vLLM's first flag takes longer
     assert all_reduce.predicted(8, 8 << 20) - all_reduce.predicted(8, 8 << 20, by_vllm=True) == pytest.approx(less)
     for nbytes, measured in ((1 << 20, 8.5e-6), (2 << 20, 11.8e-6), (4 << 20, 18.9e-6), (8 << 20, 33.2e-6)):
         assert all_reduce.predicted(2, nbytes) == pytest.approx(measured, rel=0.03)  # on two H200s
 
 
-def test_a_process_of_gloo_measures_sums_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """What each process of `torchrun --nproc-per-node 2 -m benchmarks.all_reduce` does where there is no GPU."""
+def test_gloo_process_measures_sums_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The work of each process of `torchrun --nproc-per-node 2 -m benchmarks.all_reduce` without a GPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,7 +52,7 @@ def test_a_process_of_gloo_measures_sums_on_a_cpu(monkeypatch: pytest.MonkeyPatc
     assert not torch.distributed.is_initialized()
 
 
-def test_what_all_reduce_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_processes_or_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="expected processes of torchrun"):
         all_reduce.main([])
@@ -67,7 +67,7 @@ def test_what_all_reduce_wants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Device:
-    """What the ways of GPUs ask of torch.cuda, pyops and torch.distributed, for one rank, whose sum is its input."""
+    """Fakes of torch.cuda, pyops and torch.distributed for one rank, in which a sum is its input."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
@@ -114,7 +114,7 @@ class _Device:
         self.log.append("registered")
 
 
-def test_the_ways_of_gpus_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_contenders_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are registered after the capture and before the first replay, and 400 calls are timed."""
     device = _Device(monkeypatch)
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)

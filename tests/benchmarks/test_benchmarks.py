@@ -1,4 +1,4 @@
-"""The benchmarks as far as they go without a GPU: what is chosen, who is compared, what is made of the figures."""
+"""The benchmarks without a GPU: the chosen shapes, the rivals, and the reports of given times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def selection(*words: str) -> tuple[dict[str, list[Any]], dict[str, Any]]:
 # Shapes
 
 
-def test_sweep_is_the_product_of_tokens_and_hidden_sizes() -> None:
+def test_sweep_is_every_pair_of_tokens_and_hidden_sizes() -> None:
     cases = shapes.cases(RMS_NORM, {"dtype": ["float16"]})
     assert len(cases) == 10
     assert str(cases[0]) == "rms_norm num_tokens=1 hidden_size=4096 float16"
@@ -49,13 +49,13 @@ def test_chosen_axes_replace_swept_ones() -> None:
 
 
 class Declared:
-    """An op of which only the example matters."""
+    """An op that is needed for its example alone."""
 
     def __init__(self, example: Any) -> None:
         self.example, self.name = example, "declared"
 
 
-def test_axes_that_an_example_lacks_are_left_out_and_literals_restrict() -> None:
+def test_unknown_axes_are_dropped_and_literals_restrict() -> None:
     def example(make: Any, *, num_tokens: int = 1, group_size: Literal[64, 128] = 64) -> tuple[Any, ...]:
         return ()
 
@@ -67,7 +67,7 @@ def test_axes_that_an_example_lacks_are_left_out_and_literals_restrict() -> None
     assert shapes.cases(op, {"group_size": [100]}) == []
 
 
-def test_values_are_parsed_by_their_look() -> None:
+def test_values_are_parsed_as_ints_bools_or_strings() -> None:
     assert shapes.parse("hidden_size=4096,5120") == ("hidden_size", (4096, 5120))
     assert shapes.parse("is_neox=True") == ("is_neox", (True,))
     assert shapes.parse("quant_dtype=int8") == ("quant_dtype", ("int8",))
@@ -82,7 +82,7 @@ def test_bytes_of_a_case() -> None:
 # The command line
 
 
-def test_ops_and_axes_are_told_apart() -> None:
+def test_ops_and_axes_are_distinguished() -> None:
     groups, chosen = selection("rms_norm", "hidden_size=5120", "--dtype", "bf16,fp32")
     assert groups == {"rms_norm": [RMS_NORM]}
     assert chosen == {"hidden_size": (5120,), "dtype": ["bfloat16", "float32"]}
@@ -104,9 +104,7 @@ def test_all_groups_by_family() -> None:
         ([], "name an op"),
     ],
 )
-def test_what_does_not_exist_is_refused_by_name(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_names_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main.main(words)
     assert exit.value.code == 2
@@ -147,7 +145,7 @@ def test_calls_visit_every_set_equally_often(sets: int) -> None:
     assert calls % sets == 0
 
 
-def test_slow_calls_fill_forty_milliseconds() -> None:
+def test_slow_calls_are_timed_for_forty_milliseconds() -> None:
     assert timing.num_calls(1, us=5000.0) == 8
     assert timing.num_calls(1, us=1e6) == 1
 
@@ -169,7 +167,7 @@ def test_host_time_counts_calls_and_not_the_wait() -> None:
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A `torch.ops._C` with an rms_norm whose schema is older than ours: no epsilon."""
+    """A `torch.ops._C` with an rms_norm of an older schema than ours: no epsilon."""
     monkeypatch.setattr(rivals, "load_vllm", lambda paths: "")
     seen = []
 
@@ -192,7 +190,7 @@ def test_vllm_is_given_the_arguments_its_schema_has(fake_vllm: list[Any]) -> Non
     assert accuracy.Check(small(), "cpu")(found["vllm"]) == 0
 
 
-def test_vllm_is_given_none_for_arguments_that_only_its_schema_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_gets_none_for_arguments_of_its_own_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals, "load_vllm", lambda paths: "")
     seen: list[Any] = []
     with torch.library._scoped_library("_C", "FRAGMENT") as library:
@@ -204,13 +202,13 @@ def test_vllm_is_given_none_for_arguments_that_only_its_schema_has(monkeypatch: 
     assert seen[1:] in ([], [3])
 
 
-def test_an_op_that_vllm_lacks_is_named(fake_vllm: list[Any]) -> None:
+def test_op_that_vllm_lacks_is_named(fake_vllm: list[Any]) -> None:
     op: Any = Declared(None)
     _, skips = rivals.builders(op, ["vllm"])
     assert skips == [{"rival": "vllm", "op": "declared", "reason": "has no such op"}]
 
 
-def test_a_rival_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unimportable_rival_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vllm", "vllm._C", "flashinfer", "flashinfer.norm"):
         monkeypatch.setitem(sys.modules, name, None)
     rivals._import.cache_clear()
@@ -235,7 +233,7 @@ def test_torch_computes_the_same(name: str, dtype: str) -> None:
     accuracy.Check(small(op, dtype), "cpu")(rivals.builders(op, ["torch"])[0]["torch"])
 
 
-def test_the_reference_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     found, skips = rivals.builders(RMS_NORM, ["compile", "reference"])
     assert skips == []
@@ -245,7 +243,7 @@ def test_the_reference_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) ->
 # Accuracy
 
 
-def test_a_contender_that_writes_nothing_or_the_wrong_is_refused() -> None:
+def test_contender_with_wrong_results_is_refused() -> None:
     check = accuracy.Check(small(), "cpu")
     with pytest.raises(rivals.Unavailable, match="disagrees with the reference: out by inf"):
         check(lambda *args: lambda: None)
@@ -254,7 +252,7 @@ def test_a_contender_that_writes_nothing_or_the_wrong_is_refused() -> None:
     assert check(rivals.ours(RMS_NORM)) == 0
 
 
-def test_another_order_is_a_rivals_right_alone() -> None:
+def test_only_rivals_may_order_outputs_differently() -> None:
     op = pyops.registry["shuffle_rows"]
     case = shapes.cases(op, {"dtype": ["float32"], "num_tokens": [16], "hidden_size": [64]})[0]
     check = accuracy.Check(case, "cpu")
@@ -271,7 +269,7 @@ def test_another_order_is_a_rivals_right_alone() -> None:
             check(lambda *args: lambda: args[2].zero_(), any_order=True)
 
 
-def test_a_returned_tensor_stands_for_the_first_output() -> None:
+def test_returned_tensor_replaces_the_first_output() -> None:
     assert accuracy.Check(small(), "cpu")(lambda out, *rest: lambda: _into_new(out, *rest)) == 0
 
 
@@ -420,7 +418,7 @@ def test_table_columns_line_up() -> None:
     ]
 
 
-def test_results_are_written_and_rendered_anew(tmp_path: Path) -> None:
+def test_results_are_written_and_rendered_again(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "imagined" / "norm.json"
     result = synthetic()
@@ -450,7 +448,7 @@ def test_sections_are_kept_only_in_the_same_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_says_so() -> None:
+def test_command_without_a_gpu_says_so() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "benchmarks", "rms_norm"]
     done = subprocess.run(
@@ -462,7 +460,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine whose GPU is the CPU and whose every GPU time is 2 us. Returns the folder of results."""
+    """A machine with the CPU as its GPU, on which every GPU time is 2 us. Returns the folder of results."""
     arguments = shapes.Case.arguments
     monkeypatch.setattr(shapes.Case, "arguments", lambda case, seed=0, device="": arguments(case, seed, "cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -480,7 +478,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "imagined-gpu-2"
 
 
-def test_everything_but_the_gpu(pretended_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_but_the_gpu_runs(pretended_gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     words = "rms_norm num_tokens=1,5000 hidden_size=64 --against torch,reference,flashinfer --quick --save"
     assert main.main([*words.split(), "--gpu", "--host", "--numerics", "--compile"]) == 0
@@ -499,7 +497,7 @@ def test_everything_but_the_gpu(pretended_gpu: Path, capsys: pytest.CaptureFixtu
     assert (pretended_gpu / "rms_norm.png").exists()
 
 
-def test_no_case_begins_when_the_time_is_up(pretended_gpu: Path) -> None:
+def test_no_case_begins_after_the_time_is_up(pretended_gpu: Path) -> None:
     words = "rms_norm silu_and_mul num_tokens=1 hidden_size=64 --against torch --gpu --numerics --minutes 0 --save"
     assert main.main([*words.split(), "--results", str(pretended_gpu.parent / "elsewhere")]) == 0
     (path,) = (pretended_gpu.parent / "elsewhere").rglob("*.json")
@@ -510,7 +508,7 @@ def test_no_case_begins_when_the_time_is_up(pretended_gpu: Path) -> None:
     assert "skipped pyops: no time left (rms_norm, silu_and_mul)" in path.with_suffix(".md").read_text()
 
 
-def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_time, "ours", lambda op: lambda *args: lambda: None)
     assert main.main(["rms_norm", "num_tokens=1", "hidden_size=64", "--against", "torch", "--save"]) == 1
     gpu = json.loads((pretended_gpu / "rms_norm.json").read_text())["gpu"]
@@ -519,7 +517,7 @@ def test_a_wrong_kernel_has_no_time(pretended_gpu: Path, monkeypatch: pytest.Mon
 
 
 def test_bytes_of_a_decode_step() -> None:
-    """Of a billion weights: the untied embedding is not read, and every token's keys and values are."""
+    """For a billion weights: the untied embedding is not read, but the keys and values of every token are."""
     model = Decoder(Config(**decode.SIZES), "bfloat16", "meta")
     layer = 2048 * (2048 + 2 * 512 + 2048 + 3 * 8192 + 2)
     weights = 16 * layer + 32000 * 2048 + 2048
@@ -527,7 +525,7 @@ def test_bytes_of_a_decode_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_decode_step_of_transformers_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_decode_step_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     accelerated.main(["--device", "cpu", "--batch", "2", "--context", "128"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
     assert rows[0] == ["family", "batch", "run", "before", "after", "ratio"]
@@ -537,7 +535,7 @@ def test_a_decode_step_of_transformers_on_a_cpu(capsys: pytest.CaptureFixture[st
         assert float(ratio) == pytest.approx(float(before) / float(after), abs=0.01)
 
 
-def test_a_step_of_transformers_needs_a_context(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_step_needs_a_context(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         accelerated.main(["--device", "cpu", "--context", "127"])
     assert "128 or more" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The benchmark of vLLM's engine: its random weights, its processes and its tables. No vLLM is needed."""
+"""The benchmark of vLLM's engine: its random weights, processes and tables. No vLLM is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.engine import report, worker
 from benchmarks.engine.models import MODELS, fill, small
 
 
-def test_weights_depend_on_the_name_alone_and_keep_the_size_of_activations() -> None:
+def test_weights_depend_on_names_and_keep_activation_scale() -> None:
     first, again, other = (torch.empty(256, 512, dtype=torch.bfloat16) for _ in range(3))
     fill("layers.0.weight", first, 512)
     fill("layers.0.weight", again, 512)
@@ -26,7 +26,7 @@ def test_weights_depend_on_the_name_alone_and_keep_the_size_of_activations() -> 
     assert 0.9 < out.std().item() < 1.1
 
 
-def test_packed_weights_times_their_scales_keep_it_too() -> None:
+def test_packed_weights_keep_activation_scale() -> None:
     packed, scales = torch.empty(64, 512, dtype=torch.int32), torch.empty(4, 512, dtype=torch.bfloat16)
     fill("qweight", packed, 512)
     fill("scales", scales, 512)
@@ -35,7 +35,7 @@ def test_packed_weights_times_their_scales_keep_it_too() -> None:
     assert 0.8 < (torch.randn(64, 512) @ weight).std().item() < 1.2
 
 
-def test_mxfp4_weights_times_their_scales_keep_it_too() -> None:
+def test_mxfp4_weights_keep_activation_scale() -> None:
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     packed, scales = torch.empty(256, 1440, dtype=torch.uint8), torch.empty(256, 90, dtype=torch.uint8)
     fill("w13_weight", packed, 2880)
@@ -56,7 +56,7 @@ def test_transformers_knows_the_configurations(name: str) -> None:
         assert len(getattr(made, "layer_types", None) or [0] * made.num_hidden_layers) == made.num_hidden_layers
 
 
-def test_a_process_that_answers_and_one_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_answers_and_worker_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the worker answers as it would, and then ends at a question."""
     text = """
 import json, os, sys
@@ -81,7 +81,7 @@ print("@@ " + json.dumps({"asked": json.loads(sys.stdin.readline())}), flush=Tru
     assert "log of vLLM" in plugin.log.read_text()
 
 
-def test_what_the_plugin_took_over_is_read_from_the_log() -> None:
+def test_replaced_layers_are_read_from_the_log() -> None:
     log = """INFO 11-28 20:06:06 [plugin.py:81] 157 ops of vLLM run on pyops
 INFO 11-28 20:06:26 [cuda.py:378] Using CUSTOM attention backend out of potential backends: ['CUSTOM'].
 INFO 11-28 20:06:26 [cuda.py:378] Using CUSTOM attention backend out of potential backends: ['CUSTOM'].
@@ -110,7 +110,7 @@ def result() -> dict[str, Any]:
     return {"environment": {"gpu": "Imagined GPU"}, "models": {"llama": {"words": "Llama", "runs": runs}}}
 
 
-def test_the_tables_say_ratios_differences_shares_and_failures() -> None:
+def test_tables_show_ratios_shares_and_failures() -> None:
     text = report.render(json.loads(json.dumps(result())))
     assert "geometric mean 0.750 of 1 rows, 0 above 1.00" in text
     assert "differ from vLLM's by 0.2500 on average, 0.500 at most; 1 of 2 greedy tokens are the same" in text
@@ -123,7 +123,7 @@ def test_the_library_knows_its_kernels() -> None:
     assert {"rms_norm", "attention_decode", "gemm_sm90"} <= worker.ours()
 
 
-def test_int4_weights_have_no_zero_nibble_and_hence_no_mean() -> None:
+def test_int4_weights_have_mean_zero() -> None:
     packed = torch.empty(64, 512, dtype=torch.int32)
     fill("qweight", packed, 512)
     int4 = torch.stack([packed >> 4 * i & 15 for i in range(8)])

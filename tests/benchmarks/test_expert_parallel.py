@@ -1,4 +1,4 @@
-"""The benchmark of expert parallelism as far as it goes without GPUs: predictions, its checks, a process of gloo."""
+"""The benchmark of expert parallelism without GPUs: predictions, its checks, a gloo process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_page_has_the_predictions() -> None:
 
 
 def test_predictions_by_hand() -> None:
-    """Of 128 tokens of eight choices among 256: a rank of four is not chosen by one token of ten."""
+    """128 tokens of eight choices among 256 experts: a tenth of the tokens choose no expert of one rank of four."""
     deepseek = expert_parallel.MODELS[0]
     none = comb(192, 8) / comb(256, 8)
     assert none == pytest.approx(0.097, abs=0.001)
@@ -34,7 +34,8 @@ def test_predictions_by_hand() -> None:
     over_links = 128 * 3 * (1 - none) * 14336 / 450e9
     assert there == pytest.approx(1.5e-6 + 1.5e-6 + 1e-6 + over_links)
     assert back == pytest.approx(1.5e-6 + 0.45e-6 + 1e-6 + over_links)
-    # One vector of a thread at a time: 1792 of 64 threads each, where the links would take less than a microsecond.
+    # One vector per thread at a time: 1792 vectors of 64 threads each, where the links would take less than a
+    # microsecond.
     assert predicted(Model("few choices", 7168, 256, 1), 8, 128)[1] == pytest.approx(2.95e-6 + 6e-6, rel=0.01)
 
 
@@ -51,7 +52,7 @@ def test_the_kernels_pass_the_checks() -> None:
     ranks(2, 60).run(body)
 
 
-def test_a_wrong_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_results_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int) -> None:
         parallel = pyops.ExpertParallel(None, "cpu", *(SMALL.num_experts, 5, SMALL.hidden_size, SMALL.top_k))
         x, ids, weights = draw(SMALL, 5, rank, parallel.device)
@@ -66,8 +67,8 @@ def test_a_wrong_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", [expert_parallel.by_gather, expert_parallel.by_all_to_all])
-def test_the_ways_of_nccl_pass_the_checks(way: Any, tmp_path: Path) -> None:
-    """With gloo, of one process."""
+def test_nccl_contenders_pass_the_checks(way: Any, tmp_path: Path) -> None:
+    """With gloo, in one process."""
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with warnings.catch_warnings():
@@ -77,7 +78,7 @@ def test_the_ways_of_nccl_pass_the_checks(way: Any, tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_what_the_benchmark_wants(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_missing_processes_or_gpus_are_named(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     expert_parallel.main(["--predict"])
     assert capsys.readouterr().out == f"{expert_parallel.table()}\n"
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -1,4 +1,4 @@
-"""Host times without a GPU: every op has one, a hit takes the path of a GPU, and the fake driver never leaks."""
+"""Host times without a GPU: every op has one, a cache hit takes the path of a GPU call, the fake driver never leaks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_op_has_a_host_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(f"| {name} " in text for name in pyops.registry)
 
 
-def test_pairs_are_those_that_the_wrapper_compares() -> None:
+def test_pairs_equal_those_of_the_wrapper() -> None:
     pairs = {name: host.num_pairs(pyops.registry[name]) for name in ("rms_norm", "paged_attention_v2")}
     assert pairs == {"rms_norm": 2, "paged_attention_v2": 55}
 
@@ -68,7 +68,7 @@ def called(call: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "paged_attention_v2"])
-def test_a_hit_takes_the_path_of_a_gpu(name: str) -> None:
+def test_cache_hit_takes_the_gpu_path(name: str) -> None:
     op = pyops.registry[name]
     with fake_driver():
         call = host.call_of(host.case_of(op))
@@ -80,7 +80,7 @@ def test_a_hit_takes_the_path_of_a_gpu(name: str) -> None:
     assert {"check", "data_ptr", "pack_into"} <= set(hit)  # the guard, the addresses, the kernel's parameters
     python = {"prepare", "_remember", "_overlap", "call_unkept", "_recover", "describe"}
     assert not python & set(hit)
-    assert hit.count("__missing__") == 0  # what fires on a stream is made once
+    assert hit.count("__missing__") == 0  # the state of a stream is made once
 
 
 def replaced_by_the_fake() -> list[Any]:
@@ -95,7 +95,7 @@ def test_the_fake_driver_does_not_leak() -> None:
     def fail_within() -> None:
         with fake_driver():
             op(*args)
-            assert args[0].isnan().all()  # nothing ran
+            assert args[0].isnan().all()  # no kernel ran
             assert [one.origin for one in op.compiled()] == ["fake"]
             assert replaced_by_the_fake() != before
             raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""The models that are divided among GPUs, as far as a CPU can say."""
+"""The benchmark of tensor-parallel models, without GPUs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_sizes_are_those_of_published_models(name: str, weights: float) -> None:
         divided(small(MODELS[name]), world_size)
 
 
-def test_weights_depend_on_their_names_alone() -> None:
+def test_weights_depend_on_names_alone() -> None:
     one, other = (fill(Decoder(small(MODELS["deepseek"]), "float32")).tensors() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert len({float(tensor.flatten()[0]) for tensor in one.values()}) == len(one)
 
 
-def test_the_floor_has_weights_without_the_embedding_and_the_cache() -> None:
+def test_floor_excludes_the_embedding_and_the_cache() -> None:
     config = small(MODELS["llama"])
     model = Decoder(config, "bfloat16")
     weights = sum(tensor.numel() for tensor in model.tensors().values()) - config.vocab_size * config.hidden_size
@@ -33,7 +33,7 @@ def test_the_floor_has_weights_without_the_embedding_and_the_cache() -> None:
     assert step_floor_us(model, 3, 100, 1000.0) == pytest.approx((weights + cached) * 2 / 1e6)
 
 
-def test_processes_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_processes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun"):
         main([])

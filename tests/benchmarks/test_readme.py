@@ -1,4 +1,4 @@
-"""The README's figures: what the table and the plot make of results."""
+"""The README's figures: the table and the plot of given results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WON = ("fused", "gelu", "rms_norm", "rotary", "silu")
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """Rows that are won, one that is lost, and one without a rival."""
+    """Rows with a win, a loss, and no rival."""
     rows = [row(op, {}, pyops=2.0, vllm=5.0, torch=4.0) for op in WON]
     rows += [row("attention", {}, pyops=2.0, flashinfer=1.5), row("lonely", {}, pyops=1.0)]
     environment = {"gpu": "Imagined GPU", "vllm": "1.0", "flashinfer-python": "2.0", "torch": "3.0"}
@@ -38,7 +38,7 @@ def test_ratios_are_those_of_the_fastest_rival() -> None:
     }
 
 
-def test_the_block_counts_and_marks() -> None:
+def test_summary_counts_wins_and_marks_losses() -> None:
     text = readme.block(results(), readme.README.parent / "folder")
     words = " ".join(text.split())
     assert "6 cases were timed against at least one rival; most are bound by memory" in words
@@ -50,7 +50,7 @@ def test_the_block_counts_and_marks() -> None:
 
 
 @pytest.mark.parametrize("theme", readme.THEMES)
-def test_the_plot_has_a_dot_for_each_case_on_the_side_of_the_faster(theme: str) -> None:
+def test_plot_has_a_dot_per_case_on_the_right_side(theme: str) -> None:
     tree = ElementTree.fromstring(readme.plot(results(), theme))
     dots = [dot for dot in tree.iter(f"{SVG}circle") if dot.find(f"{SVG}title") is not None]
     assert [dot.get("class") for dot in dots] == ["flashinfer", *["torch"] * 5]
@@ -69,7 +69,7 @@ def test_dots_do_not_overlap_and_stay_in_the_picture() -> None:
     assert min_distance >= 2 * readme._RADIUS  # rounded to tenths of a pixel
 
 
-def test_figures_are_put_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_inserted_between_the_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n")
     (tmp_path / "norm.json").write_text(json.dumps(results()["norm"]))

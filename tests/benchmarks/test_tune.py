@@ -1,4 +1,4 @@
-"""`python -m benchmarks tune` without a GPU: a stub of the choices of plans, and times that a formula gives."""
+"""`python -m benchmarks tune` without a GPU: stubs of plans' choices, and times by a formula."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tuning:
 
 
 class Machine:
-    """An op with a plan, its results, and its times: `us` of the Config that its plan was made with."""
+    """An op with a plan, results, and times: `us` of the Config with which its plan was made."""
 
     def __init__(self, tuning: Tuning, us: Callable[[Any], float], first: Any = None) -> None:
         self.name = "an_op"
@@ -104,7 +104,7 @@ def test_the_fastest_config_is_found_by_changing_two_fields(tmp_path: Path) -> N
     assert tuned.tried[0].config == tuned.best
     assert [one.config for one in tuned.tried if one.us is None] == [Config(num_warps=8)]
     assert "wrong results" in tuned.tried[-1].trouble
-    assert machine.asked[-2:] == [Config(), tuned.best]  # timed again, in turn
+    assert machine.asked[-2:] == [Config(), tuned.best]  # timed again, alternating
     assert machine.plan is None  # no plan of a forced Config is left
     assert machine.tuning.override is None
 
@@ -122,25 +122,25 @@ def test_no_config_is_timed_twice_in_the_search(tmp_path: Path) -> None:
     assert len(search) == len(set(search))
 
 
-def test_the_choice_stays_within_the_spread(tmp_path: Path) -> None:
+def test_choice_is_kept_within_the_spread(tmp_path: Path) -> None:
     machine = Machine(Tuning(tmp_path), lambda config: 5.0 - 0.15 * config.early)
     tuned = machine.tune()
     assert tuned.tried[0].config.early
     assert tuned.best == tuned.choice.config == Config()
 
 
-def test_luck_in_the_search_is_found_out(tmp_path: Path) -> None:
+def test_lucky_time_in_the_search_is_not_trusted(tmp_path: Path) -> None:
     machine = Machine(Tuning(tmp_path), lambda config: 5.0 if machine.asked.count(config) > 1 else 5.0 - config.early)
     assert machine.tune().best == Config()
 
 
-def test_a_choice_with_wrong_results_is_an_error(tmp_path: Path) -> None:
+def test_choice_with_wrong_results_is_an_error(tmp_path: Path) -> None:
     machine = Machine(Tuning(tmp_path), lambda config: 1.0, first=Config(num_warps=8))
     with pytest.raises(AssertionError, match="wrong results"):
         machine.tune()
 
 
-def test_an_op_without_a_config_is_an_error(tmp_path: Path) -> None:
+def test_op_without_a_config_is_an_error(tmp_path: Path) -> None:
     machine = Machine(Tuning(tmp_path), lambda config: 1.0)
     machine.check = lambda: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="an_op chooses no Config"):
@@ -153,7 +153,7 @@ def tuned(best: Config, first: Config | None = None) -> tune.Tuned:
     return tune.Tuned(choice(first or Config()), tried, best, spread, Spread(2.0, 1.9, 2.1))
 
 
-def test_what_is_tried_is_printed() -> None:
+def test_tried_configs_are_printed() -> None:
     case = shapes.Case(pyops.registry["rms_norm"], {"num_tokens": 16})
     text = tune.render(case, tuned(Config(splits=2, early=True)))
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
@@ -163,8 +163,8 @@ def test_what_is_tried_is_printed() -> None:
     assert "The choice stays" in tune.render(case, tuned(Config()))
 
 
-def test_the_table_holds_the_best_config(tmp_path: Path) -> None:
-    """Whole, as far as a table can hold it."""
+def test_table_holds_the_best_config(tmp_path: Path) -> None:
+    """All its fields that a table can hold."""
     path = tmp_path / "tuning" / "imagined-gpu.json"
     tune.save(path, "an_op", tuned(Config(splits=2, early=True)))
     assert json.loads(path.read_text()) == {"an_op": {"tokens=16": {"num_warps": 4, "splits": 2, "early": True}}}
@@ -175,14 +175,14 @@ def test_the_table_holds_the_best_config(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["other"] == {"x": {"y": 1}}
 
 
-def test_an_entry_goes_when_the_choice_is_best(tmp_path: Path) -> None:
+def test_table_entry_goes_when_the_choice_is_best(tmp_path: Path) -> None:
     path = tmp_path / "imagined-gpu.json"
     path.write_text('{"an_op": {"tokens=16": {"splits": 2}}}')
     tune.save(path, "an_op", tuned(Config()))
     assert json.loads(path.read_text()) == {}
 
 
-def test_a_table_holds_scalars_only(tmp_path: Path) -> None:
+def test_table_holds_scalars_only(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="cannot hold the Config's join"):
         tune.save(tmp_path / "imagined-gpu.json", "an_op", tuned(Config(join=Join(4))))
 
@@ -211,13 +211,13 @@ def test_mistakes_are_refused(words: list[str], message: str, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main.main(["tune", "rms_norm"]) == 2
     assert "torch sees none" in capsys.readouterr().err
 
 
-def test_an_op_is_tuned_for_every_case(
+def test_op_is_tuned_for_every_case(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub = Tuning(tmp_path)
@@ -233,8 +233,8 @@ def test_an_op_is_tuned_for_every_case(
     assert capsys.readouterr().out.count("Best: early=True, 4.00 us; the choice 5.00 us.") == 2
 
 
-def test_a_case_is_checked_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU tensors, whose calls run the reference."""
+def test_case_is_checked_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors, for which calls run the reference."""
     arguments = shapes.Case.arguments
     monkeypatch.setattr(shapes.Case, "arguments", lambda case, seed=0, device="": arguments(case, seed, "cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=1 << 20))

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, how it ends."""
+"""The command line: output, refusals, exit status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_usage_names_the_program(program: str, name: str, monkeypatch: pytest.Mo
 FUNCTIONS = [name for names in table.functions().values() for name in names]
 
 
-def test_the_page_of_ops_has_every_op_and_function_once_and_links_from_docs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_of_ops_lists_each_op_and_function_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--markdown"]) == 0
     page = capsys.readouterr().out
     assert sorted(re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)) == sorted([*pyops.registry, *FUNCTIONS])
@@ -55,7 +55,7 @@ def test_the_page_of_ops_has_every_op_and_function_once_and_links_from_docs(caps
     ("module", "family"),
     [("pyops.activation", "activation"), ("pyops.norm.rms", "norm"), ("pyops.ops.norm.rms", "norm"), ("mine", None)],
 )
-def test_a_family_is_the_package_that_declares_an_op(
+def test_family_is_the_package_that_declares_an_op(
     module: str, family: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RMS_NORM.reference, "__module__", module)
@@ -63,7 +63,7 @@ def test_a_family_is_the_package_that_declares_an_op(
     assert table.families() == ({family: [RMS_NORM]} if family else {})
 
 
-def test_functions_are_those_of_pyops_that_are_no_ops() -> None:
+def test_listed_functions_are_public_and_no_ops() -> None:
     of_pyops = {name for name in dir(pyops) if inspect.isfunction(getattr(pyops, name)) and name[0] != "_"}
     assert {*FUNCTIONS} == of_pyops - {*pyops.registry} - {"op", "warmup"}
     assert {"fused_experts", "fused_marlin_moe", "fused_moe"} < {*table.functions()["moe"]}
@@ -109,7 +109,7 @@ def test_show_knows_the_functions_that_list_prints(name: str, capsys: pytest.Cap
 def test_show_prints_the_config_that_was_chosen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of this example, on one line, and none for an op whose plan chooses nothing."""
+    """For this example, on one line; nothing for an op without a choice."""
     for num_tokens, cluster_size in ((1, 8), (4096, 1)):
         assert main(["show", "paged_attention_v1", f"num_tokens={num_tokens}", "max_seq_len=1024"]) == 0
         (line,) = (
@@ -124,13 +124,13 @@ def test_show_prints_the_config_that_was_chosen(
 
 
 @pytest.mark.parametrize("op", pyops.registry)
-def test_the_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_in_a_compile_error_prints_the_source(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     for one in axes.launches(pyops.registry[op], {}, device.model()):
         specialisation = one.specialisation
         error = pyops.CompileError(specialisation.kernel.file, str(specialisation), "log")
         _, _, command = str(error).rpartition("python -m pyops ")
         assert main(command.split()) == 0
-        # A flag is printed as 0 or 1 and comes back as an integer.
+        # A flag is printed as 0 or 1 and parsed as an integer.
         expected = specialisation.text
         for name, value in specialisation.constants.items():
             if isinstance(value, bool):
@@ -171,7 +171,7 @@ def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_no_axis_ends_in_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of any op, whatever it is given."""
+    """For any op and any value."""
     for name, op in pyops.registry.items():
         for axis in axes.of(op):
             for value in ("0", "'x'"):
@@ -179,13 +179,13 @@ def test_no_axis_ends_in_a_traceback(capsys: pytest.CaptureFixture[str]) -> None
                 assert len(capsys.readouterr().err.splitlines()) <= 1
 
 
-def test_a_fault_of_an_example_without_axes_is_no_mistake_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_of_an_example_is_not_blamed_on_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RMS_NORM, "example", lambda make: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         axes.launches(RMS_NORM, {}, device.model())
 
 
-def test_a_wrong_switch_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_switch_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CPU", "bogus")
     monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
     assert main(["demo"]) == 2
@@ -222,7 +222,7 @@ def test_load_is_parallel_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(2, timeout=30)
 
     def compile_slowly(index: int, text: str, entry: str, kernel: str, constants: str, *_: Any) -> Compiled:
-        together.wait()  # two at a time, or the barrier breaks
+        together.wait()  # the barrier breaks unless two run at a time
         return Compiled(kernel, constants, index, "sm_90", 1.0, "compiled", 1, 0, 0, 0, None)
 
     monkeypatch.setattr(compiler, "load", compile_slowly)
@@ -243,7 +243,7 @@ def test_load_is_parallel_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             del op.specialisations[no_device, one.kernel, one.key]
 
 
-def test_load_raises_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_raises_the_compiler_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int, text: str, entry: str, kernel: str, constants: str, *_: Any) -> Compiled:
         raise pyops.CompileError(kernel, constants, "no")
 
@@ -255,7 +255,7 @@ def test_load_raises_what_a_compiler_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 def test_warmup_loads_all_that_a_first_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured one, in a process that may compile nothing any more."""
+    """Even a captured first call, in a process in which compiling is disabled."""
     sizes = {"num_tokens": 16, "hidden_size": 1232}
     held = pyops.warmup("rms_norm", dtype="bfloat16", **sizes)
     assert [one.kernel for one in held] == ["norm/rms_norm.cu"]
@@ -290,7 +290,7 @@ def test_doctor_reports_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[-1].startswith("Ops run ")
 
 
-def test_doctor_names_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_an_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     finding = doctor._caught("cache", doctor._cache)
@@ -300,7 +300,7 @@ def test_doctor_names_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch
     assert f"CUPY_CACHE_DIR={tmp_path}" in doctor._switches().value
 
 
-def test_doctor_survives_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_failures_of_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     def burst() -> doctor.Finding:
         raise RuntimeError("burst")
 
@@ -328,7 +328,7 @@ def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._reference().ok is False
 
 
-def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_checks_its_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
     assert "The quick brown fox | " in printed
@@ -356,5 +356,5 @@ def test_coverage_names_every_op_of_vllm_and_counts(version: str, capsys: pytest
     assert counts[2] == 0
 
 
-def test_an_axis_may_not_shadow_the_architecture() -> None:
+def test_axis_may_not_shadow_the_architecture() -> None:
     assert not any("arch" in axes.of(op) for op in pyops.registry.values())

@@ -1,4 +1,4 @@
-"""Commands without a standard output or error, and with ones that cannot be written."""
+"""Commands with standard output or error missing or full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def _run(arguments: str, redirections: str) -> tuple[int, bool, str]:
-    """(status, whether anything came by the standard output, what came by the standard error)."""
+    """(status, whether standard output received anything, the text of standard error)."""
     command = f"{sys.executable} -m pyops {arguments} {redirections}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     return done.returncode, bool(done.stdout), done.stderr.strip()
@@ -29,9 +29,9 @@ NO_OP = "pyops: nothing: is no op"
         ("2>/dev/full", (0, True, ""), (2, False, "")),
     ],
 )
-def test_a_stream_that_is_missing_or_full(
+def test_missing_or_full_stream(
     redirections: str, listed: tuple[int, bool, str], refused: tuple[int, bool, str]
 ) -> None:
-    """No command ends in a traceback, and an error never goes to the standard output."""
+    """No command ends in a traceback, and no error goes to standard output."""
     assert _run("list", redirections) == listed
     assert _run("show nothing", redirections) == refused

@@ -1,4 +1,4 @@
-"""First calls while a CUDA graph is captured: kernels are loaded, and workspaces made, outside of the graph."""
+"""First calls during CUDA graph capture: kernels are loaded and workspaces made outside of the graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Case(NamedTuple):
-    """A call of an op, and what its plan for an H200 has besides a launch."""
+    """A call of an op, and the parts of its plan for an H200 besides launches."""
 
     op: str
     axes: dict[str, Any]
@@ -77,7 +77,7 @@ def has(launches: Sequence[Launch]) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_the_cases_have_what_they_stand_for(case: Case) -> None:
+def test_plan_of_a_case_has_the_expected_parts(case: Case) -> None:
     assert has(axes.launches(pyops.registry[case.op], case.axes, device.model())) == case.has
 
 
@@ -103,7 +103,7 @@ def captured(op: Op, held: Sequence[Any], **how: Any) -> torch.cuda.CUDAGraph:
 
 
 def assert_replays(op: Op, graph: torch.cuda.CUDAGraph, held: Sequence[Any], *contents: Sequence[Any]) -> None:
-    """The graph works on what `held` holds at a replay, and does to it what an eager call does, bit for bit."""
+    """A replay works on the present contents of `held`, and gives the bits of an eager call."""
     for args in contents:
         for name, value in named(op, args).items():
             named(op, held)[name].copy_(value)
@@ -118,7 +118,7 @@ def assert_replays(op: Op, graph: torch.cuda.CUDAGraph, held: Sequence[Any], *co
 @on_gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_first_call_is_captured(case: Case, mode: str) -> None:
+def test_first_call_is_captured(case: Case, mode: str) -> None:
     op = pyops.registry[case.op]
     args, others = case.args(0), case.args(1)
     held = clones(args)
@@ -130,7 +130,7 @@ def test_a_first_call_is_captured(case: Case, mode: str) -> None:
 
 @on_gpu
 def test_two_graphs_on_a_side_stream() -> None:
-    """The second needs more zeros than the first has left on their stream, and the first keeps its own."""
+    """The second graph needs more zeros than the first left on their stream, and the first keeps its own."""
     op, stream, pool = pyops.registry["linear"], torch.cuda.Stream(), torch.cuda.graph_pool_handle()
     sizes = ({"num_tokens": 16}, {"num_tokens": 48})
     contents = [[example(op, "cuda", seed, input_size=4090, **size) for seed in (0, 1)] for size in sizes]
@@ -139,7 +139,7 @@ def test_two_graphs_on_a_side_stream() -> None:
     for values in held:
         graphs.append(captured(op, values, stream=stream, pool=pool))
         pieces = workspace._pieces[0, stream.cuda_stream, True]
-        pieces[-1].nbytes = 0  # as if it were too small for the next call
+        pieces[-1].nbytes = 0  # too small for the next call
     assert len(pieces) == 2
     for _ in range(2):
         for graph, values, args in zip(graphs, held, contents, strict=True):
@@ -148,7 +148,7 @@ def test_two_graphs_on_a_side_stream() -> None:
 
 @on_gpu
 def test_streams_that_fork_within_a_capture() -> None:
-    """Each stream has zeros of its own, for calls that run at the same time."""
+    """Each stream has its own zeros, because its calls run at the same time."""
     op, side = pyops.registry["linear"], torch.cuda.Stream()
     args, others = SPLIT.args(0), SPLIT.args(1)
     held, beside = clones(args), clones(others)
@@ -172,7 +172,7 @@ def test_streams_that_fork_within_a_capture() -> None:
 
 @on_gpu
 def test_another_thread_may_call_during_a_capture() -> None:
-    """A capture in the mode "global" forbids loading to all threads. Each is a first call, eager and not captured."""
+    """Capture mode "global" forbids loading in every thread. Each call here is a first call, eager and not captured."""
     norm, held = pyops.registry["rms_norm"], CASES["one launch"].args(0)
     quantise = pyops.registry["static_scaled_fp8_quant"]
     inside = example(quantise, "cuda")
@@ -206,7 +206,7 @@ def test_another_thread_may_call_during_a_capture() -> None:
 
 @on_gpu
 def test_warmup_during_a_capture() -> None:
-    """Its threads load while this one captures."""
+    """Its threads load kernels while this one captures."""
     x = torch.randn(16, 1232, device="cuda")
     out = torch.empty_like(x)
     graph = torch.cuda.CUDAGraph()
@@ -218,7 +218,7 @@ def test_warmup_during_a_capture() -> None:
 
 
 @on_gpu
-def test_a_kernel_that_does_not_compile_leaves_the_capture_as_it_was() -> None:
+def test_kernel_that_fails_to_compile_leaves_the_capture() -> None:
     broken = Kernel("test/broken.cu", text='extern "C" __global__ void broken(float* out) { undeclared; }')
 
     @pyops.op(out="out")
@@ -250,7 +250,7 @@ def test_switches_that_wait_leave_a_capture_alone(switch: str, name: str, monkey
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", [CASES["one launch"], SPLIT, DECODE], ids=["one launch", "split product", "decode"])
 def test_cupy_captures_a_first_call(case: Case, mode: str) -> None:
-    """Scratch memory and numbers of the call belong to the graph alone: arrays that are made later stay as they are."""
+    """Scratch memory and scalars of the call belong to the graph: later arrays do not overwrite them."""
     import cupy
 
     op, runtime = pyops.registry[case.op], cupy.cuda.runtime
@@ -337,7 +337,7 @@ print("captured")
 
 
 @pytest.mark.gpu
-def test_the_first_call_of_a_process_with_an_empty_cache(tmp_path: Path) -> None:
+def test_first_call_of_a_process_with_an_empty_cache(tmp_path: Path) -> None:
     """CuPy is imported, and kernels are compiled, while the graph is captured."""
     environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", FIRST], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -346,7 +346,7 @@ def test_the_first_call_of_a_process_with_an_empty_cache(tmp_path: Path) -> None
 
 @on_gpu
 def test_threads_capture_one_after_the_other() -> None:
-    """A thread of its own captures each graph, as a server does that captures behind a lock."""
+    """Each graph is captured by its own thread under a lock, as a server does it."""
     op = pyops.registry["linear"]
     args, others = SPLIT.args(0), SPLIT.args(1)
     both = [clones(args), clones(args)]

@@ -1,4 +1,4 @@
-"""Views of memory that own nothing, and attributes of devices."""
+"""Non-owning views of memory, and attributes of devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("value", [None, 3, numpy.ones(3), [torch.ones(3)]], ids=lambda value: type(value).__name__)
-def test_what_is_no_torch_tensor_is_refused(name: str, value: object) -> None:
+def test_other_objects_than_tensors_are_refused(name: str, value: object) -> None:
     argument, view = VIEWS[name]
     with pytest.raises(pyops.OpError) as caught:
         view(value)  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_what_is_no_torch_tensor_is_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0,), ()])
-def test_what_lies_elsewhere_is_refused(shape: tuple[int, ...]) -> None:
+def test_tensor_on_another_device_is_refused(shape: tuple[int, ...]) -> None:
     for device in ("cpu", "meta"):
         with pytest.raises(
             pyops.OpError, match=f"weak_ref_tensor: input: expected a tensor on a GPU, got one on {device}"
@@ -64,7 +64,7 @@ def test_what_lies_elsewhere_is_refused(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_no_such_device(name: str) -> None:
+def test_missing_device_is_refused(name: str) -> None:
     count = torch.cuda.device_count()
     for device in [count, count + 5] if count else [0, 5, -1]:
         with pytest.raises(pyops.OpError) as caught:
@@ -74,8 +74,8 @@ def test_no_such_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory_is_described_as_it_lies(dtype: torch.dtype) -> None:
-    """CUDA's array interface has the fields of numpy's, which understands them on the CPU."""
+def test_memory_is_described_with_its_strides(dtype: torch.dtype) -> None:
+    """CUDA's array interface has the fields of numpy's, so numpy reads it on the CPU."""
     words = torch.arange(2 * 3 * 64).to(torch.uint8)
     x = (words.bool() if dtype == torch.bool else words.view(dtype)).reshape(2, -1)[:, 1::2].t()
 
@@ -89,7 +89,7 @@ def test_memory_is_described_as_it_lies(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_weak_reference_is_the_same_memory(dtype: torch.dtype) -> None:
+def test_weak_reference_is_the_same_memory(dtype: torch.dtype) -> None:
     words = torch.arange(2 * 3 * 64, device="cuda").to(torch.uint8)
     x = (words.bool() if dtype == torch.bool else words.view(dtype)).reshape(2, -1)[:, 1::2].t()
     y = pyops.weak_ref_tensor(x)
@@ -102,8 +102,8 @@ def test_a_weak_reference_is_the_same_memory(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_a_weak_reference_owns_nothing() -> None:
-    gc.collect()  # what other tests have left is not to go meanwhile
+def test_weak_reference_owns_nothing() -> None:
+    gc.collect()  # other tests' garbage must not be freed in between
     x = torch.ones(1 << 20, device="cuda")
     held = torch.cuda.memory_allocated()
     y = pyops.weak_ref_tensor(x)
@@ -118,7 +118,7 @@ def test_a_weak_reference_owns_nothing() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2), ()])
-def test_a_weak_reference_of_little(shape: tuple[int, ...]) -> None:
+def test_weak_reference_to_an_empty_tensor(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape, device="cuda")
     y = pyops.weak_ref_tensor(x)
     assert (y.shape, y.stride(), y.device) == (x.shape, x.stride(), x.device)
@@ -126,8 +126,8 @@ def test_a_weak_reference_of_little(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_weak_reference_in_a_graph() -> None:
-    """As vLLM makes them: of outputs in the pool of a graph, while the graph is captured."""
+def test_weak_reference_in_a_graph() -> None:
+    """As vLLM makes them: for outputs in the pool of a graph, while the graph is captured."""
     x = torch.ones(100, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -143,7 +143,7 @@ def test_a_weak_reference_in_a_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_view_of_pinned_memory(dtype: torch.dtype) -> None:
+def test_view_of_pinned_memory(dtype: torch.dtype) -> None:
     x = torch.zeros(10, 10).to(dtype).pin_memory()
     y = pyops.get_cuda_view_from_cpu_tensor(x)
     assert (y.dtype, y.shape, y.stride()) == (x.dtype, x.shape, x.stride())
@@ -157,14 +157,14 @@ def test_a_view_of_pinned_memory(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_a_view_keeps_pinned_memory_and_takes_strides() -> None:
+def test_view_keeps_pinned_memory_alive_and_takes_strides() -> None:
     pinned = torch.arange(100, dtype=torch.int32).reshape(10, 10).pin_memory()
     right = pinned[1::2, 2:7].t().clone()
     view = pyops.get_cuda_view_from_cpu_tensor(pinned[1::2, 2:7].t())
     assert view.stride() == (1, 20)
     del pinned
     gc.collect()
-    other = torch.zeros(10, 10, dtype=torch.int32).pin_memory()  # would be given the memory
+    other = torch.zeros(10, 10, dtype=torch.int32).pin_memory()  # would reuse the memory
     assert torch.equal(view.cpu(), right)
     del other
 
@@ -182,7 +182,7 @@ def test_views_under_another_default_device(make: Callable[[torch.Tensor], torch
 
 
 @pytest.mark.gpu
-def test_attributes() -> None:
+def test_device_attributes() -> None:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         with torch.cuda.device(index):

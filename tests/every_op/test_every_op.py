@@ -1,7 +1,7 @@
-"""What holds for every op in the registry: its results. No line here knows an op by name.
+"""Results of every op in the registry. No line here knows an op by name.
 
-On the device "cpu" the wrapper runs the reference: those tests hold the references to the same promises. Every element
-is written, inputs are kept, the answer is the same twice.
+On the device "cpu" the wrapper runs the reference, so the references are tested as well: every element is written,
+inputs are unchanged, and a second call gives the same result.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ CASES = [
     for case in axes.covering(op, PROFILE.combinations)
 ]
 OF_ANY_SIZE = [pytest.param(op, id=name) for name, op in pyops.registry.items() if axes.takes_any_size(op)]
-# Sums of extreme values overflow in one order and not in another.
+# Sums of extreme values may overflow in one order and not in another.
 KINDS = [kind for kind in CONTENTS if kind != "extreme"]
-# States that grow with every token: infinity times zero comes sooner in one order than in another.
+# States that grow with every token: infinity times zero occurs earlier in one order than in another.
 _OF_GROWING_STATES = {"gated_delta_rule", "gated_delta_rule_update", "mamba_chunk_scan_varlen"}
-# Groups of codes are summed before their scales and minima come: infinities cancel where single products do not.
+# Quantized values of a group are summed before their scales and zero points apply: infinities cancel where single
+# products do not.
 _OF_GROUPS = {"ggml_mul_mat_a8", "ggml_mul_mat_vec_a8", "ggml_moe_a8", "ggml_moe_a8_vec"}
-# The norms, and the ops that quantise or activate rows of tokens. The others of these families unpack weights.
+# Norms, and ops that quantise or activate rows of tokens. The other ops of these families unpack weights.
 _OF_WEIGHTS = {"awq_dequantize", "ggml_dequantize", "gptq_shuffle"}
 OF_ROWS = [
     pytest.param(op, id=name)
     for name, op in pyops.registry.items()
     if re.match(r"pyops\.ops\.(norm|quantize|activation)\b", op.reference.__module__) and name not in _OF_WEIGHTS
 ]
-# Sizes between and next to the round ones. An op takes a sample of them: each is a kernel of its own.
+# Round sizes, sizes next to them and between them. An op takes a sample: each size is a kernel of its own.
 SIZES = (1, 2, 3, 31, 33, 127, 129, 1000, 1025, 4095, 4097, 5137, 8191, 8192, 16384, 20001, 32767, 32768)
 
 
 def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -> list[Any]:
-    """`args` with the token tensors that the op reads filled again; not a cache that happens to have as many blocks."""
+    """`args` with new data in the token tensors that the op reads, but not in a cache with equally many blocks."""
     read = {p.name for p in op.tensors if p.role != "out"}
     return replaced(
         op,
@@ -75,8 +76,8 @@ def _with_contents(op: Op, args: list[Any], num_tokens: int | None, kind: str) -
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_is_complete(op: Op) -> None:
-    """Every op is documented, in one line first, planned and shown by an example, and writes something."""
+def test_declaration_is_complete(op: Op) -> None:
+    """Every op has a docstring with a one-line summary, a plan and an example, and writes something."""
     assert str(op.reference.__doc__).splitlines()[0].endswith(".")
     assert op._plan is not None
     assert axes.compiled(op) is not None
@@ -85,15 +86,15 @@ def test_is_complete(op: Op) -> None:
 
 @cache
 def _words(file: str) -> frozenset[str]:
-    """Every word of a kernel and of its headers, for which a constant may be meant, but for comments."""
+    """Every identifier in a kernel and its headers, without comments: a constant has to be among them."""
     return frozenset(re.findall(r"\w+", re.sub(r"//.*", "", source.inline(file))))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_kernels_take_what_they_are_given(op: Op) -> None:
-    """The contract between plan and C signature: every parameter is fed, every value and constant is taken.
+def test_kernels_take_all_given_values(op: Op) -> None:
+    """The contract between plan and C signature: every parameter gets a value, and every value and constant is used.
 
-    So is every tensor, if not by the kernels of every case: one that a keyword lets unread need not be taken.
+    Every tensor is used by the kernels of some case; a keyword may leave it unread in others.
     """
     taken, given = set(), set()
     tensors = tuple(p.name for p in op.tensors)
@@ -105,7 +106,7 @@ def test_kernels_take_what_they_are_given(op: Op) -> None:
         for one in launches:
             kernel = one.specialisation.kernel
             names, fixed = one.names(tensors)
-            layout(kernel, names, op.declaration.runtime, scalars, fixed)  # TypeError for what does not fit
+            layout(kernel, names, op.declaration.runtime, scalars, fixed)  # TypeError on a mismatch
             for fmt, name in kernel.signature.parameters:
                 value = one.fixed.get(name, 0)
                 if isinstance(value, TensorMap | TensorArg):
@@ -142,7 +143,7 @@ def test_equals_reference_for_any_layout_and_contents(op: Op, device: str, data:
 
 
 def _rows_of_tokens(op: Op, args: list[Any], num_tokens: int) -> dict[str, Any]:
-    """The tensors or descriptors with a row of several elements for each token, by name; not scales."""
+    """The tensors or descriptors with a row of several elements per token, by name; not scales."""
     pairs = zip(op.parameters, args, strict=True)
     shaped = {p.name: arg for p, arg in pairs if len(getattr(arg, "shape", ())) > 1 and "scale" not in p.name}
     return {name: arg for name, arg in shaped.items() if num_tokens in arg.shape[:-1] and arg.shape[-1] > 1}
@@ -151,7 +152,7 @@ def _rows_of_tokens(op: Op, args: list[Any], num_tokens: int) -> dict[str, Any]:
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OF_ROWS)
 def test_rows_of_any_stride(op: Op, device: str) -> None:
-    """No op here refuses gaps between rows. Gaps that keep the alignment change no bit of the results."""
+    """No op refuses gaps between rows. Gaps that keep the alignment change no bit of the results."""
     num_tokens = 7
     for case in [*axes.sample(op, min(2, PROFILE.varied or 2)), axes.fullest(op)]:
         args = example(op, device, num_tokens=num_tokens, **case)
@@ -186,7 +187,7 @@ def test_strides_of_rows_compile_no_kernel(op: Op) -> None:
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OF_ANY_SIZE)
 def test_any_size(op: Op, device: str) -> None:
-    """Any row size, round or not, on one row and on enough rows to fill a device."""
+    """Any row size, round or not, with one row and with enough rows to fill a device."""
     for size in sample(SIZES, PROFILE.sizes, op.name):
         for num_tokens in (1, 140) if size < 2000 else (2,):
             args = example(op, device, num_tokens=num_tokens, hidden_size=size, **axes.fullest(op))
@@ -196,7 +197,7 @@ def test_any_size(op: Op, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("op", OPS)
 def test_writes_every_element_and_reads_no_output(op: Op, device: str) -> None:
-    """Whatever the outputs held before, the results are the same; and so are they the second time."""
+    """The previous contents of outputs do not matter, in two calls."""
     args = example(op, device, num_tokens=5, **axes.fullest(op))
     first = run(op, args, poison=0xFF)
     assert_same(op, first, run(op, args, poison=0x00))
@@ -228,7 +229,7 @@ def test_in_place(op: Op, device: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
-    """Token tensors of rank 3, their rows in one order or another: refused, or the result of rank 2."""
+    """Token tensors of rank 3, with rows in either order: refused, or the result of rank 2."""
     num_tokens, shape = 6, (2, 3)
     args = example(op, device, num_tokens=num_tokens, **axes.fullest(op))
 
@@ -252,7 +253,7 @@ def test_higher_ranks(op: Op, device: str, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
+def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
     for case in axes.sample(op, max_cases=6):
         args = example(op, num_tokens=5, **case)
         assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
@@ -261,7 +262,7 @@ def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", OPS)
 def test_threads(op: Op, device: str) -> None:
-    """Four threads at once, each with its own shape and twice in a row, as one after another."""
+    """Four threads at once, each with its own shape and two calls, give the results of sequential calls."""
     calls = [example(op, device, seed=i, num_tokens=1 + i, **axes.fullest(op)) for i in range(4)]
     one_by_one = [run(op, args) for args in calls]
     with ThreadPoolExecutor(4) as pool:

@@ -1,4 +1,4 @@
-"""What holds for every op in the registry on a device: streams, graphs, CuPy, several devices."""
+"""Every op in the registry on a device: streams, graphs, CuPy, several devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cupy_call(op: Op) -> Any:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_cupy_gives_the_bits_of_torch(op: Op) -> None:
+def test_cupy_equals_torch_bit_for_bit(op: Op) -> None:
     for case in axes.sample(op, max_cases=6):
         args = example(op, "cuda", num_tokens=7, **case)
         assert_same(op, run(op, args), run(op, args, call=_cupy_call(op)))
@@ -43,7 +43,7 @@ def test_cupy_gives_the_bits_of_torch(op: Op) -> None:
 @pytest.mark.parametrize("library", ["torch", "cupy"])
 @pytest.mark.parametrize("op", OPS)
 def test_runs_on_the_current_stream(op: Op, library: str) -> None:
-    """Queued after a long kernel and a copy that it depends on, on a stream of its own, and without waiting."""
+    """Queued on a side stream after a long kernel and a copy of its inputs, without waiting."""
     import cupy
 
     source = _args(op)
@@ -57,7 +57,7 @@ def test_runs_on_the_current_stream(op: Op, library: str) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
-        torch.cuda._sleep(400_000_000)  # 0.2 s, also for a host with much else to do
+        torch.cuda._sleep(400_000_000)  # 0.2 s, enough for a busy host
         for name in inputs:
             named(op, args)[name].copy_(named(op, source)[name])
         call(*args)
@@ -69,9 +69,9 @@ def test_runs_on_the_current_stream(op: Op, library: str) -> None:
 
 
 def _unload(op: Op) -> None:
-    """Let the op, the compiler and CuPy forget every kernel, and so the other ops that launch the same kernels.
+    """Drop every kernel from the op, the compiler and CuPy, and from other ops that launch the same kernels.
 
-    A plan holds the address of a kernel's function, which is gone with its module.
+    A plan holds the address of a kernel's function, which is invalid without its module.
     """
     import cupy
 
@@ -85,13 +85,14 @@ def _unload(op: Op) -> None:
     op.forget()
     compiler._loaded.clear()
     cupy.clear_memo()
-    gc.collect()  # modules that nobody holds are unloaded here, not in the middle of a capture
+    gc.collect()  # unload modules here, not in the middle of a capture
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["loaded", "first"])
 @pytest.mark.parametrize("op", OPS)
 def test_graph_replay_equals_eager(op: Op, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured call works on what its tensors hold at replay, also the first call, which loads its kernels."""
+    """A replay works on the present contents of its tensors, also if the first call was captured and loaded its
+    kernels."""
     args, others = _args(op), _args(op, seed=1)
     held = clones(args)
     if first:
@@ -115,7 +116,7 @@ def test_graph_replay_equals_eager(op: Op, first: bool, monkeypatch: pytest.Monk
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
 @pytest.mark.parametrize("op", OPS)
 def test_second_device(op: Op) -> None:
-    """Tensors on the second device, whichever device is current."""
+    """Tensors are on the second device, whichever device is current."""
     args = _args(op)
     results = run(op, args)
     moved = [arg.to("cuda:1") if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -128,8 +129,8 @@ def test_second_device(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_compiled_lists_what_was_loaded(op: Op) -> None:
-    _unload(op)  # what other tests have loaded: formats of other vendors, too, whose software decoding may spill
+def test_compiled_lists_loaded_kernels(op: Op) -> None:
+    _unload(op)  # drop kernels of other tests, some in formats of other vendors, which may spill
     op(*_args(op))
     table = op.wrapper.compiled()
     assert table
@@ -143,8 +144,9 @@ def test_compiled_lists_what_was_loaded(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_new_num_tokens_loads_nothing(op: Op) -> None:
-    """A size that does not compile: another plan, the same kernel. Both counts are odd, so that rows along the tokens
-    are aligned alike, and lie between two powers of two, the sizes by which products choose kernels."""
+    """A number of tokens is not compiled in: another plan, the same kernel. Both counts are odd, so that rows along the
+    tokens have the same alignment, and lie between the same two powers of two, which are the buckets of GEMM
+    choices."""
     op.forget()
     few, more = _args(op, num_tokens=5), _args(op, num_tokens=7)
     op(*few)
@@ -157,7 +159,7 @@ def test_new_num_tokens_loads_nothing(op: Op) -> None:
 
 @pytest.fixture
 def fresh_plans(op: Op) -> Iterator[None]:
-    """Switches are read when a plan is made: none from before or after the test is used."""
+    """Switches are read when a plan is made, so plans from before and after the test are dropped."""
     op.forget()
     yield
     op.forget()

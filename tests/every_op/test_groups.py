@@ -1,4 +1,4 @@
-"""Rows that belong to experts: what is said of groups that share rows, in which two blocks would write the same."""
+"""Groups of rows, one per expert: errors for groups that share rows, which two blocks would both write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyops.ops._shared.groups import sharing
 from pyops.testing.calls import named, replaced
 from tests.support.calls import example
 
-# Each op whose groups are given by offsets, and the offsets of what it writes.
+# Each op with groups given by offsets, and the offsets of its output.
 PRODUCTS = (
     *("cutlass_moe_mm", "cutlass_w4a8_moe_mm", "cutlass_blockwise_scaled_grouped_mm"),
     *("cutlass_fp4_group_mm", "cutlass_mxfp4_group_mm", "cutlass_mxfp8_grouped_mm"),
@@ -30,7 +30,7 @@ OFFSETS = [
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=6))
-def test_ranges_that_share_a_row(ranges: list[tuple[int, int]]) -> None:
+def test_ranges_that_share_a_row_are_named(ranges: list[tuple[int, int]]) -> None:
     first, count = torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2).unbind(1)
     owners = [sum(begin <= row < begin + size for begin, size in ranges) for row in range(20)]
     found = sharing(first, count)
@@ -41,7 +41,7 @@ def test_ranges_that_share_a_row(ranges: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize(("name", "offsets"), OFFSETS)
 def test_experts_that_write_the_same_rows_are_named(name: str, offsets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As are those whose rows do not exist; and the docstring says so. Groups of the example share nothing."""
+    """Rows out of range are named, too, as the docstring says. Groups of the example do not overlap."""
     op = pyops.registry[name]
     monkeypatch.setenv("PYOPS_CHECK", "1")
     op.forget()

@@ -1,6 +1,6 @@
-"""What holds for every op in the registry where its kernels run on the CPU. No line here knows an op by name.
+"""Kernels of every op in the registry on the CPU. No line here knows an op by name.
 
-Results are held to the reference by test_every_op.py, for which the host is one more device.
+test_every_op.py compares their results with the reference; for it, the host is one more device.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def _args(op: Op, **more: Any) -> list[Any]:
 
 
 def _cases(op: Op, max_cases: int | None, *sizes: int) -> list[axes.Axes]:
-    """A sample of the combinations that are run, and everything switched on for rows of these sizes."""
+    """A sample of the combinations that are run, and every option switched on for rows of these sizes."""
     more = [axes.fullest(op) | {"hidden_size": size} for size in sizes if axes.takes_any_size(op)]
     return axes.sample(op, max_cases) + more
 
 
-# In warps of CDNA's size kernels are others; what a schedule shows, it has shown in warps of NVIDIA's.
+# Warps of CDNA's size use other kernels; schedules are tested with NVIDIA's warps alone.
 _SCHEDULES = {32: SCHEDULES, 64: (SCHEDULES[0], SCHEDULES[3])}
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_matches_its_reference_under_every_schedule(op: Op) -> None:
-    """With the same bits. In place, too, where a row that is read twice is another the second time."""
+def test_matches_reference_under_every_schedule(op: Op) -> None:
+    """All schedules give the same bits. In-place calls detect a row that is read again after it was written."""
     for i, case in enumerate(_cases(op, PROFILE.varied, 64)):
         args = example(op, num_tokens=9, **case)
         right = expected(op, args)
@@ -66,7 +66,7 @@ def test_matches_its_reference_under_every_schedule(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_empty_tensor(op: Op) -> None:
-    """Is refused as such, or served like any other: what has no elements is never read."""
+    """It is refused as such, or accepted: a tensor without elements is never read."""
     args = _args(op)
     for name, value in named(op, args).items():
         for dim in range(value.ndim):
@@ -79,7 +79,7 @@ def test_one_empty_tensor(op: Op) -> None:
 
 
 def _far_apart(value: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows lie more than 2^31 elements apart, in memory that is none before it is touched."""
+    """A copy with a row stride above 2^31 elements, in memory that the system provides only when it is touched."""
     rows, columns = value.shape
     stride = 2**31 + 16
     # On Linux 0x4000 is MAP_NORESERVE, which mmap names since Python 3.13.
@@ -90,7 +90,7 @@ def _far_apart(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_offsets_of_64_bits(op: Op) -> None:
+def test_64_bit_offsets(op: Op) -> None:
     """Row strides that do not fit in 32 bits. An op may refuse gaps, by name."""
     args = _args(op, num_tokens=3)
     far = {name: _far_apart(x) for name, x in named(op, args).items() if x.ndim == 2 and x.shape[0] == 3}
@@ -107,14 +107,14 @@ def test_offsets_of_64_bits(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_numpy_gives_the_bits_of_torch(op: Op) -> None:
+def test_numpy_equals_torch_bit_for_bit(op: Op) -> None:
     args = _args(op)
     assert_same(op, run(op, args), run(op, args, call=lambda *values: op(*map(as_numpy, values))))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_switch(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYOPS_CPU is read at every call, and PYOPS_REFERENCE goes before it."""
+    """PYOPS_CPU is read at every call, and PYOPS_REFERENCE takes precedence."""
     args = _args(op)
     calls = []
     monkeypatch.setattr(prepare, "_run_on_host", lambda *_: calls.append("kernels"))

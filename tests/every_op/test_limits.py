@@ -1,6 +1,7 @@
-"""What plans refuse that no bad call of test_every_op_refuses.py is: sizes that no memory here holds, and odd pairs.
+"""Calls that plans refuse and test_every_op_refuses.py cannot make: sizes beyond any memory, and odd pairs of
+arguments.
 
-Plans see no data, so descriptors are all that these calls have.
+Plans see no data, so these calls pass descriptors alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def apart(*strides: int) -> Change:
 
 
 def apart_of(*shape: int) -> Change:
-    """A tensor of this shape whose leading dimensions have no common stride."""
+    """A tensor of this shape, in which the leading dimensions have no common stride."""
     return lambda arg: apart(2**20, shape[-1], 1)(of(*shape)(arg))
 
 
@@ -46,7 +47,7 @@ def kind(dtype: str) -> Change:
 
 
 def index(*shape: int, dtype: str = "int32") -> TensorArg:
-    """A tensor where the example has none."""
+    """A tensor for an optional argument that the example leaves out."""
     return MAKE.empty(*shape, dtype=dtype)
 
 
@@ -55,7 +56,7 @@ DS_MLA: axes.Axes = {"kv_cache_dtype": "fp8_ds_mla"}
 SPECULATIVE: axes.Axes = {"varlen": False, "mode": "speculative"}
 FLAT: axes.Axes = {"with_starts": False, "with_blocks": False}
 BLOCKED: axes.Axes = {"scales": "block", "with_bias": False}
-# (op, axes of its example, what is changed by parameter, the argument that is refused, how the message begins)
+# (op, axes of its example, changes by parameter, the argument that is refused, the start of the message)
 CASES: list[tuple[str, axes.Axes, dict[str, Any], str, str]] = [
     ("rms_norm", {"hidden_size": 2**30 + 8}, {}, "input", "expected rows of at most 2^30 elements"),
     (
@@ -149,7 +150,7 @@ CASES: list[tuple[str, axes.Axes, dict[str, Any], str, str]] = [
         "value_cache",
         "expected dtype uint8, got float8_e4m3fn",
     ),
-    # Products
+    # GEMM
     (
         "linear",
         {},

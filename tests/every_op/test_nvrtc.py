@@ -1,8 +1,8 @@
 """The specialisations of the axes table compile for every architecture, on a machine with or without a device.
 
-No kernel here declares local memory, so none may spill or keep an array on the stack. Nor may the assembler put waits
-between asynchronous products, or ignore setmaxnreg. The profile "nightly" compiles
-every one of them, the others a sample of each op's, always the same.
+No kernel here declares local memory, so none may spill or keep an array on the stack. Nor may the assembler serialise
+wgmma, or ignore setmaxnreg. The profile "nightly" compiles every specialisation, the others a fixed sample of each
+op's.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.support import axes
 from tests.support.profiles import PROFILE, varied
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
-# What a plan chooses by besides the axes: few or many rows, and addresses that allow only one element per access. (The
-# last changes the same few instructions everywhere, so one architecture and many rows show it.)
+# Choices of a plan besides the axes: few or many rows, and addresses that allow only one element per access. (The last
+# changes the same few instructions everywhere, so one architecture and many rows suffice.)
 SITUATIONS = ((16, True), (4096, True))
 UNALIGNED = {"sm_90": ((4096, False),)}
 
 
 def _has_nvrtc() -> str | None:
-    """Why nothing can be compiled here; None if it can."""
+    """The reason why nothing can be compiled here; None if it can."""
     try:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -49,9 +49,10 @@ MISSING = _has_nvrtc()
 
 
 def _specialisations(op: Op, arch: str, max_texts: int | None) -> list[Specialisation]:
-    """At most so many of those that the axes and situations give, always the same ones; all of them for None.
+    """At most `count` of the specialisations of all axes and situations, the same ones at each call; all of them for
+    None.
 
-    Few are chosen among the first that a random order of the cases gives, of as many kernels as possible.
+    They are chosen from the first cases in a random order, from as many kernels as possible.
     """
     assert op.example is not None
     model = device.model(arch)

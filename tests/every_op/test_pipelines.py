@@ -1,8 +1,8 @@
-"""Kernels with stages, with far more steps than stages; kernels that group tiles, with one tile more than a group.
+"""Pipelined kernels with far more k-tiles than stages, and tile swizzles with one tile more than a group.
 
-The phase bit of a barrier is the same for the first round over the stages and the third, so a test with few steps does
-not see a phase that goes wrong. Stages are few here, and a block has several tiles, so that the rounds of one tile
-begin where those of the tile before ended.
+The phase bit of a barrier has the same value in the first and third round over the stages, so a test with few k-tiles
+misses a wrong phase. Here kernels have few stages, and a block has several tiles, so that a tile's rounds begin where
+those of the previous tile ended.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def run_example(name: str, **axes: Any) -> None:
 
 def codes_of_experts(one: Any, activation: str, k: int, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        grouped.test_codes_of_experts(one, activation, k, size, patch)
+        grouped.test_packed_experts(one, activation, k, size, patch)
 
 
 def mla(lengths: list[int], heads: int, page_size: int, kind: torch.dtype | None) -> None:
-    prefill.test_mla_codes("cpu", lengths, heads, page_size, 1, BF16, kind)
+    prefill.test_mla_decode_fp8("cpu", lengths, heads, page_size, 1, BF16, kind)
 
 
 def on_ampere(call: Callable[[], None]) -> None:
@@ -106,12 +106,12 @@ def mla_on_ampere() -> None:
 
 # Two prompts; on a device with one SM each is a segment.
 LONG_SEGMENTS = partial(chunk_scan.assert_slow_scan, "cpu", [450, 310])
-# Stages of kernels that have more than two for every plan.
+# Stages of kernels that have more than two in every plan.
 STAGES = {"attention/mla_decode_small_h.cu": 4, "mamba/chunk_scan_states.cu": 3}
-# A call of every kernel, whose pipeline goes round more than twice: see ROUNDS.
+# A call of every kernel with a pipeline that goes round more than twice: see ROUNDS.
 CASES: dict[str, list[Callable[[], None]]] = {
     "attention/prefill_mma.cu": [partial(on_ampere, prefill_on_ampere)],
-    "attention/prefill_sm90_fp8.cu": [partial(on_one, partial(e4m3.test_long_sums_are_exact, "cpu"))],
+    "attention/prefill_sm90_fp8.cu": [partial(on_one, partial(e4m3.test_long_accumulation_is_exact, "cpu"))],
     "attention/prefill_sm90.cu": [
         partial(long_prefill, PrefillSm90Config(64, 2), (4, 2), 16, 8),
         partial(long_prefill, PrefillSm90Config(48, 3), (4, 2), 64, 16),
@@ -119,40 +119,40 @@ CASES: dict[str, list[Callable[[], None]]] = {
     "attention/mla_decode.cu": [partial(on_ampere, mla_on_ampere)],
     "attention/mla_decode_small_h_fp8.cu": [partial(mla, [330, 300], 16, 16, FP8)],
     "attention/mla_decode_small_h.cu": [partial(mla, [330, 600], 11, 16, torch.uint8)],
-    "attention/mla_decode_sm90.cu": [partial(prefill.test_mla, "cpu", [330, 300], 24, 16, 1, BF16)],
+    "attention/mla_decode_sm90.cu": [partial(prefill.test_mla_decode, "cpu", [330, 300], 24, 16, 1, BF16)],
     "linear/gemm_sm90.cu": [
         partial(dense.test_linear, GemmConfig(128, cluster=2, group=8), 300, 264, 328),
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=8, ping_pong=True), 140, 168, 328),
         partial(dense.test_linear, GemmConfig(64, cluster=2, group=2, ping_pong=True), 300, 136, 328),
-        partial(dense.test_scales_of_blocks, GemmConfig(64, cluster=1, group=2), 140, 200, 328),
+        partial(dense.test_block_scales, GemmConfig(64, cluster=1, group=2), 140, 200, 328),
         partial(dense.test_scaled_mm, GemmConfig(64, cluster=1, group=2), FP8, 592),
     ],
     "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 20, 66, 328)],
     "linear/wq_gemm_sm90.cu": [
-        partial(packed.test_product, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
-        partial(packed.test_product, packed.awq, 4, PackedConfig(32, 256, 2, 2, 1), 40, 320, 640, 10, BF16),
+        partial(packed.test_packed_gemm, packed.marlin, 4, PackedConfig(32, 128, 2, 1, 1), 40, 320, 384, 3, BF16),
+        partial(packed.test_packed_gemm, packed.awq, 4, PackedConfig(32, 256, 2, 2, 1), 40, 320, 640, 10, BF16),
     ],
     "linear/wq_gemm_sm80.cu": [
-        partial(packed.test_product, packed.marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 1024, 1, BF16)
+        partial(packed.test_packed_gemm, packed.marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 1024, 1, BF16)
     ],
     "linear/wq_gemm_sm90_small_m.cu": [
-        partial(packed.test_product, packed.marlin, 4, PackedNarrowConfig(4), 17, 320, 1296, 1, BF16)
+        partial(packed.test_packed_gemm, packed.marlin, 4, PackedNarrowConfig(4), 17, 320, 1296, 1, BF16)
     ],
     "linear/gemm_sm90_swap_ab.cu": [
         partial(dense.test_linear, SwapConfig(16, 112, splits=1), 33, 264, 584),
         partial(dense.test_linear, SwapConfig(16, 32, splits=1), 33, 72, 584),
         partial(dense.test_linear, SwapConfig(16, 72, splits=2), 16, 200, 1160),
-        partial(dense.test_scaled_mm, SwapConfig(16, 112, splits=1), FP8, 1168),  # sums of half a step
+        partial(dense.test_scaled_mm, SwapConfig(16, 112, splits=1), FP8, 1168),  # accumulators of half a k-tile
     ],
     "linear/ggml_mul_mat.cu": [partial(multiply_ggml, MulMatConfig(4, 1, 2, 2, 1), 3)],
     "linear/ggml_mul_mat_row.cu": [partial(multiply_ggml, DigitsConfig(2, 2), 1)],
     "linear/ggml_mul_mat_vec.cu": [partial(multiply_ggml, VecConfig(1, 1, 2, 2), 1)],
     "linear/grouped_gemm_sm90.cu": [
-        partial(grouped.test_hopper, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
-        partial(grouped.test_hopper, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
+        partial(grouped.test_hopper_grouped_gemm, GroupedConfig(128, 128), (90, 72, 328, "silu", BF16, "none", 128)),
+        partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 128), (20, 256, 656, "silu", FP8, "block")),
     ],
     "linear/grouped_gemm_sm80.cu": [
-        partial(grouped.test_other_kernels, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
+        partial(grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (20, 66, 328, "silu", BF16))
     ],
     "linear/wq_grouped_gemm_sm80.cu": [partial(codes_of_experts, CodedConfig(16, 1, 2), "silu", 640, 128)],
     "linear/wq_grouped_gemm_sm90.cu": [
@@ -168,8 +168,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
 
 
 def of_products(step: Callable[..., float], tile_m: Callable[..., int] | None = None) -> Rounds:
-    """Steps of K for each block, of `step` elements. Blocks take tiles one after another whose rows `tile_m` says; none
-    or 0 if a block has one tile. Every expert has rows."""
+    """The k-tiles of each block, of `step` elements. `tile_m` gives the rows of a tile, if blocks take several tiles;
+    it is None or 0 if a block has one tile. Every expert has rows."""
 
     def rounds(launch: Launch) -> tuple[float, float | None]:
         of, fixed = launch.specialisation.constants, cast("dict[str, int]", launch.fixed)
@@ -185,7 +185,8 @@ def of_products(step: Callable[..., float], tile_m: Callable[..., int] | None = 
 
 
 def of_keys(keys: int, tokens: int = 0, parts: int = 1) -> Rounds:
-    """Tiles of so many keys of a sequence, in `parts` that blocks take; `tokens` in a tile, or what a constant says."""
+    """KV tiles of a sequence, divided among `parts` blocks; `tokens` per tile, or the name of the constant that has
+    it."""
 
     def rounds(launch: Launch) -> tuple[float, float | None]:
         items = launch.fixed.get("num_items")
@@ -210,7 +211,7 @@ def of_row(constants: Mapping[str, Any]) -> float:
     return 128 / float(constants["scalar_t"].itemsize)
 
 
-# Of a launch: the steps of a tile, and the tiles of a block where blocks take tiles one after another.
+# For a launch: k-tiles of a tile, and the tiles of a block where a block takes several.
 ROUNDS: dict[str, Rounds] = {
     "attention/prefill_mma.cu": of_keys(330),
     "attention/prefill_sm90_fp8.cu": of_keys(4096),
@@ -240,9 +241,9 @@ ROUNDS: dict[str, Rounds] = {
 }
 
 
-# One expert, whose last group of row tiles has one tile, and three tiles of columns.
+# One expert, with one tile in its last group of row tiles, and three tiles of columns.
 _EXPERT: tuple[Any, ...] = (72, "none", BF16, "none")
-# A call of every kernel that counts its tiles in groups of rows, with more of them than a group and no multiple.
+# A call of every kernel with grouped row tiles; their number is above the group size and no multiple of it.
 GROUPS: dict[str, list[Callable[[], None]]] = {
     "linear/gemm_sm90.cu": [
         partial(dense.test_linear, GemmConfig(48, cluster=1, group=2), 300, 136, 72),
@@ -250,13 +251,15 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
     ],
     "linear/gemm_sm80.cu": [partial(dense.test_linear, MmaConfig(16, 64, 1, 4, 2, 1, 1), 9 * 16 - 3, 136, 72)],
     "linear/grouped_gemm_sm90.cu": [
-        partial(grouped.test_hopper, GroupedConfig(64, 64, group=2), (70, 136, *_EXPERT, 64, 2, 1)),
+        partial(grouped.test_hopper_grouped_gemm, GroupedConfig(64, 64, group=2), (70, 136, *_EXPERT, 64, 2, 1)),
     ],
     "linear/grouped_gemm_sm80.cu": [
-        partial(grouped.test_other_kernels, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1))
+        partial(
+            grouped.test_mma_and_simt_grouped_gemm, GroupedMmaConfig(16, 64, 1, 4, 2), (135, 136, *_EXPERT, 16, 2, 1)
+        )
     ],
     "linear/grouped_gemm_simt.cu": [
-        partial(grouped.test_other_kernels, GroupedSimtConfig(16, 64), (135, 136, *_EXPERT, 16, 2, 1))
+        partial(grouped.test_mma_and_simt_grouped_gemm, GroupedSimtConfig(16, 64), (135, 136, *_EXPERT, 16, 2, 1))
     ],
 }
 
@@ -276,7 +279,8 @@ def cases(table: dict[str, list[Callable[[], None]]]) -> pytest.MarkDecorator:
 
 @pytest.fixture(autouse=True)
 def _two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks have several tiles, under one schedule; no plan of another test is left, nor one of these behind."""
+    """Blocks have several tiles, under one schedule; plans of other tests are dropped before, and these plans
+    afterwards."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
     for module in (dense, packed, grouped, prefill, e4m3):
         monkeypatch.setattr(module, "SCHEDULES", SCHEDULES[1:2])
@@ -292,7 +296,7 @@ def forget() -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, fewest: Callable[[str], int] | None = None) -> set[str]:
-    """The files of the kernels that are specialised from now on, with no more stages than `fewest` says."""
+    """The kernel files that are specialised from now on, with at most as many stages as `fewest` says."""
     specialise, seen = Kernel.__call__, set[str]()
 
     def noted(self: Kernel, **constants: Any) -> Specialisation:
@@ -306,8 +310,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, fewest: Callable[[str], int] | None =
 
 
 @cases(CASES)
-def test_more_steps_than_stages(file: str, call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two stages, or as few as the kernel takes, which every tile goes round more than twice."""
+def test_more_k_tiles_than_stages(file: str, call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two stages, or as few as the kernel takes. Every tile goes round them more than twice."""
     watch(monkeypatch, lambda name: FEWEST.get(name, 2))
     launch, launches = Specialisation.launch, list[Launch]()
 
@@ -326,7 +330,7 @@ def test_more_steps_than_stages(file: str, call: Callable[[], None], monkeypatch
 
 
 def stages_of(launch: Launch) -> int:
-    """From the constants of a launch, or from those that its text has."""
+    """From the constants of a launch, or from those in its text."""
     constants, file = launch.specialisation.constants, launch.specialisation.kernel.file
     return int(constants.get("STAGES", STAGES.get(file, 2)))
 

@@ -1,7 +1,7 @@
-"""What holds for every op in the registry: bad calls.
+"""Bad calls of every op in the registry.
 
-Each is an OpError that names op and argument, and writes nothing. A right call goes before each, so that its plan is at
-hand and must not be taken for the wrong one.
+Each is an OpError that names op and argument, and writes nothing. A good call precedes it, so that its plan is cached
+and must not be mistaken for a match.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support import axes
 from tests.support.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, refusal
 
 NUM_TOKENS = 7
-# A call that nothing accepts is planned in the same way whether a reference or a kernel would run.
+# A call that is always refused is planned in the same way whether a reference or a kernel would run.
 OF_REFUSALS = ["cpu", CUDA]
 
 
@@ -37,16 +37,16 @@ def _value(op: Op, args: list[Any], p: Parameter) -> Any:
     return args[op.parameters.index(p)]
 
 
-# Every tensor that the ops' examples give, and every scalar.
+# Every tensor and every scalar of the ops' examples.
 CASES = [(op, p, named(op, _args(op))) for op in pyops.registry.values() for p in op.tensors]
 CASES = [(op, p, tensors) for op, p, tensors in CASES if p.name in tensors]
 SCALARS = [(op, p, {}) for op in pyops.registry.values() for p in op.parameters if p.kind != "Tensor"]
 
 
 def _each(cases: list[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test of (op, p): one test of each op tries all parameters p of the op that are in `cases`.
+    """Decorate a test of (op, p): one test per op tries all parameters p of the op that are in `cases`.
 
-    A test of each parameter would be thousands, which take pytest longer to collect than to run. An exception's note
+    A test per parameter would be thousands, which take pytest longer to collect than to run. A note on the exception
     names the parameter.
     """
     parameters: dict[str, list[Parameter]] = {}
@@ -71,7 +71,7 @@ def _each(cases: list[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
 
 @cache
 def _called(op: Op, device: str, on_host: bool) -> tuple[list[Any], Any]:
-    """The arguments of a right call, and its plan. The second call with a plan sets the guard before it."""
+    """The arguments of a good call, with its plan. The second call with a plan sets its guard."""
     args = _args(op, device)
     for _ in range(2):
         op(*clones(args))
@@ -79,7 +79,7 @@ def _called(op: Op, device: str, on_host: bool) -> tuple[list[Any], Any]:
 
 
 def _right_call(op: Op, device: str) -> list[Any]:
-    """The arguments of a right call, whose plan is the one at hand."""
+    """The arguments of a good call; its plan is the most recent one."""
     args, op.recent[0] = _called(op, device, isinstance(device, Host))
     return clones(args)
 
@@ -128,7 +128,7 @@ def test_wrong_dtype(op: Op, p: Parameter, device: str) -> None:
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=name) for name, op in pyops.registry.items()])
 def test_wrong_dtype_everywhere(op: Op) -> None:
-    """Tensors of which none differs from the others, but which no kernel takes."""
+    """All tensors have the same dtype, which no kernel takes."""
     args = _args(op)
     for dtype in (torch.float64, torch.bool):
         refusal(op, replaced(op, args, **{name: x.float().to(dtype) for name, x in named(op, args).items()}))
@@ -137,7 +137,7 @@ def test_wrong_dtype_everywhere(op: Op) -> None:
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
 def test_longer_rows(op: Op, p: Parameter, device: str) -> None:
-    """They are refused, or what is more of them makes no difference."""
+    """They are refused, or the extra elements make no difference."""
     args = _right_call(op, device)
     value = _value(op, args, p)
     _refused_or_right(op, args, p, torch.cat((value, value[..., :1]), -1))
@@ -150,7 +150,7 @@ def _counts_tokens(tensors: dict[str, torch.Tensor]) -> int:
 @pytest.mark.parametrize("device", KERNELS)
 @_each([case for case in CASES if case[2][case[1].name].shape[0] == NUM_TOKENS and _counts_tokens(case[2]) > 1])
 def test_more_rows(op: Op, p: Parameter, device: str) -> None:
-    """They are refused, or one more of them makes no difference."""
+    """They are refused, or one more row makes no difference."""
     args = _right_call(op, device)
     value = _value(op, args, p)
     _refused_or_right(op, args, p, torch.cat((value, value[:1])))
@@ -158,7 +158,7 @@ def test_more_rows(op: Op, p: Parameter, device: str) -> None:
 
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
-def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
+def test_extra_dimension(op: Op, p: Parameter, device: str) -> None:
     """One more dimension of size 1 is refused, or changes nothing."""
     args = _right_call(op, device)
     _refused_or_right(op, args, p, _value(op, args, p).unsqueeze(-1))
@@ -166,7 +166,7 @@ def test_more_dimensions(op: Op, p: Parameter, device: str) -> None:
 
 @pytest.mark.parametrize("device", KERNELS)
 @_each(CASES)
-def test_elements_apart(op: Op, p: Parameter, device: str) -> None:
+def test_strided_elements(op: Op, p: Parameter, device: str) -> None:
     """A last dimension of stride 2 is refused, or makes no difference."""
     args = _right_call(op, device)
     value = _value(op, args, p)
@@ -184,8 +184,8 @@ def test_overlapping_elements(op: Op, p: Parameter, device: str) -> None:
 
 @pytest.mark.parametrize("device", OF_REFUSALS)
 @_each([case for case in CASES if case[1].written])
-def test_memory_of_another(op: Op, p: Parameter, device: str) -> None:
-    """A written tensor may share no byte with any other, unless it works in place and is the other."""
+def test_overlapping_tensors(op: Op, p: Parameter, device: str) -> None:
+    """A written tensor may share no byte with any other, except with its own input in place."""
     args = _right_call(op, device)
     value = _value(op, args, p)
     for name, other in named(op, args).items():
@@ -233,7 +233,7 @@ def test_read_only(op: Op, p: Parameter) -> None:
 
 @pytest.mark.parametrize("device", OF_REFUSALS)
 @_each([case for case in CASES if case[1].number])
-def test_numbers_that_float32_cannot_hold(op: Op, p: Parameter, device: str) -> None:
+def test_numbers_out_of_float32_range(op: Op, p: Parameter, device: str) -> None:
     args = _right_call(op, device)
     for value in (1e300, -(10**400)):
         assert refusal(op, replaced(op, args, **{p.name: value})).argument == p.name
@@ -254,7 +254,7 @@ def test_wrong_scalar(op: Op, p: Parameter, device: str) -> None:
 
 @_each([case for case in SCALARS if case[1].kind == "bool"])
 def test_zero_and_one_are_false_and_true(op: Op, p: Parameter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the caller's type, the plan and the reference are given a bool: the text of a kernel may hold it."""
+    """Whatever the caller's type, the plan and the reference get a bool, because it may be part of the kernel text."""
     args = _right_call(op, "cpu")
     seen: list[Any] = []
     launches = op.launches
@@ -273,7 +273,7 @@ def test_zero_and_one_are_false_and_true(op: Op, p: Parameter, monkeypatch: pyte
     assert {type(value) for value in seen} == {bool}
 
 
-# Integers below 0 that say something, or that an op of this name takes because vLLM's has them, and never reads.
+# Negative integers that have a meaning, or that an op takes for compatibility with vLLM and never reads.
 _ANY_INTEGER = {"pad_slot_id", "max_seq_len", "max_query_len", "num_kv_splits", "rows_per_block", "CuCount"}
 _ANY_INTEGER |= {"tp_rank", "blocksparse_local_blocks", "blocksparse_vert_stride", "blocksparse_block_size"}
 _ANY_INTEGER |= {"blocksparse_head_sliding_step", "split_k_iters", "thx", "thy", "sm_count", "sm_version"}
@@ -282,11 +282,11 @@ _ANY_INTEGER |= {"CUBLAS_M_THRESHOLD", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "thread_k
 
 @_each([case for case in SCALARS if case[1].kind == "int" and case[1].name not in _ANY_INTEGER])
 def test_negative_integers(op: Op, p: Parameter) -> None:
-    """Sizes, counts and the numbers of types, which shapes may contradict as well."""
+    """Sizes, counts and type numbers, which may contradict the shapes as well."""
     args = _right_call(op, "cpu")
     for value in (-1, -(2**31)):
         if (op.name, p.name, value) == ("allspark_w8a16_gemm", "group_size", -1):
-            continue  # the one value that is right
+            continue  # the only right value
         refusal(op, replaced(op, args, **{p.name: value}))
 
 
@@ -297,7 +297,7 @@ FORMS = [
 
 
 class _Allocated(TorchDispatchMode):
-    """Counts the tensors that torch allocates."""
+    """Count the tensors that torch allocates."""
 
     count = 0
 
@@ -307,7 +307,7 @@ class _Allocated(TorchDispatchMode):
 
 
 def _of_another_look(value: Any) -> list[Any]:
-    """What may come instead of an argument."""
+    """Replacements for an argument."""
     wrong: list[Any] = [None, "x", [1.0], 1.5, -1, 0, 3]
     if not isinstance(value, torch.Tensor):
         return wrong
@@ -318,7 +318,7 @@ def _of_another_look(value: Any) -> list[Any]:
 
 
 def _allocates(op: Op, call: dict[str, Any]) -> bool:
-    """Whether the form of the op takes a call; if not, nothing may be allocated before the OpError."""
+    """Whether this form of the op accepts a call; if not, nothing was allocated before the OpError."""
     assert op.form is not None
     refused = None
     with _Allocated() as allocated:
@@ -339,18 +339,18 @@ def _allocates(op: Op, call: dict[str, Any]) -> bool:
 
 
 @_each(FORMS)
-def test_nothing_is_allocated_for_what_is_refused(op: Op, p: Parameter) -> None:
-    """Whatever comes instead of an argument."""
+def test_refused_call_allocates_nothing(op: Op, p: Parameter) -> None:
+    """With any replacement for an argument."""
     assert op.form is not None
     args = dict(zip((one.name for one in op.parameters), _args(op), strict=True))
     inputs = {one.name: args[one.name] for one in op.form.declaration.parameters if not one.returned}
     calls = [inputs | {p.name: value} for value in _of_another_look(inputs[p.name])]
     assert _allocates(op, inputs)
     taken = [_allocates(op, call) for call in calls]
-    # What has no part in the sizes of outputs and in plans may be refused later.
+    # Arguments that affect neither output sizes nor plans may be refused later.
     assert not all(taken) or not (p.is_tensor or p.keyed)
     for call in calls:
-        with FakeTensorMode() as mode, suppress(pyops.OpError):  # only sizes are asked
+        with FakeTensorMode() as mode, suppress(pyops.OpError):  # only sizes are computed
             op.form.allocate(
                 **{name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
             )
@@ -366,7 +366,7 @@ def _error(call: Callable[..., None], *args: Any) -> str | None:
 
 @_each(CASES)
 def test_tensors_without_data(op: Op, p: Parameter) -> None:
-    """On the device "meta" a call is refused exactly where a call with data is, also through torch.ops."""
+    """On the device "meta" exactly the calls are refused that are refused with data, also through torch.ops."""
     args = _args(op)
     value = _value(op, args, p)
     errors = []

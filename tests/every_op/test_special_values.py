@@ -1,4 +1,4 @@
-"""Infinities, NaN, the largest and the smallest numbers, against float64. Kernels and references give the same."""
+"""Infinities, NaN, the largest and the smallest numbers, against float64, by kernels and references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = (1e-42, 2.0**-149, 2.0**-126)
 
 # Sampling
 
-# Logits of a row, over and over.
+# Logits of a row, repeated.
 ROWS = {
     "plain": [1.0, 3.0, 2.0, 3.0],
     "masked": [1.0, -INF, 3.0, -INF, 2.0],
@@ -46,7 +46,7 @@ def _probabilities(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("columns", [24, 5000])
 @pytest.mark.parametrize("name", ROWS)
 def test_softmax_at_any_temperature(name: str, columns: int, device: str) -> None:
-    """Temperatures from the smallest number, where the largest logits share all probability, to inf, where all do."""
+    """From the smallest temperature, where the largest logits share all probability, to inf, where all logits do."""
     t = torch.tensor([*TINY, 1e-30, 0.5, 1.0, 3.0, 1e30, 1e38, LARGEST, INF], device=device)
     x = torch.tensor(ROWS[name], device=device).repeat(columns)[:columns].expand(len(t), -1).contiguous()
     right = _probabilities(x, t)
@@ -58,8 +58,9 @@ def test_softmax_at_any_temperature(name: str, columns: int, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_softmax_at_no_temperature(device: str) -> None:
-    """Numbers below the smallest normal one, 0 and negative ones among them, count as that number; NaN gives NaN."""
+def test_softmax_at_zero_temperature(device: str) -> None:
+    """Temperatures below the smallest normal number, 0 and negative ones included, count as that number; NaN gives
+    NaN."""
     x = torch.tensor([[1.0, 3.0, 2.0, 3.0]], device=device).repeat(5, 1)
     out = torch.empty_like(x)
     pyops.softmax(out, x, torch.tensor([0.0, -0.0, -1.0, -INF, NAN], device=device))
@@ -76,7 +77,8 @@ def test_softmax_at_no_temperature(device: str) -> None:
 @pytest.mark.parametrize("filters", [(), ("top_p",), ("top_k", "top_p")])
 @pytest.mark.parametrize("name", ROWS)
 def test_draws_at_any_temperature(name: str, filters: tuple[str, ...], device: str) -> None:
-    """Every token as often as its probability says, and no other one. At no temperature, the first of the likeliest."""
+    """Every token as often as its probability says, and no other token. At temperature 0, the first of the most
+    likely."""
     rows = 300
     x = torch.tensor(ROWS[name], device=device).expand(rows, -1).contiguous()
     given = {name: torch.full((rows,), 1.0, device=device) for name in filters}
@@ -101,7 +103,7 @@ def test_draws_at_any_temperature(name: str, filters: tuple[str, ...], device: s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["swigluoai_and_mul", "swiglustep_and_mul"])
 def test_clamped_gates(name: str, dtype: torch.dtype, device: str) -> None:
-    """Gates and factors of every size, infinities and NaN: what float64 gives, rounded."""
+    """Gates and factors of every size, infinities and NaN: the float64 result, rounded."""
     limits = torch.finfo(dtype)
     sizes = (
         0.0,
@@ -129,23 +131,23 @@ def test_clamped_gates(name: str, dtype: torch.dtype, device: str) -> None:
     else:
         wide = torch.fmin(wide, limit)
         right = (torch.fmax(torch.fmin(factor, limit), -limit) + 1) * wide / (1 + torch.exp(-1.702 * wide))
-    # Of float32: what the rounding of 1.702 * g, up to 151, makes of the exponential.
+    # In float32, the rounding of 1.702 * g, up to 151, changes the exponential by this factor.
     tolerance = 151 * limits.eps if dtype == torch.float32 else 2 * limits.eps
-    flushed = 16 * torch.finfo(torch.float32).tiny  # devices take subnormal floats for 0
+    flushed = 16 * torch.finfo(torch.float32).tiny  # devices flush subnormal floats
     right = right.to(dtype)
     torch.testing.assert_close(
         out[0].cpu(), right, rtol=tolerance, atol=flushed + limits.tiny * limits.eps, equal_nan=True
     )
 
 
-# Sums in float32
+# float32 sums
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden_size", [64, 4096])
-def test_rms_norms_of_squares_that_overflow(hidden_size: int, dtype: torch.dtype, device: str) -> None:
-    """Finite elements become 0, infinite ones NaN. Squares whose sum is near the largest float are right."""
+def test_rms_norms_with_overflowing_squares(hidden_size: int, dtype: torch.dtype, device: str) -> None:
+    """Finite elements become 0, infinite ones NaN. Sums of squares near the largest float are right."""
     largest = torch.finfo(dtype).max
     x = torch.full((4, hidden_size), largest, dtype=dtype, device=device)
     x[1, ::2] = -largest
@@ -166,8 +168,8 @@ def test_rms_norms_of_squares_that_overflow(hidden_size: int, dtype: torch.dtype
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_layer_norm_of_sums_that_overflow(dtype: torch.dtype, device: str) -> None:
-    """Gives zeros or NaN, never a number that looks like one."""
+def test_layer_norm_with_overflowing_sums(dtype: torch.dtype, device: str) -> None:
+    """It gives zeros or NaN, never a plausible number."""
     largest = torch.finfo(dtype).max
     x = torch.randn(4, 256, device=device).to(dtype)
     x[0] = largest
@@ -175,7 +177,7 @@ def test_layer_norm_of_sums_that_overflow(dtype: torch.dtype, device: str) -> No
     x[2, 7] = largest
     out = torch.empty_like(x)
     pyops.layer_norm(out, x, None, None, 1e-6)
-    if dtype == torch.float16:  # whose sums do not overflow
+    if dtype == torch.float16:  # its sums do not overflow
         right = torch.nn.functional.layer_norm(x.double(), (256,), eps=1e-6)
         torch.testing.assert_close(out.double(), right, rtol=2e-3, atol=1e-3)
     else:
@@ -187,7 +189,7 @@ def test_layer_norm_of_sums_that_overflow(dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 4096])
 def test_hadamard_of_the_largest_numbers(size: int, dtype: torch.dtype, device: str) -> None:
-    """Right as long as a row's magnitudes, divided by the root of its size, add up to a float."""
+    """Right as long as a row's magnitudes, divided by the root of its size, add up to a finite float."""
     largest, generator = torch.finfo(dtype).max, torch.Generator().manual_seed(1)
     count = int(size**0.5)
     x = torch.zeros(3, size, dtype=dtype)
@@ -207,10 +209,10 @@ def test_hadamard_of_the_largest_numbers(size: int, dtype: torch.dtype, device: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(seed=st.integers(0, 99), tokens=st.sampled_from([1, 3]), size=st.sampled_from([8, 769, 2048]))
-def test_skinny_linear_at_the_edge_of_float32(
+def test_skinny_linear_near_the_float32_maximum(
     dtype: torch.dtype, device: str, seed: int, tokens: int, size: int
 ) -> None:
-    """Right where the magnitudes of the products add up to a float; right, infinite or NaN where they do not."""
+    """Right where the magnitudes of the products add up to a finite float; right, infinite or NaN where they do not."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, size, generator=generator)
     weight = torch.randn(5, size, generator=generator)
@@ -228,8 +230,8 @@ def test_skinny_linear_at_the_edge_of_float32(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_merge_of_the_largest(dtype: torch.dtype, device: str) -> None:
-    """Outputs as large as their type holds, under any weights; infinity under a weight of 0 in float32 gives NaN."""
+def test_merge_of_the_largest_outputs(dtype: torch.dtype, device: str) -> None:
+    """Outputs as large as their dtype allows, under any weights; infinity under a weight of 0 in float32 gives NaN."""
     lses = [-LARGEST, -200.0, -60.0, -1.0, 0.0, 1e-40, 87.0, LARGEST]
     p, s = (half.flatten()[None] for half in torch.meshgrid(torch.tensor(lses), torch.tensor(lses), indexing="ij"))
     largest = torch.finfo(dtype).max * (1 - 2.0**-20 if dtype == torch.float32 else 1.0)
@@ -253,7 +255,7 @@ def test_merge_of_the_largest(dtype: torch.dtype, device: str) -> None:
     assert (out.cpu()[..., 0][(wide_s - wide_p > -80)[..., 0]] == INF).all()
 
 
-# Every op that sums nothing up to infinity in one order and not in another
+# Every op without sums that overflow in one order and not in another
 
 SUMS = {"skinny_linear", "layer_norm", "rms_norm_gated", "hadacore_transform_out"}
 SUMS |= {"selective_scan_fwd", "selective_state_update"}
@@ -289,7 +291,7 @@ def _special(x: torch.Tensor, seed: int) -> torch.Tensor:
 @settings(max_examples=6)
 @given(data=st.data())
 def test_equals_the_reference_for_special_values(op: Op, data: st.DataObject) -> None:
-    """Whatever its tensors of tokens hold, and under any scale."""
+    """For any contents of its token tensors, and under any scale."""
     args = example(op, num_tokens=5, **data.draw(st.sampled_from([*axes.sample(op, 3), axes.fullest(op)])))
     seed, is_special = data.draw(st.integers(0, 99)), data.draw(st.booleans())
     scale = data.draw(st.sampled_from(SCALES))

@@ -1,8 +1,8 @@
-"""Every op with hostile indices, of calls so large that kernels of many tokens run.
+"""Every op with hostile indices, in calls large enough for the kernels of many tokens.
 
-What is out of range, the op's own `bad_indices` says. The first value that it refuses is the capacity of a table, of a
-cache, of a list, or the capacity and one: kernel and reference skip it, or cut it, alike, and touch nothing outside.
-What the reference leaves as it was without the hostile values, the kernels leave bit for bit.
+The op's own `bad_indices` says which values are out of range. The first value that it refuses is the capacity of a
+table, cache or list, or the capacity plus one. Kernel and reference both skip or clamp it, and touch nothing outside.
+Where the reference leaves an output alone, so do the kernels, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.calls import example
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
-# Tokens of a call. Where a token is a sequence of its own, or work of a millisecond, fewer reach the same kernel.
+# Tokens of a call. Fewer reach the same kernel where a token is a sequence, or a millisecond of work.
 TOKENS = 260
 FEWER = {"attention": 20, "cache": 40, "linear": 80, "moe": 80, "quantize": 80, "rotary": 40, "sampling": 40}
 TOKENS_OF = {
@@ -42,13 +42,13 @@ TOKENS_OF = {
     "sm100_cutlass_mla_decode": 6,
 }
 SIZES = {"hidden_size": 256, "vocab_size": 1000}
-# What `axes.fullest` leaves without the index that is wanted.
+# `axes.fullest` leaves out the wanted index for these ops.
 AXES: dict[str, axes.Axes] = {
     "gated_delta_rule": {"options": False},
     "gptq_gemm": {"order": "permuted"},
     "gptq_marlin_repack": {"order": "permuted"},
 }
-# The kernel of many tokens, of ops that have another one for few.
+# Ops with separate kernels for few and many tokens -> the kernel for many.
 LARGE = {
     "gated_delta_rule": "mamba/gated_delta_chunk.cu",
     "gptq_gemm": "linear/gemm_sm90.cu",
@@ -57,16 +57,16 @@ LARGE = {
     "marlin_gemm": "linear/gemm_sm90.cu",
     "moe_wna16_gemm": "linear/wq_grouped_gemm_sm90.cu",
 }
-# Offsets at which sequences or experts begin. An offset in the middle that is in range makes two of them overlap, so of
-# these only values that are out of range are hostile.
+# Offsets at which sequences or experts begin. A wrong offset within range makes two of them overlap, so only values out
+# of range are hostile here.
 STARTS = ("cu_chunk_seqlens", "cu_num_draft_tokens", "cu_seq_lens", "cu_seqlens", "cu_seqlens_k", "cu_seqlens_q")
 STARTS += ("input_offset_by_experts", "query_start_loc")
-# Sequences and experts that share tokens by such values: which one's results stay, their documentation leaves open.
+# Sequences and experts that overlap by such values: their documentation leaves open which results win.
 SHARED = {("causal_conv1d_decode", "query_start_loc"), ("causal_conv1d_prefill", "query_start_loc")}
 SHARED |= {(name, "problem_sizes") for name in pyops.registry if name.endswith(("group_mm", "grouped_mm", "moe_mm"))}
-# Starts that do not ascend may leave rows of other sequences as they are, as their documentation says.
+# By their documentation, unsorted starts may leave rows of other sequences alone.
 LEFT = {(name, "cu_seqlens_q") for name in ("attention_varlen", "paged_attention_varlen")}
-# Tokens see states that have faded until they change no bit of the reference's results, but of the kernels'.
+# Tokens read states that have decayed until they change no bit of the reference's results, though bits of the kernels'.
 FADING = ("mamba_chunk_scan_varlen",)
 LEAST, MOST = -(2**31), 2**31 - 1
 
@@ -78,7 +78,7 @@ def _kernels() -> Iterator[None]:
 
 
 def case_of(op: Op, **more: Any) -> axes.Axes:
-    """Everything switched on, and many tokens of few elements."""
+    """Every option switched on, and many tokens of few elements."""
     family = op.reference.__module__.split(".")[2]
     assert op.example is not None
     sizes = {axis: SIZES[axis] for axis in SIZES if axis in inspect.signature(op.example).parameters}
@@ -87,14 +87,14 @@ def case_of(op: Op, **more: Any) -> axes.Axes:
 
 
 def bad(op: Op, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Which entries are out of range, or cut."""
+    """The entries that are out of range or clamped."""
     assert op.bad_indices is not None
     found = op.bad_indices(*args)
     return {n: reduce(torch.logical_or, x.values()) if isinstance(x, dict) else x for n, x in found.items()}
 
 
 def with_values(op: Op, args: Sequence[Any], name: str, values: dict[int, int]) -> list[Any]:
-    """The same with other values at these places of an index tensor."""
+    """An index tensor with other values at these positions."""
     index = named(op, args)[name].clone()
     for place, value in values.items():
         index.view(-1)[place] = value
@@ -106,7 +106,7 @@ def is_bad(op: Op, args: Sequence[Any], name: str, place: int, value: int) -> bo
 
 
 def first_refused(op: Op, args: Sequence[Any], name: str, place: int) -> int | None:
-    """The smallest value above the present one that is out of range there; None if no value of 31 bits is."""
+    """The smallest larger value that is out of range at this position; None if no 31-bit value is."""
     low, high = int(named(op, args)[name].reshape(-1)[place]), MOST
     if not is_bad(op, args, name, place, high):
         return None
@@ -117,7 +117,7 @@ def first_refused(op: Op, args: Sequence[Any], name: str, place: int) -> int | N
 
 
 def tries(op: Op, args: Sequence[Any], name: str) -> list[dict[int, int]]:
-    """Hostile values by their places, for a call each."""
+    """Hostile values by position, for one call each."""
     size = named(op, args)[name].numel()
     if name in STARTS:
         middle, last = size // 2, size - 1
@@ -125,7 +125,7 @@ def tries(op: Op, args: Sequence[Any], name: str) -> list[dict[int, int]]:
         assert end is not None
         ends = [{0: -1, last: MOST}, {0: LEAST, last: end}, {middle: end}]
         return [*ends, {middle: -1, last: end + 1}, {middle: MOST}, {middle: LEAST}]
-    # Ten places that are used, of which one less than half are out of range at a time.
+    # Ten used positions; at most half of them are out of range at a time.
     spread = sorted({i * size // 10 for i in range(10)} | {size - 1})
     *others, last = [at for at in spread if any(is_bad(op, args, name, at, value) for value in (MOST, LEAST))]
     end = first_refused(op, args, name, last)
@@ -174,18 +174,18 @@ def test_hostile_indices_among_many_tokens(op: Op, index: str, monkeypatch: pyte
 
 
 def rows(value: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor, with a dimension of one element at the end."""
+    """The bits of a tensor, with a last dimension of one element."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return value.contiguous().view(words[value.element_size()])[..., None]
 
 
 def kept(right: torch.Tensor, result: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """`right`, but as it was `before` where the result is."""
+    """`right`, with the values of `before` where the result has them."""
     return torch.where((rows(result) == rows(before))[..., 0], result, right)
 
 
-def test_kernels_for_few_tokens_are_known() -> None:
-    """An op that launches others for one token has an entry in LARGE."""
+def test_kernels_for_few_tokens_are_listed() -> None:
+    """An op that launches other kernels for one token has an entry in LARGE."""
     make = ArgMaker(device.host())
     for op in {case.values[0] for case in CASES}:
         assert isinstance(op, Op)

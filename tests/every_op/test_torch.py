@@ -1,4 +1,4 @@
-"""What holds for every op in the registry as a citizen of torch: schema, fakes, opcheck, torch.compile."""
+"""Every op in the registry within torch: schema, fakes, opcheck, torch.compile."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support import axes
 from tests.support.calls import DEVICES, KERNELS, example
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
-# What opcheck looks at where an op only writes. The last part of opcheck compiles the call for sizes that change, which
-# the fake of such an op, that does nothing, cannot tell from others; test_compile_without_graph_break compiles it.
+# The opcheck tests of ops that only write. opcheck's last test compiles for dynamic sizes, which the fake of such an
+# op, a no-op, cannot distinguish; test_compile_without_graph_break compiles these ops.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
@@ -36,7 +36,7 @@ FORMS = [param for param in OPS if pyops.registry[param.id].form]
 
 
 def _form(op: Op, device: str = "cpu") -> tuple[Form, tuple[Any, ...]]:
-    """The form that allocates outputs, and the arguments that it takes."""
+    """The form that allocates outputs, and its arguments."""
     assert op.form is not None
     values = dict(zip((p.name for p in op.parameters), _args(op, device), strict=True))
     return op.form, tuple(values[p.name] for p in op.form.declaration.parameters if not p.returned)
@@ -47,13 +47,13 @@ def _listed(results: Any) -> Sequence[Any]:
 
 
 def _torch_op(op: Op) -> Any:
-    """The form that writes its outputs."""
+    """The form that writes given outputs."""
     packet = getattr(torch.ops.pyops, op.name)
     return packet.out if op.declaration.returned else packet.default
 
 
 def _returned(op: Op, result: Any) -> list[int]:
-    """Identities of the tensors that a call has returned."""
+    """Identities of the tensors that a call returned."""
     if not op.declaration.returned:
         assert result is None
         return []
@@ -61,19 +61,19 @@ def _returned(op: Op, result: Any) -> list[int]:
 
 
 def _outputs(op: Op, args: Any) -> list[int]:
-    """Identities of the tensors that a call given all outputs is to return."""
+    """Identities of the tensors that a call with all outputs given must return."""
     return [id(named(op, args)[p.name]) for p in op.declaration.returned]
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    """Ops register with torch at the first call with a tensor, where pyops was imported before torch."""
+    """Ops register with torch at the first call with a tensor, if pyops was imported before torch."""
     pyops._bind_loaded()
 
 
 @pytest.fixture
 def float8_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """opcheck compares with torch.allclose, which knows no float8 and no equal NaN."""
+    """opcheck compares with torch.allclose, which does not take float8, nor NaN as equal to NaN."""
     allclose = torch.allclose
 
     def wider(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -85,7 +85,7 @@ def float8_allclose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_schema_marks_what_is_written(op: Op) -> None:
+def test_schema_marks_written_arguments(op: Op) -> None:
     arguments = _torch_op(op)._schema.arguments
     assert [argument.name for argument in arguments] == [p.name for p in op.parameters]
     for argument, p in zip(arguments, op.parameters, strict=True):
@@ -95,7 +95,7 @@ def test_schema_marks_what_is_written(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_reference_writes_what_is_marked(op: Op) -> None:
+def test_reference_writes_marked_arguments(op: Op) -> None:
     args = _args(op)
     results = expected(op, args)
     copies = clones(args)
@@ -110,7 +110,7 @@ def test_reference_writes_what_is_marked(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_fake_and_meta_tensors(op: Op) -> None:
-    """Tensors without data go through the wrapper as through torch.ops, and nothing is run."""
+    """Tensors without data go through the wrapper as through torch.ops, and nothing runs."""
     args = _args(op)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -131,7 +131,7 @@ def test_opcheck(op: Op, device: str) -> None:
 
 @pytest.fixture
 def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New tensors have the same garbage in them, always, which is equal: what an op leaves as it is can be compared."""
+    """New tensors always hold the same garbage, so that elements which an op leaves alone can be compared."""
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.testing, "assert_close", partial(torch.testing.assert_close, equal_nan=True))
     yield
@@ -141,8 +141,8 @@ def filled_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("float8_allclose", "filled_memory")
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("op", FORMS)
-def test_opcheck_of_what_is_returned(op: Op, device: str) -> None:
-    """And `new` returns, compiled or not, what the op writes when it is given all outputs."""
+def test_opcheck_of_returned_tensors(op: Op, device: str) -> None:
+    """And `new` returns the results of the writing form, compiled or not."""
     form, inputs = _form(op, device)
     packet = getattr(torch.ops.pyops, op.name)
     torch.library.opcheck(packet.default if op.declaration.returned else packet.new, inputs)
@@ -161,7 +161,7 @@ def test_opcheck_of_what_is_returned(op: Op, device: str) -> None:
 
 
 @pytest.mark.parametrize("op", FORMS)
-def test_sizes_of_what_is_returned_without_data(op: Op) -> None:
+def test_returned_sizes_without_data(op: Op) -> None:
     form, inputs = _form(op)
     right = _listed(form.allocate(*inputs))
     with FakeTensorMode() as mode:
@@ -201,8 +201,8 @@ def _assert_compiles(op: Op, device: str, backend: str) -> None:
         assert name in written(op, args) or same_bits(value, named(op, compiled)[name])
 
 
-def test_one_graph_for_sizes_that_change() -> None:
-    """Integers of an op may be sizes: a compiler does not take them for constants."""
+def test_one_graph_for_dynamic_sizes() -> None:
+    """Integer arguments may be sizes, so a compiler must not specialise on them."""
     graphs = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -225,7 +225,7 @@ def test_one_graph_for_sizes_that_change() -> None:
 
 
 class _Seen(TorchDispatchMode):
-    """Writes down what torch is asked for."""
+    """Record the functions that torch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class _Seen(TorchDispatchMode):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_modes_see_the_op(device: str) -> None:
-    """And not what it does: also of a call whose plan is made and guarded."""
+    """A mode sees the op but none of its parts, also for a cached plan with a guard."""
     x = torch.randn(3, 8, device=device)
     out = torch.empty_like(x)
     for _ in range(3):

@@ -1,6 +1,6 @@
-"""What holds for every op whose plan chooses a Config: what a table holds and what tuning tries is safe to run.
+"""Every op with a Config: tables of Configs and candidates of tuning are safe to run.
 
-No line here knows an op by name, but for two lists: of an op of every family, and of cases that no default covers.
+No line here knows an op by name, except for two lists: one op of every family, and the cases that no default covers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.support.profiles import PROFILE, sample
 
 HOST = device.host()
 NAMED = replace(HOST, name="imagined-gpu")  # a device that may have a table
-# A row of 129 vectors of 16-bit elements: the shortest that a block shares.
+# A row of 129 vectors of 16-bit elements: the shortest row that the threads of a block share.
 HIDDEN_SIZE = 1032
-# Tokens of three buckets, with two problems in each. The last two buckets lie where plans count tokens as many.
+# Tokens of three buckets, with two problems in each. In the last two, several plans count tokens in equally many units.
 BUCKETS = [(5, 7), (129, 256), (2100, 4096)]
 
 
 def _axes(op: Op, num_tokens: int) -> axes.Axes:
-    """Everything switched on, and short rows."""
+    """Every option switched on, and short rows."""
     sizes = {"hidden_size": HIDDEN_SIZE} if axes.takes_any_size(op) else {}
     return {"num_tokens": num_tokens, **axes.fullest(op), **sizes}
 
@@ -49,7 +49,7 @@ def _described(op: Op, num_tokens: int = 5, on: device.Device = HOST, aligned: b
 
 
 def _choice(op: Op, *args: Any, **how: Any) -> tune.Choice | None:
-    """What the plan of the op chooses by, and what it chooses; None for a plan that chooses nothing."""
+    """The problem and the Config of the op's plan; None if the plan chooses nothing."""
     with tune.choices(tuning, op.name) as seen:
         op.launches(*_described(op, *args, **how))
     assert len(seen) <= 1, f"{op.name}: one Config is forced and tuned, and the plan chooses {len(seen)}"
@@ -68,7 +68,7 @@ def _candidates(choice: tune.Choice) -> list[Any]:
 
 
 def _launched(op: Op, *args: Any, **how: Any) -> list[tuple[Any, ...]]:
-    """All that the launches of the plan say."""
+    """The launches of the plan, for comparison."""
     return [
         (
             str(one.specialisation),
@@ -99,7 +99,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tuning.table.cache_clear()
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_has_an_op_here() -> None:
     """One op for each Config class of each family."""
     families = {
         "rms_norm",
@@ -126,8 +126,8 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_forced_config_is_used(op: Op, aligned: bool) -> None:
-    """And no candidate is in vain: each changes what is launched."""
+def test_forced_config_is_used(op: Op, aligned: bool) -> None:
+    """And no candidate is redundant: each changes the launch."""
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
         for num_tokens in (1, 5, 129, 4096):
             how = {"num_tokens": num_tokens, "on": device.model(arch), "aligned": aligned}
@@ -141,7 +141,7 @@ def test_a_forced_config_is_used(op: Op, aligned: bool) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_table_is_used(op: Op, tables: Path) -> None:
+def test_table_is_used(op: Op, tables: Path) -> None:
     """As tuning writes it, for every problem of the bucket."""
     for first, second in BUCKETS:
         choice = _chosen(op, first)
@@ -160,8 +160,8 @@ def test_a_table_is_used(op: Op, tables: Path) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_bucket_holds_equal_problems(op: Op) -> None:
-    """The same call twice. Few tokens and many are different problems."""
+def test_problems_of_a_bucket_are_equal(op: Op) -> None:
+    """The same call twice gives equal problems. Few and many tokens give different problems."""
     bucket = _chosen(op).problem.bucket()
     assert _chosen(op).problem.bucket() == bucket
     assert _chosen(op, 4096).problem.bucket() != bucket
@@ -170,7 +170,7 @@ def test_a_bucket_holds_equal_problems(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_tuning_finds_the_fastest_candidate(op: Op) -> None:
-    """With times that a formula gives."""
+    """With times by a formula."""
     choice = _chosen(op)
     for fastest in _candidates(choice):
 
@@ -189,16 +189,16 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
-def test_every_candidate_gives_the_result(op: Op) -> None:
+def test_every_candidate_gives_the_same_result(op: Op) -> None:
     """For two problems of one bucket."""
     _assert_candidates(op, *(_axes(op, num_tokens) for num_tokens in BUCKETS[0]))
 
 
-# Axes with which a plan chooses a Config of another class, or one with other candidates.
+# Axes for which a plan chooses a Config of another class, or one with other candidates.
 OTHERS: dict[str, axes.Axes] = {
     "rms_norm": {"hidden_size": 769},
     "fused_add_rms_norm": {"hidden_size": 64},
-    "reshape_and_cache": {"num_tokens": 5},  # grouped by their slots
+    "reshape_and_cache": {"num_tokens": 5},  # grouped by slot
     "top_k_per_row_decode": {"vocab_size": 17000},
     "top_k_top_p_sampling_from_logits": {"with_top_k": False, "with_top_p": False},
     "paged_attention_v1": {"dtype": "float32", "kv_cache_dtype": "auto"},
@@ -210,15 +210,15 @@ OTHERS: dict[str, axes.Axes] = {
 
 @needs_compiler
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_candidate_gives_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_of_other_classes_give_the_same_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("pyops.ops.cache.reshape_and_cache"), "_MAX_UNGROUPED_TOKENS", -1)
     _assert_candidates(pyops.registry[name], _axes(pyops.registry[name], 5) | OTHERS[name])
 
 
 def _assert_candidates(op: Op, *cases: axes.Axes) -> None:
-    """Hold the op, with every candidate of the choice, to its reference on the host backend.
+    """Compare the op with its reference on the host backend, for every candidate of the choice.
 
-    The bound of registers, min_blocks, says nothing there: candidates that differ in it alone are one.
+    The register bound min_blocks has no effect there, so candidates that differ only in it count as one.
     """
     calls = [example(op, **case) for case in cases]
     with config.cpu("kernels"):
@@ -241,7 +241,7 @@ def _assert_candidates(op: Op, *cases: axes.Axes) -> None:
 
 
 def _distinct(choice: tune.Choice) -> list[Any]:
-    """The candidates, but one of those that differ in min_blocks alone."""
+    """The candidates, without duplicates that differ only in min_blocks."""
     found = {}
     for candidate in _candidates(choice):
         names = [one.name for one in fields(candidate) if one.name != "min_blocks"]

@@ -1,4 +1,4 @@
-"""`python -m tests.hip emulate`, as far as it goes without hiprtc and tinygrad."""
+"""`python -m tests.hip emulate`, without hiprtc and tinygrad."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hip import specialisations
 from tests.hip.emulator import cases, checkout, code_object, fp8
 from tests.hip.emulator.cases import Outcome
 
-# A kernel descriptor that asks for a packet and arguments in scalar registers, and for 100 bytes of shared memory.
+# A kernel descriptor with a dispatch packet and arguments in scalar registers, and 100 bytes of shared memory.
 DESCRIPTOR = """
 struct { unsigned lds, scratch, arguments, reserved; long entry; char unused[24]; unsigned rsrc1, rsrc2;
          unsigned short properties, preloaded; }
@@ -51,7 +51,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, rsrc1: str = "3 << 16"
     return code_object.CodeObject((folder / "k.so").read_bytes())
 
 
-def test_a_launch_is_that_of_the_kernel_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_follows_the_kernel_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = ctypes.c_uint64(0x123456789ABC), ctypes.c_uint32(7)
     given = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
     ran = []
@@ -74,13 +74,13 @@ def test_a_launch_is_that_of_the_kernel_descriptor(tmp_path: Path, monkeypatch: 
     assert len(ran) == 1
 
 
-def test_a_kernel_that_flushes_subnormals_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_that_flushes_subnormals_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match="subnormal"):
         loaded(tmp_path, monkeypatch, rsrc1="0")
 
 
 class Word(numpy.ndarray):  # type: ignore[type-arg]
-    """As much of tinygrad's UOp as conversions use, computed at once."""
+    """The operations of tinygrad's UOp that conversions use, evaluated at once."""
 
     def bitcast(self, dtype: Any) -> Word:
         return self.view(dtype)
@@ -143,7 +143,7 @@ def test_conversions_of_fp8(conversions: Any, arch: str, name: str, dtype: Any) 
     assert numpy.isnan(found[nan].view(dtype).astype(numpy.float32)).all()
 
 
-def test_another_checkout_is_refused(tmp_path: Path) -> None:
+def test_other_checkout_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "test" / "mockgpu" / "amd"
     folder.mkdir(parents=True)
     (folder / "emu.py").write_text("another version")
@@ -182,11 +182,11 @@ def test_functions_of_a_reference_are_noticed(name: str, calls: bool) -> None:
 
 
 @pytest.mark.parametrize("arch", cases.FAMILIES)
-def test_cases_reach_every_kernel_that_few_blocks_reach(arch: str) -> None:
+def test_cases_reach_every_kernel_of_few_blocks(arch: str) -> None:
     chosen = cases.cases(arch, list(pyops.registry.values()))
     assert [name for name, _ in chosen][: len(pyops.registry)] == list(pyops.registry)
     reached = {one.specialisation.kernel.file for case in chosen for one in cases._launches(arch, *case)}
-    # These serve long rows and many tokens only; kernels of several ranks need more than one device.
+    # These kernels serve only long rows and many tokens; kernels of several ranks need more than one device.
     large = {"sampling/sampling_filter.cu", "cache/group_slots.cu", "cache/reshape_and_cache_groups.cu"}
     large |= {"mamba/chunk_scan_pass.cu", "mamba/selective_scan_tokens.cu", "mamba/gated_delta_chunk.cu"}
     large |= {"linear/wna16_to_dense.cu"}

@@ -1,4 +1,4 @@
-"""`python -m tests.hip` and the run-time path of AMD GPUs, as far as they go without hiprtc."""
+"""`python -m tests.hip` and the run-time path for AMD GPUs, without hiprtc."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def listed(name: str, depends: str = "") -> packages.Package:
     return packages._package(fields)
 
 
-def test_needs_of_a_package_are_the_first_of_alternatives() -> None:
+def test_package_needs_the_first_of_alternatives() -> None:
     assert listed("a", "libc6 (>= 2.38), b | c, d:any (>= 1)").depends == ("libc6", "b", "d")
 
 
@@ -68,7 +68,7 @@ def test_only_rocm_comes_from_experimental(monkeypatch: pytest.MonkeyPatch) -> N
     assert [one.depends for one in found if one.name == "libhiprtc7"] == [("libc6",)]
 
 
-def test_no_mirror_is_no_error_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_mirror_is_no_error_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> str:
         raise OSError("no network")
 
@@ -77,13 +77,13 @@ def test_no_mirror_is_no_error_of_the_sources(tmp_path: Path, monkeypatch: pytes
         packages.get(tmp_path)
 
 
-def test_a_damaged_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "_read", lambda address: b"something else")
     with pytest.raises(OSError, match="a is damaged"):
         packages._fetched("mirror/", listed("a"), tmp_path)
 
 
-def test_worker_goes_on_when_the_compiler_dies(tmp_path: Path) -> None:
+def test_worker_goes_on_after_a_compiler_crash(tmp_path: Path) -> None:
     library = tmp_path / "libhiprtc.so"
     build = ["gcc", "-shared", "-fPIC", "-x", "c", "-std=c2x", "-", "-o", str(library)]
     try:
@@ -106,7 +106,7 @@ def compiled(arch: str, **resources: int) -> Compiled:
     return Compiled("5a", "norm/x.cu", "N=1", arch, 0.1, "", Resources(**given))
 
 
-def test_scratch_memory_is_trouble_and_scalar_spills_are_not() -> None:
+def test_scratch_memory_is_a_finding_but_sgpr_spills_are_not() -> None:
     assert not compiled("gfx942", sgpr_spills=5).trouble
     assert compiled("gfx942", scratch=16).trouble == "16 bytes of scratch memory, 0 VGPRs spilled"
     assert compiled("gfx942", vgpr_spills=2).trouble == "0 bytes of scratch memory, 2 VGPRs spilled"
@@ -116,7 +116,7 @@ def test_scratch_memory_is_trouble_and_scalar_spills_are_not() -> None:
     assert lines[2:] == ["| norm/x.cu | 1/2, VGPR 90 | 1/1, VGPR 8 |", "| all | 1/2 | 1/1 |"]
 
 
-def test_results_that_were_saved_come_back_and_a_line_cut_off_does_not(tmp_path: Path) -> None:
+def test_saved_results_are_read_except_a_truncated_line(tmp_path: Path) -> None:
     file = tmp_path / "saved"
     assert not list(saved.read(file))
     first = [compiled("gfx942", vgprs=90), Compiled("5b", "norm/x.cu", "N=2", "gfx942", 0.1, "a: error", None)]
@@ -129,7 +129,7 @@ def test_results_that_were_saved_come_back_and_a_line_cut_off_does_not(tmp_path:
 
 @pytest.fixture
 def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """`compile` with a compiler that makes nothing. Returns the digests of what it compiled."""
+    """`compile` with a compiler that produces nothing. Returns the digests of the compiled texts."""
     (tmp_path / "usr/lib/x86_64-linux-gnu").mkdir(parents=True)
     (tmp_path / "usr/lib/x86_64-linux-gnu/libhiprtc.so.7").touch()
     made: list[str] = []
@@ -148,7 +148,7 @@ def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
     return run
 
 
-def test_parts_are_all(compile_: Callable[..., list[str]]) -> None:
+def test_parts_cover_all_specialisations(compile_: Callable[..., list[str]]) -> None:
     every = compile_("--all")
     assert len(every) == len(set(every)) > 20
     parts = [compile_("--all", "--part", f"{i}/3") for i in (1, 2, 3)]
@@ -158,7 +158,7 @@ def test_parts_are_all(compile_: Callable[..., list[str]]) -> None:
         compile_("--part", "4/3")
 
 
-def test_a_run_goes_on_where_another_stopped(
+def test_run_resumes_where_another_stopped(
     compile_: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "saved"
@@ -170,7 +170,7 @@ def test_a_run_goes_on_where_another_stopped(
     assert capsys.readouterr().out.count(f"{total} of {total} compiled") == 2
 
 
-def test_every_architecture_with_matrix_cores_is_compiled_for() -> None:
+def test_every_matrix_core_architecture_is_compiled_for() -> None:
     assert {*specialisations.ARCHS, *specialisations.RELATIVES} == set(device._MATRIX_CORES)
     found = specialisations.of_relatives(["gfx942", "gfx1201"])
     assert [(arch, one.kernel.file) for arch, one in found] == [
@@ -180,7 +180,7 @@ def test_every_architecture_with_matrix_cores_is_compiled_for() -> None:
 
 
 @pytest.mark.parametrize("arch", specialisations.ARCHS)
-def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
+def test_no_kernel_with_nvidia_mma_is_planned(arch: str) -> None:
     planned = set(specialisations.of_arch(arch))
     cudas = {"linear/ggml_mul_mat_vec.cu", "linear/ggml_mul_mat_row.cu", "mamba/chunk_scan_states.cu"}
     assert not cudas & planned
@@ -192,7 +192,7 @@ def test_no_kernel_of_cudas_matrix_units_is_planned(arch: str) -> None:
 
 
 class FakeRocm:
-    """What hiprtc.py takes of CuPy."""
+    """The functions of CuPy that hiprtc.py uses."""
 
     def __init__(self) -> None:
         self.compiles: list[tuple[str, tuple[str, ...]]] = []
@@ -224,7 +224,7 @@ def load(text: str) -> Any:
     return hiprtc.load(0, text, "norm/x.cu", "N=1", ())[1]
 
 
-def test_a_text_is_compiled_once_and_keeps_subnormal_floats(rocm: FakeRocm) -> None:
+def test_text_is_compiled_once_with_subnormals_kept(rocm: FakeRocm) -> None:
     assert [load("a"), load("a"), load("b")] == ["compiled", "disk", "compiled"]
     assert rocm.loaded == [b"\x7fELFa", b"\x7fELFa", b"\x7fELFb"]
     for _, options in rocm.compiles:
@@ -232,7 +232,7 @@ def test_a_text_is_compiled_once_and_keeps_subnormal_floats(rocm: FakeRocm) -> N
         assert not any("denormal" in option or "ftz" in option for option in options)
 
 
-def test_a_damaged_file_is_compiled_anew(rocm: FakeRocm, tmp_path: Path) -> None:
+def test_damaged_file_is_compiled_again(rocm: FakeRocm, tmp_path: Path) -> None:
     load("a")
     (file,) = tmp_path.glob("pyops-*.hsaco")
     for damaged in (file.read_bytes()[:-1], b"", b"x" + file.read_bytes()[1:]):
@@ -242,18 +242,18 @@ def test_a_damaged_file_is_compiled_anew(rocm: FakeRocm, tmp_path: Path) -> None
     assert rocm.loaded == [b"\x7fELFa"] * 4
 
 
-def test_another_architecture_is_another_file(rocm: FakeRocm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_architecture_has_its_own_file(rocm: FakeRocm, monkeypatch: pytest.MonkeyPatch) -> None:
     load("a")
     monkeypatch.setattr(device, "get", lambda index: device.model("gfx1100"))
     assert load("a") == "compiled"
 
 
-def test_a_text_that_hiprtc_refuses_is_a_compile_error(rocm: FakeRocm) -> None:
+def test_text_refused_by_hiprtc_is_a_compile_error(rocm: FakeRocm) -> None:
     with pytest.raises(CompileError, match=r"norm/x\.cu did not compile for N=1\nkernel\.cu:1: error: wrong"):
         load("wrong")
 
 
-def test_headers_of_rocm_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_headers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "include" / "hip").mkdir(parents=True)
     (tmp_path / "include" / "hip" / "hip_fp16.h").touch()
     monkeypatch.setenv("ROCM_HOME", str(tmp_path))
@@ -264,6 +264,6 @@ def test_headers_of_rocm_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         hiprtc.include_folders.cache_clear()
 
 
-def test_doctor_names_the_version_of_hip(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "driver_version", lambda: ("HIP", 70253211))  # of 7.2.53211
+def test_doctor_names_the_hip_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: ("HIP", 70253211))  # HIP 7.2.53211
     assert doctor._driver().value == "HIP 7.2"

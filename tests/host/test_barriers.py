@@ -79,7 +79,7 @@ extern "C" __global__ void passed_on(int* out, int rounds) {
         3,
     ),
 )
-def test_phases(caught: Caught, which: str, instead: str, kinds: Any) -> None:
+def test_mbarrier_phases(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out = words(3 * 64)
     right = numpy.arange(3)[:, None] * 100 + numpy.arange(63, -1, -1)
     text = only(PASSED_ON, which, instead)
@@ -87,7 +87,7 @@ def test_phases(caught: Caught, which: str, instead: str, kinds: Any) -> None:
 
 
 def only(text: str, which: str, instead: str) -> str:
-    """The text with the fault of this name alone."""
+    """The text with only the fault of this name."""
     for part in text.split("/*FAULT:")[1:]:
         name, _, rest = part.partition("*/")
         old = rest.partition("/*END*/")[0]
@@ -193,13 +193,13 @@ extern "C" __global__ void through(int* out, const int* in, int tiles) {
         3,
     ),
 )
-def test_bytes_in_and_out(caught: Caught, which: str, instead: str, kinds: Any) -> None:
+def test_bulk_copies_in_and_out(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, given = aligned(192), aligned(192, 7)
     text = only(THROUGH, which, instead)
     caught(kinds, text, lambda: bool((out == 2 * given).all()), grid=1, block=64, tiles=3, out=out, **{"in": given})
 
 
-# Blocks of a cluster: the first loads for all, and each sends what it has to the next.
+# CTAs of a cluster: the first loads for all, and each sends its data to the next.
 SENT_ON = """#include "cluster.cuh"
 #include "tma.cuh"
 extern "C" __global__ void CLUSTER_OF(2) sent_on(int* out, const int* in) {
@@ -292,7 +292,7 @@ extern "C" __global__ void by_threads(int* out, const int* in, int tiles) {
         2,
     ),
 )
-def test_copies_of_threads(caught: Caught, which: str, instead: str, kinds: Any) -> None:
+def test_cp_async_arrives_at_an_mbarrier(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, given = words(768), aligned(768, 5)
 
     def right() -> bool:
@@ -301,7 +301,7 @@ def test_copies_of_threads(caught: Caught, which: str, instead: str, kinds: Any)
     caught(kinds, only(BY_THREADS, which, instead), right, grid=1, block=128, tiles=3, out=out, **{"in": given})
 
 
-# Two halves of a block take turns at a word.
+# Two halves of a block alternate at a word.
 TURNS = """#include "barrier.cuh"
 extern "C" __global__ void turns(int* out, int rounds) {
     __shared__ int word[1];
@@ -332,7 +332,7 @@ extern "C" __global__ void turns(int* out, int rounds) {
         2,
     ),
 )
-def test_turns(caught: Caught, which: str, instead: str, kinds: Any) -> None:
+def test_named_barriers_alternate(caught: Caught, which: str, instead: str, kinds: Any) -> None:
     out, right = words(1), 0
     for half in (0, 1) * 4:
         right = 3 * right + half
@@ -340,8 +340,8 @@ def test_turns(caught: Caught, which: str, instead: str, kinds: Any) -> None:
 
 
 @pytest.mark.parametrize(("dimensions", "swizzle"), few([(2, 0), (2, 32), (2, 64), (2, 128), (3, 128), (3, 0)], 3))
-def test_boxes(run_on_host: Run, dimensions: int, swizzle: int) -> None:
-    """Boxes that lie across every edge: zeros come in, nothing goes out, and chunks lie where the swizzle puts them."""
+def test_tma_boxes(run_on_host: Run, dimensions: int, swizzle: int) -> None:
+    """Boxes across every edge: zeros come in, nothing goes out, and 16-byte units are where the swizzle puts them."""
     columns = (swizzle or 64) // 4
     text = f"""#include "tma.cuh"
 extern "C" __global__ void boxes(int* out, int* chunks, const __grid_constant__ TensorMap from_map,
@@ -403,7 +403,7 @@ extern "C" __global__ void boxes(int* out, int* chunks, const __grid_constant__ 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix(run_on_host: Run, count: int, transposed: bool) -> None:
-    """What ldmatrix has loaded is stored where it was; and transposed, where its transpose was."""
+    """Matrices loaded by ldmatrix are stored to the same addresses, and transposed ones to those of their transpose."""
     text = """#include "mma.cuh"
 extern "C" __global__ void stored(half_t* out, const half_t* in) {
     __shared__ alignas(16) half_t from[N * 64];

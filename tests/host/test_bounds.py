@@ -1,4 +1,4 @@
-"""What a kernel on the host may access: the tensors and workspaces of its call, byte for byte, and nothing else."""
+"""Memory that a kernel on the host may access: the tensors and workspaces of its call, byte for byte."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_one_element_too_many(caught: Any, end: str) -> None:
 
 
 @pytest.mark.parametrize("shift", [-1, 64, 10**6, 10**8, 2**44, 2**61 - 1, -(2**61)])
-def test_near_and_far(run_on_host: Run, shift: int) -> None:
-    """Whether memory is mapped there or not, and whose it is."""
+def test_near_and_far_accesses(run_on_host: Run, shift: int) -> None:
+    """Whether or not memory is mapped there, and whoever owns it."""
     memory = floats(3 * 64)
     arrays = {"in": memory[64:128], "out": floats(64)}
     with pytest.raises(pyops.KernelFault, match="out-of-bounds global access: read of 4 bytes at 0x") as caught:
@@ -73,7 +73,7 @@ def test_null_pointer(run_on_host: Run) -> None:
 
 
 def test_nothing_is_written_outside(run_on_host: Run) -> None:
-    """The access does not happen: memory next to a tensor is as it was."""
+    """The access does not happen: memory next to a tensor is unchanged."""
     memory = floats(300)
     with pytest.raises(pyops.KernelFault):
         run_on_host(RIGHT, grid=4, block=64, n=201, shift=0, out=memory[:200], **{"in": -floats(300)})
@@ -81,8 +81,8 @@ def test_nothing_is_written_outside(run_on_host: Run) -> None:
     assert (memory[200:] == floats(300)[200:]).all()
 
 
-def test_the_process_goes_on(run_on_host: Run) -> None:
-    """A fault leaves nothing behind: the next launch, of the same kernel and of another, is right."""
+def test_process_goes_on_after_a_fault(run_on_host: Run) -> None:
+    """A fault leaves nothing behind: the next launches, of the same kernel and of another, are right."""
     out = floats(200)
     for _ in range(3):
         with pytest.raises(pyops.KernelFault):
@@ -92,7 +92,7 @@ def test_the_process_goes_on(run_on_host: Run) -> None:
 
 
 def test_async_copy(caught: Any) -> None:
-    """At the copy, not where it is waited for; the bytes that a copy leaves out are not read."""
+    """At the copy, not at its wait; the bytes that a partial copy skips are not read."""
     text = """#include "async.cuh"
 extern "C" __global__ void staged(float* out, const float* in) {
     __shared__ alignas(16) float tile[128];
@@ -152,13 +152,13 @@ extern "C" __global__ void access(char* memory, int offset, int which, int bytes
     if (local[0] == 77) memory[0] = 1;
 }
 """
-SINGLE, SEVERAL = (*range(9), *range(20, 28)), (*range(9, 14), *range(29, 35))  # accesses; those of many bytes
+SINGLE, SEVERAL = (*range(9), *range(20, 28)), (*range(9, 14), *range(29, 35))  # one address; several bytes
 
 
 @pytest.mark.parametrize("name", toolchain.toolchains())
 @pytest.mark.slow
 def test_every_access_is_compared(run_on_host: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As every compiler makes it. All memory around is mapped, so that no signal helps."""
+    """With every compiler. All memory around is mapped, so that no SIGSEGV reports the access."""
     chosen = toolchain.toolchains()[name]
     monkeypatch.setattr(toolchain, "preferred", lambda: chosen)
     monkeypatch.setattr(host, "_loaded", {})
@@ -200,7 +200,7 @@ extern "C" __global__ void spaces(float* out, const float* in, int which) {
 
 
 @pytest.mark.parametrize("which", range(10))
-def test_an_instruction_for_global_memory_takes_no_other(run_on_host: Run, which: int) -> None:
+def test_global_memory_instruction_refuses_shared_memory(run_on_host: Run, which: int) -> None:
     arrays = {"out": floats(1), "in": floats(1)}
     with pytest.raises(pyops.KernelFault) as caught:
         run_on_host(SPACES, grid=1, block=1, which=which, **arrays)
@@ -210,7 +210,7 @@ def test_an_instruction_for_global_memory_takes_no_other(run_on_host: Run, which
     run_on_host(SPACES, grid=1, block=1, which=10, **arrays)
 
 
-def test_a_workspace_ends_where_its_bytes_do() -> None:
+def test_workspace_ends_at_its_last_byte() -> None:
     text = """extern "C" __global__ void halves(const float* input, float* partial, float* other) {
     if (threadIdx.x == 0) other[0] = 0.0f;
     partial[threadIdx.x] = input[threadIdx.x] / 2.0f;
@@ -227,8 +227,8 @@ def test_a_workspace_ends_where_its_bytes_do() -> None:
                 run()
 
 
-# Mistakes in bounds, offsets and strides: (op, file, code, what stands in its place). The wrong offsets are large: none
-# leads into another tensor of the call.
+# Mistakes in bounds, offsets and strides: (op, file, code, replacement). The wrong offsets are large, so that none
+# reaches another tensor of the call.
 MISTAKES = [
     ("rms_norm", "include/row.cuh", "row < num_rows;", "row <= num_rows;"),
     ("rms_norm", "norm/rms_norm.cu", "out + row_offset(at.row,", "out - row_offset(at.row + 100000,"),
@@ -239,9 +239,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "file", "old", "new"), MISTAKES)
-def test_a_mistake_in_an_op_ends_in_a_fault(
-    monkeypatch: pytest.MonkeyPatch, name: str, file: str, old: str, new: str
-) -> None:
+def test_mistake_in_an_op_is_a_fault(monkeypatch: pytest.MonkeyPatch, name: str, file: str, old: str, new: str) -> None:
     """And the process goes on, though the tensors are ordinary ones. Without the mistake the call is right."""
     op = pyops.registry[name]
     args = example(op, num_tokens=5, **({"hidden_size": 512} if name == "rms_norm" else {}))
@@ -261,14 +259,14 @@ def test_a_mistake_in_an_op_ends_in_a_fault(
 
 
 def break_at(patch: pytest.MonkeyPatch, op: Op, file: str, old: str, new: str) -> None:
-    """Replace code that stands once in a kernel source or in the file of the op's plan, while `patch` lasts."""
+    """Replace code that occurs once in a kernel source or in the file of the op's plan, while `patch` lasts."""
     text = plans.read(file) if file.endswith(".py") else kernels_cu.read(file)
     assert text.count(old) == 1
     broken = text.replace(old, new)
     if file.endswith(".py"):
         mutant = Mutant("", file, "", text.index(old), text.index(old) + len(old), new, "")
         function = plans.function_of(mutant)
-        patch.setattr(function, "__code__", function.__code__)  # is put back
+        patch.setattr(function, "__code__", function.__code__)  # restored by `patch`
         python.apply(mutant)
     else:
         read = kernels_cu.read
@@ -277,6 +275,6 @@ def break_at(patch: pytest.MonkeyPatch, op: Op, file: str, old: str, new: str) -
 
 
 def forget(op: Op) -> None:
-    """What has been made of the op's sources: its plans, and the texts of its kernels."""
+    """Drop the op's plans, and the texts of its kernels."""
     op.forget()
     source._flat.cache_clear()

@@ -1,4 +1,4 @@
-"""Kernels run on the CPU whatever becomes of the cache folder: what cannot be kept is compiled for this process."""
+"""Kernels run on the CPU with any state of the cache folder: if it cannot be used, they are compiled per process."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def refuse(module, name, code, place):
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that holds the runtime and relu2."""
+    """A cache folder with the runtime and relu2."""
     folder = tmp_path_factory.mktemp("cache")
     assert warnings_of(folder, "run('relu2')") == []
     return folder
 
 
 def warnings_of(folder: Path, code: str, **environment: str) -> list[str]:
-    """Run `code` after the prelude by the kernels; the warnings that it prints."""
+    """Run `code` after the prelude with kernels; returns the printed warnings."""
     environment = {**os.environ, "PYOPS_CPU": "kernels", "CUPY_CACHE_DIR": str(folder), **environment}
     command = [sys.executable, "-W", "always::UserWarning", "-c", PRELUDE + code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -57,24 +57,24 @@ def warnings_of(folder: Path, code: str, **environment: str) -> list[str]:
     return re.findall(r"UserWarning: (.*)", done.stderr)
 
 
-def test_a_folder_that_is_deleted_is_made_anew(warm: Path) -> None:
+def test_deleted_folder_is_made_again(warm: Path) -> None:
     assert warnings_of(warm, "run('relu2'); shutil.rmtree(cache); run('silu'); assert os.listdir(cache)") == []
 
 
-def test_a_folder_that_cannot_be_made_anew_is_left_with_one_warning(warm: Path) -> None:
+def test_folder_that_cannot_be_made_again_warns_once(warm: Path) -> None:
     code = "run('relu2'); shutil.rmtree(cache); open(cache, 'w').close(); run('silu', 'gelu_quick'); os.remove(cache)"
     (warning,) = warnings_of(warm, code)
     assert re.match(rf"kernel cache {re.escape(str(warm))}/pyops-host: .*; kernels are cached in /", warning)
 
 
-# Whatever is opened there can be read, and nothing can be made there.
+# Every file there can be read, and none can be created.
 READ_ONLY = """
 refuse(tempfile, "TemporaryFile", errno.EROFS, lambda *, dir: dir)
 refuse(folders, "worked_in", errno.EROFS, lambda folder: folder)
 """
 
 
-def test_a_folder_that_can_only_be_read_is_read(warm: Path) -> None:
+def test_read_only_folder_is_read(warm: Path) -> None:
     assert warnings_of(warm, "run('relu2')") == []
     before = sorted(warm.rglob("*"))
     assert warnings_of(warm, READ_ONLY + "run('relu2')") == []
@@ -86,7 +86,7 @@ def test_a_folder_that_can_only_be_read_is_read(warm: Path) -> None:
 FULL = """
 refuse(folders, "write_sealed", errno.ENOSPC, lambda path, content: path)
 """
-# A compiler whose output does not fit there, as g++ and clang++ say it.
+# A compiler that cannot write its output there, with the messages of g++ and clang++.
 COMPILER = """#!/bin/sh
 case "$*" in *"-o $FULL"*) echo "fatal error: error writing to out.o: No space left on device" >&2; exit 1;; esac
 exec "$COMPILER" "$@"
@@ -94,7 +94,7 @@ exec "$COMPILER" "$@"
 
 
 @pytest.mark.parametrize("seen_by", ["us", "the compiler"])
-def test_a_full_folder_is_left_with_one_warning(warm: Path, tmp_path: Path, seen_by: str) -> None:
+def test_full_folder_warns_once(warm: Path, tmp_path: Path, seen_by: str) -> None:
     warnings_of(warm, "run('relu2')")
     first = next(iter(toolchains().values()))
     if len(first.command) != 1:
@@ -110,7 +110,7 @@ def test_a_full_folder_is_left_with_one_warning(warm: Path, tmp_path: Path, seen
     assert not [entry for entry in (warm / "pyops-host").iterdir() if entry.is_dir()]
 
 
-def test_a_process_without_descriptors_is_told_so(warm: Path) -> None:
+def test_process_without_file_descriptors_is_told(warm: Path) -> None:
     code = """
 import resource
 run("relu2")

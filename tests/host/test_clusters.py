@@ -1,4 +1,4 @@
-"""Clusters of blocks on the host: what they share, and what is said of one that shares too early or too late."""
+"""Clusters of CTAs on the host: shared data, and faults of a CTA that shares too early or too late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.kernels import Run
 
 pytestmark = pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 
-# Every block hands its words to the one before it, round after round.
+# Every CTA sends its words to the previous one, round after round.
 ROUNDS = """#include "cluster.cuh"
 extern "C" __global__ void CLUSTER_OF(BLOCKS) rounds(int* out, int rounds) {
     __shared__ int words[64];
@@ -32,7 +32,7 @@ extern "C" __global__ void CLUSTER_OF(BLOCKS) rounds(int* out, int rounds) {
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 8])
-def test_words_go_round(run_on_host: Run, blocks: int) -> None:
+def test_words_circulate(run_on_host: Run, blocks: int) -> None:
     for schedule in SCHEDULES:
         out = numpy.zeros((2, 2 * blocks, 64), numpy.int32)
         with scheduled(schedule):
@@ -48,7 +48,7 @@ def _run(run_on_host: Run, text: str, blocks: int = 2, **how: Any) -> None:
     run_on_host(text, **given | how, BLOCKS=blocks)
 
 
-def test_a_barrier_is_missing(caught: Any) -> None:
+def test_missing_cluster_barrier(caught: Any) -> None:
     """Before a word is read, or before it is written again."""
     how = {"grid": (1, 4), "block": 64, "out": numpy.zeros(256, numpy.int32), "BLOCKS": 2, "rounds": 2}
     early = ROUNDS.replace("EARLY", "__syncthreads();").replace(
@@ -63,7 +63,7 @@ def test_a_barrier_is_missing(caught: Any) -> None:
     assert "of the cluster" in fault.message
 
 
-def test_a_block_ends_while_another_reads_it(caught: Any) -> None:
+def test_block_exits_while_another_reads_it(caught: Any) -> None:
     text = ROUNDS.replace("/*FAULT:EARLY*/ sync_cluster<BLOCKS>(); /*END*/", "sync_cluster<BLOCKS>();").replace(
         "LATE", ""
     )
@@ -74,7 +74,7 @@ def test_a_block_ends_while_another_reads_it(caught: Any) -> None:
     assert "has ended" in fault.message
 
 
-def test_a_thread_that_exits_first(caught: Any) -> None:
+def test_thread_that_exits_first(caught: Any) -> None:
     text = """#include "cluster.cuh"
 extern "C" __global__ void CLUSTER_OF(2) leaves(int* out) {
     if (/*FAULT:threadIdx.x == 3*/ false /*END*/) return;
@@ -87,7 +87,7 @@ extern "C" __global__ void CLUSTER_OF(2) leaves(int* out) {
 
 
 def test_global_memory(caught: Any) -> None:
-    """A barrier of the cluster orders what its blocks do there."""
+    """A barrier of the cluster orders its CTAs' accesses there."""
     text = """#include "cluster.cuh"
 extern "C" __global__ void CLUSTER_OF(2) swap(int* out) {
     const int own = blockIdx.y * 32 + threadIdx.x, other = own ^ 32;
@@ -104,8 +104,8 @@ extern "C" __global__ void CLUSTER_OF(2) swap(int* out) {
     )
 
 
-def test_what_a_fault_has_left_is_over(run_on_host: Run) -> None:
-    """The next launch takes nothing of it for its own, whichever block was the last to run."""
+def test_fault_leaves_nothing_behind(run_on_host: Run) -> None:
+    """The next launch is unaffected, whichever CTA ran last."""
     out = numpy.zeros(64, numpy.int32)
     text = """#include "cluster.cuh"
 extern "C" __global__ void CLUSTER_OF(2) fails(int* out, int divisor) {
@@ -123,8 +123,8 @@ extern "C" __global__ void CLUSTER_OF(2) fails(int* out, int divisor) {
 
 
 @pytest.mark.slow
-def test_epochs_come_to_an_end(run_on_host: Run) -> None:
-    """More than have numbers: what a launch has written is not held against the next."""
+def test_epochs_wrap_around(run_on_host: Run) -> None:
+    """More launches than epoch numbers: old writes are not held against a new launch."""
     text = """#include "cluster.cuh"
 extern "C" __global__ void CLUSTER_OF(8) many(int* out, const int* in) {
     sync_cluster<8>();
@@ -133,7 +133,7 @@ extern "C" __global__ void CLUSTER_OF(8) many(int* out, const int* in) {
 }
 """
     pair = [numpy.zeros(8, numpy.int32) for _ in range(2)]
-    for _ in range(20):  # of 30,000 times 8 times 1024
+    for _ in range(20):  # 20 launches of 30,000 x 8 blocks, each with a barrier
         pair.reverse()
         run_on_host(text, grid=(30_000, 8), block=1, out=pair[0], **{"in": pair[1]})
     assert pair[0].tolist() == [20] * 8

@@ -39,7 +39,7 @@ extern "C" __global__ void reversed(float* out, const float* in) {
 """
 
 
-# A sanitizer sees the index where the array itself is indexed.
+# A sanitizer sees the index only in a direct access to the array.
 SHARED_KINDS = ("out-of-bounds shared access", "out-of-bounds array index")
 
 
@@ -139,7 +139,7 @@ extern "C" __global__ void early(float* out, int n) {{
     assert "threads 60 to 63 have exited" in fault.message
 
 
-def test_a_lane_outside_its_own_mask(caught: Any) -> None:
+def test_lane_outside_its_own_mask(caught: Any) -> None:
     text = """extern "C" __global__ void outside(int* out) {
     out[threadIdx.x] = __shfl_sync(/*FAULT:0xffff*/0xffffffff/*END*/, threadIdx.x, 3);  // HERE
 }
@@ -147,13 +147,13 @@ def test_a_lane_outside_its_own_mask(caught: Any) -> None:
     caught("divergent barrier", text, grid=1, block=32, out=numpy.zeros(32, numpy.int32))
 
 
-# A read that no barrier orders after the write, before it and after it.
+# A read without a barrier after the write, in either order.
 UNORDERED = ("uninitialised shared memory", "shared memory race")
 
 
 @pytest.mark.parametrize("block", [32, 128])
 def test_missing_barrier(caught: Any, block: int) -> None:
-    """Between warps, and between the lanes of one."""
+    """Between warps, and between the lanes of one warp."""
     text = f"""extern "C" __global__ void exchange(float* out, const float* in) {{
     __shared__ float tile[{block}];
     const int i = threadIdx.x;
@@ -204,8 +204,8 @@ def test_double_buffer_race(caught: Any) -> None:
     caught("shared memory race", text, grid=1, block=64, out=floats(64), **{"in": floats(64)})
 
 
-def test_a_thread_does_not_race_with_itself(caught: Any) -> None:
-    """A tree of maxima without its barriers: a thread overwrites what it and others have read."""
+def test_thread_does_not_race_with_itself(caught: Any) -> None:
+    """A reduction tree without its barriers: a thread overwrites what it and others have read."""
     text = """extern "C" __global__ void tree(float* out, const float* in) {
     __shared__ float largest[64];
     const int i = threadIdx.x;
@@ -272,7 +272,7 @@ def test_atomic_against_plain_write(caught: Any) -> None:
 
 @pytest.mark.parametrize(("declaration", "shared"), [("__shared__", 0), ("extern __shared__", 256)])
 def test_uninitialised_shared_memory(caught: Any, declaration: str, shared: int) -> None:
-    """Of the block: what an earlier block left there does not count."""
+    """Uninitialised in this block: data of an earlier block does not count."""
     text = f"""extern "C" __global__ void partly(float* out, const float* in) {{
     {declaration} float tile[{"64" if not shared else ""}];
     const int i = threadIdx.x;
@@ -348,7 +348,7 @@ def test_division_by_zero(caught: Any) -> None:
 
 
 def test_integer_overflow(caught: Any) -> None:
-    """The offset of a block of a large cache does not fit 32 bits."""
+    """The offset of a block of a large cache does not fit in 32 bits."""
     text = """extern "C" __global__ void offset(int64_t* out, int n) {
     out[threadIdx.x] = /*FAULT:n*/ int64_t(n) /*END*/ * 70000;  // HERE
 }
@@ -385,7 +385,7 @@ def test_global_race_in_a_block(caught: Any) -> None:
 
 
 def test_global_read_before_write_in_a_block(caught: Any) -> None:
-    """In-place work that reads what another thread has yet to overwrite."""
+    """In-place work that reads what another thread will overwrite."""
     text = """extern "C" __global__ void rotate(int* out) {
     const int x = out[(threadIdx.x + 1) % blockDim.x];
     /*FAULT:*/ __syncthreads(); /*END*/
@@ -408,8 +408,8 @@ def test_global_race_between_blocks(caught: Any, other: str) -> None:
     assert "another block" in fault.message
 
 
-def test_what_blocks_share_in_order_is_no_race(run_on_host: Run) -> None:
-    """Atomic sums, a read by all, and the last block to arrive reading what the others have left."""
+def test_ordered_sharing_between_blocks_is_no_race(run_on_host: Run) -> None:
+    """Atomic sums, a read by all, and the last block to arrive reading what the others have written."""
     text = """extern "C" __global__ void last(int* out, int* parts, int* count, const int* in) {
     __shared__ bool is_last;
     const int i = threadIdx.x;
@@ -428,7 +428,7 @@ def test_what_blocks_share_in_order_is_no_race(run_on_host: Run) -> None:
     values = numpy.arange(1, 33, dtype=numpy.int32)
     for schedule in SCHEDULES:
         out, count, parts = (numpy.zeros(size, numpy.int32) for size in (1, 1, 128))
-        for _ in range(2):  # what one launch wrote the next may read
+        for _ in range(2):  # a launch may read what the previous one wrote
             count[:] = 0
             with scheduled(schedule):
                 run_on_host(text, grid=4, block=32, out=out, parts=parts, count=count, **{"in": values})
@@ -457,7 +457,7 @@ def test_stack_overflow(caught: Any) -> None:
 
 
 def test_without_pyelftools(caught: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler's checks and the barriers tell has a line all the same."""
+    """The compiler's checks and the barriers report a line all the same."""
     monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
     text = """extern "C" __global__ void divide(int* out, int n) {
     out[threadIdx.x] = 100 / (n /*FAULT:- 4*/ /*END*/ );  // HERE

@@ -1,4 +1,4 @@
-"""Whole kernels for Hopper on the host: right ones under every schedule, and what is said of each fault in them."""
+"""Whole kernels for Hopper on the host: correct ones under every schedule, and the report for each injected fault."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_faults_of_gemm(name: str) -> None:
         assert named or caught.value.kind == "setmaxnreg", caught.value  # seen at the end of a block
 
 
-def test_a_deadlock_is_told_in_full() -> None:
-    """Who waits where, for which phase of which mbarrier, and what the phase lacks."""
+def test_deadlock_report() -> None:
+    """It says which thread waits where, for which phase of which mbarrier, and which arrivals the phase lacks."""
     text = FAULTS["parity of the producer"].apply(hopper.text_of("gemm"))
     with pytest.raises(pyops.KernelFault) as caught:
         hopper.gemm(256, 256, 328, text)
@@ -72,7 +72,7 @@ LATE_FENCE = (
 
 
 def test_strict_fences() -> None:
-    """A fence by the storing thread alone, after the barrier, is enough, but not where each writer must fence."""
+    """A fence by the storing thread alone, after the barrier, is accepted, unless each writer must fence."""
     text = hopper.text_of("gemm")
     assert FENCE in text
     late = text.replace(FENCE, LATE_FENCE)
@@ -86,12 +86,12 @@ def test_strict_fences() -> None:
 
 
 STEPS = 5
-# Lines of mixed.cu, and what is found without each. Some do what others do as well: nobody is blamed then.
+# {line of mixed.cu: the faults without it}. Some lines are redundant with others: nothing is reported then.
 MIXED_LINES: dict[str, set[str]] = {
     "": set(),
     "        sync_warp();  // AFTER THE WAIT\n": {"async copy not waited for", "uninitialised shared memory"},
     "        fence_proxy_async();                 // OF THE TILE\n": {"missing proxy fence"},
-    "        named_barrier_sync(3 + group, 128);  // THE TILE IS WRITTEN\n": set(),  # the turn comes later
+    "        named_barrier_sync(3 + group, 128);  // THE TILE IS WRITTEN\n": set(),  # the ping-pong barrier comes later
     "        sync_warp();  // BEFORE THE ARRIVAL\n": set(),  # the lanes have met since they have read
     "        named_barrier_sync(3 + group, 128);  // THE TILE HAS BEEN READ\n": set(),  # each warp has waited
 }
@@ -144,7 +144,7 @@ PRODUCTS = [
 
 
 def _fragments(a: Any) -> Any:
-    """[32 bytes of K, word, thread]: a [64, K] as a warpgroup holds it in registers."""
+    """[32 bytes of K, word, thread]: a [64, K] in the registers of a warpgroup."""
     rows = a.view(numpy.uint8).reshape(64, -1)
     step, word, thread = numpy.indices((rows.shape[1] // 32, 4, 128))
     row = thread // 32 * 16 + thread % 32 // 4 + word % 2 * 8
@@ -153,7 +153,7 @@ def _fragments(a: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "columns", "swizzle", "registers", "transposed"), few(PRODUCTS, 5))
-def test_every_product(kind: str, columns: int, swizzle: int, registers: bool, transposed: bool) -> None:
+def test_every_wgmma(kind: str, columns: int, swizzle: int, registers: bool, transposed: bool) -> None:
     rng = numpy.random.default_rng(columns)
     native = numpy.dtype(TYPES[kind])
     integers, k = native == numpy.int8, swizzle // native.itemsize
@@ -165,7 +165,7 @@ def test_every_product(kind: str, columns: int, swizzle: int, registers: bool, t
 
 
 def _product(kind: str, a: Any, b: Any, swizzle: int = 128, registers: bool = False, transposed: bool = False) -> Any:
-    """a [64, K] b [columns, K]^T by one chain of wgmma; rows of a are as long as the swizzle."""
+    """a [64, K] b [columns, K]^T by one chain of wgmma; the rows of a have the length of the swizzle."""
     columns, k = b.shape
     stored = numpy.ascontiguousarray(b.T) if transposed else b
     boxes = columns // 64 if transposed else 1
@@ -188,8 +188,8 @@ def _product(kind: str, a: Any, b: Any, swizzle: int = 128, registers: bool = Fa
 
 
 @pytest.mark.parametrize("case", range(4))
-def test_sums_of_fp8_are_those_of_an_h200(case: int) -> None:
-    """Bit for bit: sums of 128 products that an H200 has made by wgmma, half of them those farthest from exact."""
+def test_fp8_accumulators_equal_those_of_an_h200(case: int) -> None:
+    """Bit for bit: sums of 128 products by wgmma on an H200, half of them the farthest from exact ones."""
     measured = json.loads((Path(hopper.__file__).parent / "fp8_sums.json").read_text(encoding="utf-8"))[case]
     native = TYPES[measured["element_t"]]
     a, b = (
@@ -201,7 +201,7 @@ def test_sums_of_fp8_are_those_of_an_h200(case: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3_t", "fp8_e5m2_t"])
-def test_fp8_that_is_not_finite(kind: str) -> None:
+def test_fp8_nan_and_infinity(kind: str) -> None:
     a, b = numpy.ones((64, 128), TYPES[kind]), numpy.ones((16, 128), TYPES[kind])
     a[3, 40] = b[5, 100] = numpy.nan
     right = numpy.full((64, 16), 128.0, numpy.float32)

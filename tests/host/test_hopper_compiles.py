@@ -1,4 +1,4 @@
-"""The headers for Hopper under NVRTC: what compiles for which architecture, and what the assembler says of it."""
+"""The headers for Hopper under NVRTC: which architectures compile them, and which advice the assembler gives."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(128, 1) every_product(void* out, const 
 
 
 @pytest.mark.parametrize("columns", few((8, *range(16, 257, 16)), 3))
-def test_every_product(columns: int) -> None:
-    """Operands that are numbered wrongly do not assemble."""
+def test_every_wgmma(columns: int) -> None:
+    """Wrongly numbered operands do not assemble."""
     assert compiled(EVERY_PRODUCT, N=columns).binary
 
 
@@ -87,8 +87,8 @@ extern "C" __global__ void LAUNCH_BOUNDS(128, 1) serialised(float* out) {
 """
 
 
-def test_advice() -> None:
-    """Accumulators that are touched in flight, and setmaxnreg in a kernel without bounds."""
+def test_assembler_advice() -> None:
+    """It is given for accumulators that are touched in flight, and for setmaxnreg in a kernel without bounds."""
     assert any("C7517" in advice for advice in compiled(SERIALISED).advice)
     unbounded = SERIALISED.replace("LAUNCH_BOUNDS(128, 1) ", "").replace(
         "    float d", "    warpgroup_reg_alloc<232>();\n    float d"
@@ -109,7 +109,7 @@ def test_advice() -> None:
         ("mma", "", "sm_80", ""),
     ],
 )
-def test_what_an_architecture_lacks_is_an_error(header: str, call: str, arch: str, message: str) -> None:
+def test_missing_instruction_is_an_error(header: str, call: str, arch: str, message: str) -> None:
     text = f'#include "{header}.cuh"\nextern "C" __global__ void lacks(float* out) {{\n    {call}\n}}\n'
     if not message:
         assert compiled(text, arch).binary

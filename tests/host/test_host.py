@@ -1,4 +1,4 @@
-"""The host backend against independent truth: number formats, collectives, matrix fragments, atomics, the cache."""
+"""The host backend against independent truth: number formats, collectives, MMA fragments, atomics, the cache."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same_or_nan(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize(("dtype", "native"), FORMATS)
-def test_every_code_widens(run_on_host: Run, dtype: DType, native: Any) -> None:
+def test_every_narrow_value_upcasts(run_on_host: Run, dtype: DType, native: Any) -> None:
     count = 256**dtype.itemsize
     codes = numpy.arange(count, dtype=f"u{dtype.itemsize}").view(native)
     out = numpy.empty(count, numpy.float32)
@@ -69,7 +69,7 @@ def test_every_code_widens(run_on_host: Run, dtype: DType, native: Any) -> None:
 
 
 def floats_to_narrow() -> Any:
-    """Floats of every exponent, those around the values and ties of the narrow formats, and what is special."""
+    """Floats of every exponent, floats around the values and ties of the narrow formats, and special values."""
     rng = numpy.random.default_rng(0)
     some = rng.integers(0, 2**32, 1_000_000, dtype=numpy.uint32)
     near = []
@@ -86,8 +86,8 @@ def floats_to_narrow() -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "native"), FORMATS)
-def test_floats_narrow_to_the_nearest(run_on_host: Run, dtype: DType, native: Any) -> None:
-    """As ml_dtypes rounds; the 8-bit formats saturate, infinities too."""
+def test_floats_round_to_the_nearest_narrow_value(run_on_host: Run, dtype: DType, native: Any) -> None:
+    """As in ml_dtypes; the 8-bit formats saturate, infinities too."""
     values = floats_to_narrow()
     out = numpy.empty(len(values), native)
     run_on_host(NARROWED, grid=1, block=64, scalar_t=dtype, n=len(values), out=out, **{"in": values})
@@ -108,8 +108,8 @@ def test_floats_narrow_to_the_nearest(run_on_host: Run, dtype: DType, native: An
     ],
     ids=["e4m3fn", "e5m2", "e4m3fnuz"],
 )
-def test_formats_by_integers(run_on_host: Run, parameters: str, native: Any) -> None:
-    """What number.cuh converts where a platform has no such type, as ml_dtypes does."""
+def test_formats_by_integer_arithmetic(run_on_host: Run, parameters: str, native: Any) -> None:
+    """Conversions of number.cuh for platforms without such a type, against ml_dtypes."""
 
     def instead(kernel: str) -> str:
         return kernel.replace("scalar_t", "number_t").replace("extern", f"using number_t = Fp8<{parameters}>;\nextern")
@@ -211,7 +211,7 @@ extern "C" __global__ void votes(uint64_t* out, const int* in, int n) {
         assert (out == numpy.stack(expected)).all()
 
 
-def test_indices(run_on_host: Run) -> None:
+def test_thread_and_block_indices(run_on_host: Run) -> None:
     text = """#include "platform.cuh"
 extern "C" __global__ void indices(int* out) {
     const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
@@ -226,7 +226,7 @@ extern "C" __global__ void indices(int* out) {
 
 
 def test_atomics(run_on_host: Run) -> None:
-    """Against the same operations one after another; those whose result has no order."""
+    """Against the same operations in sequence; only atomics with results that do not depend on the order."""
     text = """#include "platform.cuh"
 extern "C" __global__ void atomics(int* out, float* sum, unsigned long long* wide, const int* in) {
     const int x = in[blockIdx.x * 64 + threadIdx.x];
@@ -297,7 +297,7 @@ def matrices(dtype: DType) -> tuple[Any, Any, Any, Any]:
 
 
 @MATRICES
-def test_matrix_product(run_on_host: Run, dtype: DType) -> None:
+def test_mma(run_on_host: Run, dtype: DType) -> None:
     """Fragments through shared memory, against numpy in double."""
     start, a, b, expected = matrices(dtype)
     for schedule in SCHEDULES:
@@ -321,8 +321,8 @@ extern "C" __global__ void product(sum_t* d, const uint32_t* a, const uint32_t* 
 
 
 @pytest.mark.parametrize("dtype", [dtypes.int8, dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float32], ids=str)
-def test_matrix_product_of_words(run_on_host: Run, dtype: DType) -> None:
-    """Of four bytes, or of one TF32. Nothing is rounded; b is given by its columns."""
+def test_mma_of_words(run_on_host: Run, dtype: DType) -> None:
+    """Words of four bytes, or of one TF32. Nothing is rounded; b is given by its columns."""
     rng = numpy.random.default_rng(4)
     is_integer, is_wide = dtype is dtypes.int8, dtype is dtypes.float32
     k = 8 if is_wide else 32
@@ -351,7 +351,7 @@ extern "C" __global__ void convert(uint32_t* out, const uint32_t* codes) {
 
 
 @pytest.mark.parametrize("dtype", [dtypes.float8_e4m3fn, dtypes.float8_e5m2, dtypes.float8_e4m3fnuz], ids=str)
-def test_every_code_of_fp8_as_float16(run_on_host: Run, dtype: DType) -> None:
+def test_every_fp8_value_as_float16(run_on_host: Run, dtype: DType) -> None:
     codes, out = numpy.arange(256, dtype=numpy.uint8), numpy.empty(128, numpy.uint32)
     run_on_host(HALVES, grid=1, block=64, scalar_t=dtype, out=out, codes=codes.view(numpy.uint32))
     expected = codes.view(getattr(ml_dtypes, dtype.name)).astype(numpy.float16)
@@ -378,7 +378,7 @@ def run_on_device(kernel: MakeKernel, text: str, name: str, block: int, constant
 
 @pytest.mark.gpu
 @MATRICES
-def test_matrix_product_on_the_device(kernel: MakeKernel, dtype: DType) -> None:
+def test_mma_on_the_device(kernel: MakeKernel, dtype: DType) -> None:
     d, a, b, expected = matrices(dtype)
     result = run_on_device(kernel, MMA, "product", 32, {"scalar_t": dtype}, d=d, a=a, b=b)
     assert numpy.abs(result - expected).max() <= 2**-20 * numpy.abs(expected).max()
@@ -405,7 +405,7 @@ def test_nvrtc_takes_the_same_texts(kernel: MakeKernel, arch: str) -> None:
         assert offline.compile(name, str(specialisation), specialisation.text, arch).spill_bytes == 0
 
 
-def test_ldmatrix_wants_aligned_rows(run_on_host: Run) -> None:
+def test_ldmatrix_needs_aligned_rows(run_on_host: Run) -> None:
     text = MMA.replace("scalar_t A[16][24]", "scalar_t A[16][20]")
     operands = {"d": numpy.zeros(128, "f"), "a": numpy.zeros(256, "e"), "b": numpy.zeros(128, "e")}
     with pytest.raises(pyops.KernelFault, match="misaligned access: ldmatrix"):
@@ -413,7 +413,7 @@ def test_ldmatrix_wants_aligned_rows(run_on_host: Run) -> None:
 
 
 def test_arithmetic_is_rounded_once(run_on_host: Run) -> None:
-    """No product is fused with a sum, functions are correctly rounded, minima and maxima drop NaN and know -0."""
+    """No multiply-add is fused, functions are correctly rounded, minima and maxima drop NaN and distinguish -0."""
     text = """#include "platform.cuh"
 extern "C" __global__ void arithmetic(float* out, const float* x, const float* y, int n) {
     for (int i = threadIdx.x; i < n; i += 64) {
@@ -447,14 +447,14 @@ extern "C" __global__ void arithmetic(float* out, const float* x, const float* y
     assert numpy.array_equal(out[7:, 4:], numpy.stack(exact[7:])[:, 4:])
     assert out[7, :4].tolist() == [1, 1, 0, 0] == out[8, :4].tolist()
     assert numpy.signbit(out[7:, 2:4]).tolist() == [[True, True], [False, False]]
-    # Estimates know no subnormal numbers, neither before nor after.
+    # Approximate functions flush subnormal inputs and results.
     extreme = numpy.array([1e-39, -127.5, 2.0**126.5, 1.0], numpy.float32)
     out = numpy.empty((9, 4), numpy.float32)
     run_on_host(text, grid=1, block=64, n=4, out=out, x=extreme, y=extreme)
     assert out[5:7].tolist() == [[1, 0, numpy.inf, 2], [numpy.inf, numpy.float32(-1 / 127.5), 0, 1]]
 
 
-def test_a_block_of_1024_threads(run_on_host: Run) -> None:
+def test_block_of_1024_threads(run_on_host: Run) -> None:
     text = """#include "reduce.cuh"
 extern "C" __global__ void total(float* out, const float* in) {
     __shared__ float partial[1024 / WARP_SIZE];
@@ -470,7 +470,7 @@ extern "C" __global__ void total(float* out, const float* in) {
 
 
 @pytest.mark.parametrize(("block", "shared"), [(1025, 0), (0, 0), (64, 300 * 1024)])
-def test_a_launch_that_no_device_takes(run_on_host: Run, block: int, shared: int) -> None:
+def test_impossible_launch_is_refused(run_on_host: Run, block: int, shared: int) -> None:
     text = 'extern "C" __global__ void nothing(float* out) {}'
     with pytest.raises(pyops.KernelFault, match="bad launch"):
         run_on_host(text, grid=1, block=block, shared=shared, out=numpy.zeros(1, "f"))
@@ -503,7 +503,7 @@ def test_compile_error_names_the_kernels_own_line(run_on_host: Run) -> None:
         run_on_host(text, grid=1, block=32, out=numpy.zeros(1, "f"))
 
 
-def test_shared_arrays_that_the_backend_cannot_place(run_on_host: Run) -> None:
+def test_unsupported_shared_arrays(run_on_host: Run) -> None:
     text = 'extern "C" __global__ void odd(float* out) {\n    __shared__ struct { int x; } a;\n}\n'
     with pytest.raises(pyops.CompileError, match="the_host_backend_takes_one_shared_array"):
         run_on_host(text, grid=1, block=32, out=numpy.zeros(1, "f"))
@@ -545,7 +545,7 @@ def in_a_process(folder: Path, chosen: str = "") -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_disk_cache(tmp_path: Path) -> None:
-    """Three files: the runtime, the kernel, and what kernels begin with. The second process compiles nothing."""
+    """Three files: the runtime, the kernel, and the precompiled prelude. The second process compiles nothing."""
     warned, path = in_a_process(tmp_path)
     assert warned == 0
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "pyops-host").iterdir()}
@@ -555,7 +555,7 @@ def test_disk_cache(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "pyops-host").iterdir()} == files
 
 
-def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_cache_folder(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     warned, path = in_a_process(blocked)

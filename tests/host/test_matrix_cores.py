@@ -1,4 +1,4 @@
-"""Products of a warp: fragments of mma.sync, and of AMD's matrix cores against AMD's tables, lane by lane."""
+"""MMA of a warp: fragments of mma.sync, and of AMD's matrix cores against AMD's tables, lane by lane."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ DTYPES = (dtypes.float16, dtypes.bfloat16, dtypes.int8)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("core", CORES)
-def test_lanes_hold_what_the_tables_say(core: str, dtype: DType) -> None:
-    """Registers of any content, exactly: operands as AMD's tables have them, and sums."""
+def test_lanes_match_amds_tables(core: str, dtype: DType) -> None:
+    """Registers of any content, exactly: operands and accumulators as in AMD's tables."""
     table, lanes, widths = CORES[core]
     instruction: Instruction = table[dtype.itemsize]
     with scheduled(SCHEDULES[0], warp_size=lanes):
@@ -26,8 +26,8 @@ def test_lanes_hold_what_the_tables_say(core: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("core", ["NO_MATRIX_CORE", *CORES])
-def test_products_of_tiles(core: str, dtype: DType) -> None:
-    """Operands from shared memory and sums by row and column, by every form of product.cuh."""
+def test_mma_of_tiles(core: str, dtype: DType) -> None:
+    """Operands from shared memory, and accumulators by row and column, by every form of product.cuh."""
     lanes = 64 if core == "MFMA" else 32
     with scheduled(SCHEDULES[0], warp_size=lanes):
         for short in (False, True):

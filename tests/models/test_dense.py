@@ -1,4 +1,4 @@
-"""Dense decoders by their parts against transformers: the same weights, in float32, give the same texts."""
+"""Dense decoders, feature by feature, against transformers: the same float32 weights generate the same tokens."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def reference(case: str) -> Any:
-    """A model of transformers whose random weights make clear choices; biases and norms are random, too."""
+    """A model of transformers with random weights that make clear choices; biases and norms are random, too."""
     family, options = CASES[case]
     torch.manual_seed(1)
     model = getattr(transformers, f"{family}ForCausalLM")(config_of(family, SIZES | options))
@@ -214,9 +214,9 @@ def reference(case: str) -> Any:
             parameter.data.normal_(0.0, 0.1)
         elif "norm" in name:
             parameter.data.normal_(0.0 if "Gemma" in family else 1.0, 0.2)
-    if model.config.tie_word_embeddings:  # else the likeliest token is the last once more
+    if model.config.tie_word_embeddings:  # else the most likely token is the last one again
         model.get_input_embeddings().weight.data *= 0.05
-    model.set_attn_implementation("eager")  # the one that heeds a soft cap in every version
+    model.set_attn_implementation("eager")  # the only one with a soft cap in every version
     return model.eval()
 
 
@@ -231,9 +231,9 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def choices(model: Any, tokens: list[int]) -> list[int]:
-    """What transformers' model takes for the likeliest token after each of `tokens`, when it is their last.
+    """The most likely token after each of `tokens` by transformers' model, if that token were the last.
 
-    Under longrope, the frequencies of a text depend on its length.
+    Under longrope, frequencies depend on the length of the sequence.
     """
     bound = len(tokens)
     if (model.config.rope_parameters or {}).get("rope_type") == "longrope":
@@ -243,10 +243,11 @@ def choices(model: Any, tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Prompts of different lengths, together, 64 tokens each: every one is transformers' choice after those before.
+def test_tokens_match_transformers(case: str, tmp_path: Path) -> None:
+    """Prompts of different lengths in one batch, 64 tokens each: every token is transformers' choice after those before
+    it.
 
-    So the text is what transformers writes greedily.
+    So the tokens are those that transformers generates greedily.
     """
     model = reference(case)
     model.save_pretrained(tmp_path)
@@ -277,8 +278,8 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [{"block_size": 8, "max_num_batched_tokens": 7}, {"block_size": 4, "num_blocks": 26, "max_num_seqs": 3}],
     ids=str,
 )
-def test_texts_that_become_long_are_computed_anew(limits: dict[str, int], long_folder: Path) -> None:
-    """Beside others, in parts, where the token that makes a text long needs a block."""
+def test_longrope_recomputes_sequences_that_become_long(limits: dict[str, int], long_folder: Path) -> None:
+    """Together with others, in chunks, where the token that makes a sequence long needs a new block."""
     prompts = [list(range(30)), [3, 1, 2], list(range(50, 95))]
     engine, model = Engine(load(long_folder), max_seq_len=96, **limits), reference(LONG)
     for prompt, text in zip(prompts, engine.generate(prompts, SamplingParams(max_tokens=42)), strict=True):
@@ -287,7 +288,7 @@ def test_texts_that_become_long_are_computed_anew(limits: dict[str, int], long_f
     assert len(engine._scheduler.free_blocks) == engine.num_blocks
 
 
-def test_a_long_text_steps_back_to_a_short_one(long_folder: Path) -> None:
+def test_long_sequence_rolls_back_to_a_short_one(long_folder: Path) -> None:
     engine, prompt = Engine(load(long_folder), block_size=4, max_seq_len=96), list(range(5, 25))
     params = SamplingParams(max_tokens=40)
     (expected,) = engine.generate([prompt], params)
@@ -334,8 +335,8 @@ ON_THE_HOST = {
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("case", ON_THE_HOST)
-def test_the_kernels_write_the_same(case: str) -> None:
-    """On the host, checked for every access."""
+def test_kernels_generate_the_same_tokens(case: str) -> None:
+    """On the host backend, which checks every access."""
     model = Decoder(ON_THE_HOST[case]).randomise(3, scale=2.0)
     prompts, params = [[1, 2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=4)
     expected = Engine(model, block_size=4, max_num_seqs=2).generate(prompts, params)
@@ -344,15 +345,16 @@ def test_the_kernels_write_the_same(case: str) -> None:
 
 
 def values_of(case: str, **changes: Any) -> dict[str, Any]:
-    """The object of the ``config.json`` of a case."""
+    """The contents of the ``config.json`` of a case."""
     family, options = CASES[case]
     values: dict[str, Any] = json.loads(config_of(family, SIZES | options).to_json_string(use_diff=False))
     return values | {"architectures": [f"{family}ForCausalLM"]} | changes
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "," not in case and " " not in case])
-def test_weights_in_8_bits_are_those_of_linear_modules(case: str) -> None:
-    """Which transformers' model has, but for the head; GPT-NeoX joins queries, keys and values head by head."""
+def test_8_bit_weights_are_those_of_linear_modules(case: str) -> None:
+    """All linear modules of transformers' model except the LM head; GPT-NeoX merges queries, keys and values head by
+    head."""
     values = values_of(case, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
     if case == "gpt-neox":
         with pytest.raises(ModelError, match=r"quantization_config: expected None with .* joined head by head"):
@@ -443,7 +445,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_not_served_is_refused_by_name(what: str) -> None:
+def test_unsupported_configs_are_refused_by_name(what: str) -> None:
     case, changes, message = BAD[what]
     with pytest.raises(ModelError, match=message):
         Config.parse(values_of(case, **changes))
@@ -464,7 +466,7 @@ def test_what_is_not_served_is_refused_by_name(what: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_parts_that_do_not_go_together_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_incompatible_parts_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         Config(**SMALL | changes)
     with pytest.raises(ModelError, match=r"norms\.kind: expected 'rms' or 'rms_once'"):
@@ -472,7 +474,7 @@ def test_parts_that_do_not_go_together_are_refused(changes: dict[str, Any], mess
 
 
 def test_files_of_older_versions_are_read() -> None:
-    """As in folders of Phi-3, Gemma 3, Pythia and StableLM; what a file does not say is as in transformers."""
+    """As in folders of Phi-3, Gemma 3, Pythia and StableLM; absent fields have transformers' defaults."""
     sizes = {name: SIZES[name] for name in SIZES if isinstance(SIZES[name], int)}
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "type": "su"}
     phi3 = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64, "rope_scaling": factors}
@@ -506,8 +508,8 @@ IMAGES |= {"image_size": 28, "patch_size": 14}
         *(("Mistral3", text) for text in ("Mistral", "Ministral3", "Mistral4")),
     ],
 )
-def test_the_text_of_a_model_that_reads_images(family: str, case: str, tmp_path: Path) -> None:
-    """Under both of the names that transformers has written for the parts of such a model."""
+def test_decoder_of_a_multimodal_model(family: str, case: str, tmp_path: Path) -> None:
+    """Under both prefixes that transformers has used for the parts of such a model."""
     if family == "Mistral3":
         torch.manual_seed(2)
         options = SIZES | (
@@ -540,8 +542,8 @@ def test_the_text_of_a_model_that_reads_images(family: str, case: str, tmp_path:
         assert found == written[0, len(PROMPTS[0]) :].tolist()
 
 
-def test_a_text_config_that_says_little() -> None:
-    """As in folders of Gemma 3; the rest is as in transformers."""
+def test_text_config_with_few_fields() -> None:
+    """As in folders of Gemma 3; other fields have transformers' defaults."""
     said = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     said |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     name, theirs = "Gemma3ForConditionalGeneration", transformers.Gemma3TextConfig(**said)
@@ -559,8 +561,8 @@ def test_a_text_config_that_says_little() -> None:
         Config.parse({"architectures": [name], "text_config": said | {"model_type": "gemma3n_text"}})
 
 
-def test_heads_of_older_names_are_read(tmp_path: Path) -> None:
-    """GPT-NeoX's head, and the masks that its folders have."""
+def test_heads_with_older_names_are_read(tmp_path: Path) -> None:
+    """GPT-NeoX's LM head, and the attention masks in its files."""
     model = reference("gpt-neox")
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -575,7 +577,7 @@ def test_heads_of_older_names_are_read(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if " " not in case])
 def test_logits_in_bfloat16_under_a_graph(case: str, tmp_path: Path) -> None:
-    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice."""
+    """At most twice as far from float32, with the same weights, as transformers' model in bfloat16."""
     model = reference(case).bfloat16().cuda()
     model.save_pretrained(tmp_path)
     runner, prompt, following = Runner(load(tmp_path, "cuda"), 7, 16, 1, 110), PROMPTS[0], list(range(20))
@@ -587,8 +589,8 @@ def test_logits_in_bfloat16_under_a_graph(case: str, tmp_path: Path) -> None:
     assert (torch.cat(found).float() - exact).norm() <= 2 * (theirs - exact).norm()
 
 
-def test_the_older_format_of_olmo3_scales_layers_without_a_window_alone() -> None:
-    """As transformers reads it: ``rope_scaling`` and ``rope_theta`` outside of any object are not for windows."""
+def test_older_olmo3_scales_only_layers_without_a_window() -> None:
+    """As in transformers: ``rope_scaling`` and ``rope_theta`` at the top level do not apply to windowed layers."""
     options = {
         "sliding_window": 7,
         "rope_theta": 300.0,
@@ -604,8 +606,8 @@ def test_the_older_format_of_olmo3_scales_layers_without_a_window_alone() -> Non
     assert full.factor == theirs[FULL]["factor"]
 
 
-def test_the_sum_of_a_gemma_in_float16_is_float32() -> None:
-    """Sums beyond 65504, the largest number of float16, which Gemmas reach: two of 60000, and what is after them."""
+def test_gemma_float16_residual_is_float32() -> None:
+    """Sums beyond 65504, float16's maximum, which Gemmas reach: two of 60000, and the following layers."""
     norm = Norm(Norms("gemma"), 1e-6, Place(torch.float16, torch.device("cpu")), 8)
     norm.weight.zero_()
     signs = torch.tensor([1.0, -1.0] * 4).expand(2, 8)
@@ -616,7 +618,7 @@ def test_the_sum_of_a_gemma_in_float16_is_float32() -> None:
     assert torch.equal(hidden, signs.half())
 
 
-def test_logits_are_multiplied_before_they_are_capped() -> None:
+def test_logits_are_multiplied_before_the_soft_cap() -> None:
     multipliers = Multipliers(logits=3.0, logits_soft_cap=5.0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
@@ -630,20 +632,20 @@ def test_logits_are_multiplied_before_they_are_capped() -> None:
 
 
 @pytest.mark.parametrize("is_rounded", [True, False])
-def test_the_multiplier_of_embeddings_in_bfloat16(is_rounded: bool) -> None:
-    """A family rounds the multiplier to the dtype of activations, or the product alone."""
+def test_embedding_multiplier_in_bfloat16(is_rounded: bool) -> None:
+    """One family rounds the multiplier to the dtype of activations, others only the product."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
     multipliers = Multipliers(embedding=33.37, embedding_is_rounded=is_rounded)
     model = Decoder(Config(**sizes, **heads, multipliers=multipliers, dtype="bfloat16")).randomise(0)
     weights = model.tensors()["model.embed_tokens.weight"].double()
-    factor = 33.25 if is_rounded else 33.37  # steps of bfloat16 are 0.25 here
+    factor = 33.25 if is_rounded else 33.37  # the ulp of bfloat16 is 0.25 here
     with torch.no_grad():
         assert torch.equal(model._embedded(torch.arange(64)), (weights * factor).bfloat16())
 
 
-def test_projections_of_one_input_share_the_largest_scale() -> None:
-    """Nothing saturates under it, in whatever order a file has the scales."""
+def test_merged_projections_share_the_largest_scale() -> None:
+    """Nothing saturates under it, in any order of the scales in a file."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
     quantization = Quantization("float8_e4m3fn", "tensor", "static")

@@ -1,4 +1,4 @@
-"""Models whose experts have 8-bit weights: layers against float64, folders against transformers."""
+"""Models with 8-bit experts: layers against float64, folders against transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MODELS = {"DeepseekV3": LATENT, "Qwen3Moe": {"num_experts": 4, "norm_topk_prob":
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales of blocks of 128 x 128)."""
+    """(fp8 values, scales of 128 x 128 blocks)."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
     scales = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax((1, 3)) / 448
@@ -52,14 +52,14 @@ def expanded(scales: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_groups(x: Tensor) -> Tensor:
-    """`x` as codes of groups of 128 have it."""
+    """`x` after fp8 quantisation in groups of 128."""
     grouped = x.float().unflatten(-1, (-1, 128))
     scales = grouped.abs().amax(-1, keepdim=True) / 448
     return ((grouped / scales).to(torch.float8_e4m3fn).double() * scales.double()).flatten(-2)
 
 
-def test_experts_of_blocks_are_products_of_codes_and_scales() -> None:
-    """But for the rounding of an activation between the products, and of a code that lies between two."""
+def test_block_scaled_experts_match_float64() -> None:
+    """Up to the rounding of the activation between the GEMMs, and of values that lie between two fp8 values."""
     torch.manual_seed(2)
     values = SIZES | {
         "num_experts": 4,
@@ -94,10 +94,10 @@ def test_experts_of_blocks_are_products_of_codes_and_scales() -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) -> None:
-    """But for what codes of activations do, an error of 2.6 % after each of eight products, 7 % together.
+def test_logits_match_the_dequantised_model(family: str, tmp_path: Path) -> None:
+    """Up to the quantisation of activations, an error of 2.6 % after each of eight GEMMs, 7 % together.
 
-    Every token takes all experts, since a choice between equals would be the other one's behind such errors.
+    Every token takes all experts, because such errors would change a choice between near-equals.
     """
     torch.manual_seed(3)
     config = getattr(transformers, f"{family}Config")(**SIZES | MODELS[family])
@@ -130,9 +130,9 @@ def test_logits_are_those_of_the_dequantised_model(family: str, tmp_path: Path) 
 
 
 def mxfp4_model(folder: Path, experts_per_token: int = 2) -> Any:
-    """gpt-oss in float32, its experts decoded by the function of transformers, and a folder that has their codes.
+    """gpt-oss in float32, with experts decoded by transformers' function, and a folder with their mxfp4 weights.
 
-    Of three experts; with all of them for each token, no rounding changes the choice.
+    It has three experts, and each token takes all, so that rounding cannot change the choice.
     """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -164,8 +164,8 @@ def mxfp4_model(folder: Path, experts_per_token: int = 2) -> Any:
     return model
 
 
-def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> None:
-    """In float32, where every code is exact."""
+def test_tokens_of_mxfp4_experts_match_transformers(tmp_path: Path) -> None:
+    """In float32, where every fp4 value is exact."""
     model = mxfp4_model(tmp_path)
     prompts = [[(7 * i) % 160 for i in range(30)], [3]]
     found = Engine(load(tmp_path), max_seq_len=128).generate(prompts, SamplingParams(max_tokens=64))
@@ -174,7 +174,7 @@ def test_texts_of_mxfp4_experts_are_those_of_transformers(tmp_path: Path) -> Non
         assert text == written[0, len(prompt) :].tolist()
 
 
-def test_defaults_of_configs_that_leave_them_out() -> None:
+def test_defaults_of_absent_config_fields() -> None:
     oss = {name: SIZES[name] for name in SIZES if name not in ("moe_intermediate_size", "eos_token_id")}
     oss |= {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 3, "head_dim": 32}
     config = Config.parse(oss)
@@ -217,12 +217,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "field"), REFUSED, ids=[f"{a} {c}" for a, _, c in REFUSED])
-def test_what_is_not_served_is_refused(family: str, change: dict[str, Any], field: str) -> None:
+def test_refused(family: str, change: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelError, match=field):
         Config.parse(SIZES | {"head_dim": 32, "architectures": [f"{family}ForCausalLM"]} | change)
 
 
-# Families with experts in bfloat16; of every layer all, because a choice between equals is another one's.
+# Families with bfloat16 experts; every token takes all experts of a layer, so that near-equals cannot swap.
 ON_A_GPU: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen3 moe": ("Qwen3Moe", {"num_experts": 4, "norm_topk_prob": True}),
@@ -236,7 +236,7 @@ ON_A_GPU: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_A_GPU)
 def test_logits_on_a_gpu(case: str, tmp_path: Path) -> None:
-    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice; under graphs."""
+    """At most twice as far from float32, with the same weights, as transformers' model in bfloat16; under graphs."""
     family, options = ON_A_GPU[case]
     torch.manual_seed(4)
     not_read = ("moe_intermediate_size",) if family in ("Mixtral", "GptOss") else ()

@@ -1,4 +1,4 @@
-"""Fields of the files of a model: which are read, refused or harmless, and what an absent one stands for."""
+"""Fields in model files: which are read, refused or harmless, and the defaults of absent ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyops import ModelError
 from pyops.models import Config, Quantization, fields
 from pyops.models.config import ARCHITECTURES
 
-# Sizes of one model, which no file of another leaves out: there the defaults of transformers are not taken.
+# Sizes that every model file has: transformers' defaults for them are those of one model and are not used.
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "text_config"}
 SIZES |= {"architectures", "max_position_embeddings", "num_key_value_heads", "num_experts_per_tok"}
 
@@ -25,7 +25,7 @@ def full(architecture: str) -> dict[str, Any]:
     values: dict[str, Any] = config.to_dict() | {"architectures": [architecture]}
     if "text_config" in values:
         values["text_config"] = type(config.text_config)().to_dict()
-    # Defaults that make no model: transformers leaves them to the files.
+    # Defaults that make no model: transformers leaves these fields to the files.
     made = {"DeepseekV2": {"num_experts_per_tok": 6}, "Glm4Moe": {"num_attention_heads": 32}}
     return values | next((fields for name, fields in made.items() if name in architecture), {})
 
@@ -35,7 +35,7 @@ def without(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_absent_field_has_the_default_of_transformers(architecture: str) -> None:
+def test_absent_field_has_transformers_default(architecture: str) -> None:
     values = full(architecture)
     config, text = Config.parse(values), values.get("text_config", {})
     others = {name: Config.parse(without(values, name)) for name in values.keys() - SIZES}
@@ -47,8 +47,8 @@ def test_an_absent_field_has_the_default_of_transformers(architecture: str) -> N
 
 
 @pytest.mark.parametrize("text", ["gemma3_text", "mistral"])
-def test_ends_of_texts_of_a_model_that_reads_images(text: str) -> None:
-    """Those of the model before those of its decoder; null where it is said to be null."""
+def test_eos_tokens_of_a_multimodal_model(text: str) -> None:
+    """The model's own field precedes its decoder's; an explicit null stays null."""
     name = {"gemma3_text": "Gemma3ForConditionalGeneration", "mistral": "Mistral3ForConditionalGeneration"}[text]
     values = without(full(name), "eos_token_id")
     of_text = values["text_config"] | {"eos_token_id": 7}
@@ -57,7 +57,7 @@ def test_ends_of_texts_of_a_model_that_reads_images(text: str) -> None:
     assert Config.parse(values | {"text_config": of_text | {"eos_token_id": None}}).eos_token_ids == ()
 
 
-# Which fields are known
+# Known fields
 
 _FACTS = json.loads((Path(__file__).parents[1] / "support" / "model_fields.json").read_text(encoding="utf-8"))
 # {a published file: its fields, with small sizes}, and likewise of `quantization_config`.
@@ -67,7 +67,7 @@ QUANTIZED: dict[str, dict[str, Any]] = _FACTS["quantization_config"] | {
     "transformers' GPTQ": transformers.GPTQConfig(bits=4).to_dict(),
     "transformers' fp8": json.loads(json.dumps(transformers.FineGrainedFP8Config().to_dict())),
 }
-# Of a `quantization_config` that quantises no weights.
+# Values of a `quantization_config` that quantises no weights.
 CACHES: dict[str, dict[str, Any]] = _FACTS["cache_alone"]
 LLAMA = PUBLISHED["Llama 3.1"]
 GENERATION = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [2, 7], "transformers_version": "4.42.3"}
@@ -81,7 +81,7 @@ def warned(values: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_field_of_transformers_classes_is_known(architecture: str) -> None:
+def test_every_field_of_transformers_configs_is_known(architecture: str) -> None:
     assert warned(full(architecture)) == []
 
 
@@ -99,7 +99,7 @@ def test_every_field_of_published_quantization_configs_is_known(name: str, field
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_every_field_of_a_cache_alone_is_known(name: str) -> None:
+def test_every_field_of_a_cache_scheme_is_known(name: str) -> None:
     assert warned(LLAMA | {"quantization_config": CACHES[name]}) == []
 
 
@@ -108,15 +108,15 @@ def names_of(values: dict[str, Any]) -> set[str]:
     return set(values).union(*inner)
 
 
-def test_the_tables_have_only_fields_of_real_files() -> None:
+def test_tables_have_only_fields_of_real_files() -> None:
     known = set().union(*map(names_of, PUBLISHED.values()))
     assert known.union(*(names_of(full(each)) for each in ARCHITECTURES)) >= fields.HARMLESS
     assert set().union(*map(names_of, (*QUANTIZED.values(), *CACHES.values()))) >= fields.HARMLESS_OF_QUANTIZATION
     assert transformers.GenerationConfig().to_dict().keys() | GENERATION.keys() >= fields.HARMLESS_OF_GENERATION
 
 
-def test_an_unknown_field_is_named_once() -> None:
-    """Whatever its value but null, with the names of the objects that it is in."""
+def test_unknown_field_is_named_once() -> None:
+    """For any value but null, with the path of objects that contain it."""
     rope = {"rope_type": "linear", "factor": 2.0, "section": [1, 2]}
     values = LLAMA | {
         "zeta": False,
@@ -135,8 +135,8 @@ def test_an_unknown_field_is_named_once() -> None:
 
 
 @pytest.mark.parametrize("name", fields.NEUTRAL)
-def test_a_field_that_would_change_tokens_is_refused(name: str) -> None:
-    """But for the values that say nothing."""
+def test_field_that_would_change_tokens_is_refused(name: str) -> None:
+    """Except for values without an effect."""
     for value in (None, *fields.NEUTRAL[name]):
         assert warned(LLAMA | {name: value}) == []
     for value in (each for each in (3.5, "no", True) if each not in fields.NEUTRAL[name]):
@@ -145,7 +145,7 @@ def test_a_field_that_would_change_tokens_is_refused(name: str) -> None:
 
 
 def test_generation_config(tmp_path: Path) -> None:
-    """Its ends count; that it says how tokens are drawn, which callers say here, is worth a word."""
+    """Its EOS tokens count; its sampling parameters, which callers set here, are logged."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text(json.dumps(GENERATION))
     assert Config.read(tmp_path).eos_token_ids == (2, 7)

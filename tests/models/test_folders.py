@@ -1,4 +1,4 @@
-"""Folders of models: what is read, and what is refused before memory is taken."""
+"""Model folders: the files that are read, and bad files that are refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folders(tmp_path_factory)
 
 
-def test_a_folder_of_shards(tmp_path: Path) -> None:
-    """And a dtype of one's own, and how far the load has come."""
+def test_sharded_folder(tmp_path: Path) -> None:
+    """Also with an explicit dtype, and with the progress of the load."""
     reference("qwen3").save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     steps: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ def edit_index(**changes: Any) -> Callable[[Path], None]:
 
 
 def repeat_tensor(folder: Path) -> None:
-    """A second shard has a tensor of the first one, with other values."""
+    """A second shard repeats a tensor of the first one with other values."""
     edit_index(weight_map={"model.norm.weight": "shard.safetensors", "lm_head.weight": "twice.safetensors"})(folder)
     safetensors.torch.save_file({"model.norm.weight": torch.zeros(64)}, folder / "twice.safetensors")
 
@@ -215,7 +215,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_folder_is_refused_before_memory_is_taken(
+def test_bad_folder_is_refused_before_allocation(
     what: str, folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(folder("llama"), tmp_path / "bad")
@@ -269,7 +269,7 @@ def test_old_spellings_and_defaults() -> None:
     ],
     ids=str,
 )
-def test_what_a_config_says_twice_is_read_as_transformers_reads_it(
+def test_duplicate_settings_are_read_as_in_transformers(
     changes: dict[str, Any], folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     values = json.loads((folder("llama") / "config.json").read_text())
@@ -286,8 +286,8 @@ def test_what_a_config_says_twice_is_read_as_transformers_reads_it(
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_tied_embeddings_with_a_head_of_their_own(same: bool, folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """The head in the file is taken, as by transformers, whatever the config says."""
+def test_tied_embeddings_with_a_separate_head(same: bool, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The head in the file is used, as by transformers, whatever the config says."""
     shutil.copytree(folder("llama"), tmp_path / "tied")
     edit_config(tie_word_embeddings=True)(tmp_path / "tied")
     if same:
@@ -300,7 +300,7 @@ def test_tied_embeddings_with_a_head_of_their_own(same: bool, folder: Callable[[
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_single_file_comes_before_an_index(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_single_file_precedes_an_index(folder: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(folder("llama"), tmp_path / "both")
     edit_index(weight_map={"lm_head.weight": "shard.safetensors"})(tmp_path / "both")
     edit_tensors(lambda tensors: tensors["lm_head.weight"].zero_())(tmp_path / "both")
@@ -333,7 +333,7 @@ def test_bad_windows_are_refused(what: str) -> None:
         Config.parse(values | changes)
 
 
-def test_weights_without_room_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 << 20 < checkpoint.free_bytes(torch.device("cpu")) < 1 << 50
     monkeypatch.setattr(checkpoint, "free_bytes", lambda device: 1000)
     with pytest.raises(ModelError, match=r"its weights take .* GB, and cpu has 0\.0 GB"):
@@ -341,12 +341,12 @@ def test_weights_without_room_are_refused(folder: Callable[[str], Path], monkeyp
 
 
 @pytest.mark.parametrize("device", ["bogus", "", "meta", "mps", "cuda:99", "cuda:-1", 1.5])
-def test_devices_that_are_not_there_are_refused(device: Any, folder: Callable[[str], Path]) -> None:
+def test_missing_devices_are_refused(device: Any, folder: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match=f"device: expected the CPU or one of . GPUs, got '{device}'"):
         load(folder("llama"), device)
 
 
-def test_ends_of_text_come_from_the_generation_config(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_eos_tokens_come_from_the_generation_config(folder: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copy(folder("llama") / "config.json", tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert Config.read(tmp_path).eos_token_ids == (5, 6)

@@ -1,4 +1,4 @@
-"""The command `generate`: texts as they are written, what is refused, and the bytes of pieces."""
+"""The command `generate`: streamed text, refusals, and tokens that are single bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def words(folder: Callable[[str], Path], tmp_path: Path) -> Path:
-    """The folder of a model with a tokenizer, for which token i is the word wi."""
+    """The folder of a model with a tokenizer, in which token i is the word wi."""
     shutil.copytree(folder("llama"), tmp_path / "words")
     vocabulary = {f"w{i}": i for i in range(160)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
@@ -41,7 +41,7 @@ def sentence(tokens: Sequence[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
-def test_generate_prints_texts(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_text(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = PROMPTS[0], PROMPTS[2]
     options = ["--model", str(words), "--max-tokens", "12", "--device", "cpu"]
     assert main(["generate", *options, "--prompt", sentence(first)]) == 0
@@ -63,7 +63,7 @@ def test_help_names_every_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert said == sorted(expected, key=str.lower)
 
 
-def test_generate_names_what_is_wrong(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_names_mistakes(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["generate", "--model", str(words), "--prompt", "w1", "--device", "cpu"]
     assert main([*options, "--top-p", "0"]) == 2
     assert capsys.readouterr().err.startswith("SamplingParams: top_p: expected a number, more than 0")
@@ -94,7 +94,7 @@ def test_prompts_are_checked_before_weights_are_read(
         assert capsys.readouterr().err.startswith("request: prompt")
 
 
-def test_prompts_are_neither_cut_nor_filled(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_are_neither_truncated_nor_padded(words: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(words / "tokenizer.json"))
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=30, pad_id=7, pad_token="w7")
@@ -106,7 +106,7 @@ def test_prompts_are_neither_cut_nor_filled(words: Path, capsys: pytest.CaptureF
 
 @cache
 def byte_fallback() -> tokenizers.Tokenizer:
-    """A tokenizer as that of Llama 2: what has no token of its own is written byte by byte."""
+    """A tokenizer like that of Llama 2: characters without a token are written byte by byte."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "b"]
     vocabulary = {word: i for i, word in enumerate(words)}
     found = tokenizers.Tokenizer(
@@ -124,7 +124,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def stream(prompt: Sequence[str | int], text: Sequence[str | int]) -> list[str]:
-    """What tokens add, given as words or as the bytes that have no word."""
+    """The text that each token adds; tokens are words, or bytes of characters without a word."""
     tokenizer = byte_fallback()
     prompt, tokens = (
         [tokenizer.token_to_id(one if isinstance(one, str) else f"<0x{one:02X}>") for one in words]
@@ -151,8 +151,8 @@ def test_bytes_are_shown_once_they_are_text(tokens: list[str | int], pieces: lis
     assert stream(["<s>", "▁a"], tokens) == pieces
 
 
-def test_pieces_are_the_text() -> None:
-    """Of every prefix of one text as a prompt; and what is no text at all ends nothing."""
+def test_pieces_add_up_to_the_text() -> None:
+    """With every prefix of one text as a prompt; invalid bytes do not end the stream."""
     words = "a é▁b漢 😀.\n ▁ab"
     ids = byte_fallback().encode(words).ids
     for end in range(1, len(words)):
@@ -177,7 +177,7 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line[0] for line in lines].count("1") == 4
 
 
-def test_a_model_of_the_hub_is_downloaded_or_says_how(monkeypatch: pytest.MonkeyPatch, words: Path) -> None:
+def test_hub_model_is_downloaded_or_the_error_says_how(monkeypatch: pytest.MonkeyPatch, words: Path) -> None:
     asked = []
 
     def snapshot_download(name: str, allow_patterns: list[str]) -> str:

@@ -41,9 +41,9 @@ SIZES = {
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
-# {name: (family, options, types of weights by the ends of their names; the last is that of all others)}
+# {name: (family, options, types of weights by the ends of their names; the last is for all others)}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "llama": (  # as Q4_K_M has it: values and the last projection in more bits
+    "llama": (  # like Q4_K_M: value and down projections in more bits
         "Llama",
         {"rope_parameters": LLAMA3},
         {"attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "output": Type.Q6_K, "": Type.Q4_K},
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def q4_k(x: NDArray[Any]) -> NDArray[Any]:
-    """Bytes of Q4_K of values near `x`."""
+    """Bytes of Q4_K for values near `x`."""
     groups = x.reshape(-1, 8, 32)
     low = numpy.minimum(groups.min(-1), 0.0)
     wide = (groups.max(-1) - low) / 15
@@ -75,7 +75,7 @@ def q4_k(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def q6_k(x: NDArray[Any]) -> NDArray[Any]:
-    """Bytes of Q6_K of values near `x`."""
+    """Bytes of Q6_K for values near `x`."""
     groups = x.reshape(-1, 16, 16)
     wide = numpy.maximum(numpy.abs(groups).max(-1), 1e-6) / 31
     d = numpy.float16(wide.max(-1) / 127)
@@ -92,27 +92,27 @@ OWN = {Type.Q4_K: q4_k, Type.Q6_K: q6_k}
 
 
 def quantised(x: torch.Tensor, kind: Any) -> NDArray[Any]:
-    """What a file holds of a matrix: bytes [rows, bytes of a row], or floating-point numbers."""
+    """The contents of a file for a matrix: bytes [rows, bytes of a row], or floating-point numbers."""
     rows = x.numpy()
     return OWN[kind](rows).reshape(len(rows), -1) if kind in OWN else gguf.quants.quantize(rows, kind)
 
 
 def own_name(name: str) -> str:
-    """llama.cpp's name of a tensor of Hugging Face's."""
+    """llama.cpp's name of a Hugging Face tensor."""
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, SIZES["num_hidden_layers"])
     return str(table.get_name(name, try_suffixes=(".weight", ".bias")))
 
 
 def turned(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries or keys in the order of llama.cpp, whose rotary embedding turns neighbours of its Llamas."""
+    """Rows of queries or keys in the order of llama.cpp, in which RoPE rotates adjacent pairs for Llamas."""
     return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(x.shape)
 
 
 @cache
 def case_of(name: str) -> tuple[Any, dict[str, tuple[NDArray[Any], Any]]]:
-    """(transformers' model with the weights as a file has them, {name in the file: (data, type)}).
+    """(transformers' model with the weights of a file, {name in the file: (data, type)}).
 
-    Every token has a likely successor. The projections, which are quantised, decide where another one follows.
+    Every token has a likely successor; the quantized projections decide where another one follows.
     """
     family, options, types = MODELS[name]
     torch.manual_seed(len(name) + 3)
@@ -193,7 +193,7 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+def test_tokens_match_the_dequantised_model(name: str, tmp_path: Path) -> None:
     """In float32, all 64."""
     engine = Engine(load(write(tmp_path / "model.gguf", name), dtype="float32"), max_seq_len=96, max_num_seqs=1)
     (text,) = engine.generate([PROMPT], SamplingParams(max_tokens=COUNT))
@@ -221,7 +221,7 @@ def in_bfloat16(name: str) -> Any:
 
 
 def test_tokens_in_bfloat16(tmp_path: Path) -> None:
-    """The dtype unless another is given. On a GPU, of all models."""
+    """bfloat16 is the default dtype. On a GPU, for all models."""
     name = "qwen3"
     model = load(write(tmp_path / "model.gguf", name))
     assert model.dtype == torch.bfloat16
@@ -235,7 +235,7 @@ TEXT = "Hello world, it's 12345 o'clock.\n\n  Äpfel and über-naïve café, 東
 
 
 def trained(byte_level: bool) -> Any:
-    """A tokenizer of a few hundred tokens, and its specials."""
+    """A tokenizer of a few hundred tokens, and its special tokens."""
     tokenizers = pytest.importorskip("tokenizers")
     if byte_level:
         made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -279,7 +279,7 @@ def with_tokenizer(byte_level: bool, **more: Any) -> Callable[[dict[str, Any], d
 
 
 def test_tokenizer(tmp_path: Path) -> None:
-    """As transformers reads the same metadata; texts come back."""
+    """As transformers reads the same metadata; decoding gives the text back."""
     path = write(tmp_path / "model.gguf", "qwen2", with_tokenizer(True))
     ours = tokenizer_of(GgufFile(path))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
@@ -289,7 +289,7 @@ def test_tokenizer(tmp_path: Path) -> None:
         assert ours.decode(tokens, skip_special_tokens=False) == text
 
 
-# How GPT-2's words are cut after single digits, and how those of o200k are, by the packages that define them.
+# The pre-tokenizers of GPT-2 with single digits and of o200k, by the packages that define them.
 CUTS = {
     "starcoder": [("Digits", {"individual_digits": True}), ("ByteLevel", {"add_prefix_space": False})],
     "olmo": [("ByteLevel", {"add_prefix_space": False})],
@@ -297,7 +297,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("pre", CUTS)
-def test_words_are_cut_as_by_the_families_own_tokenizers(pre: str, tmp_path: Path) -> None:
+def test_words_are_split_as_by_the_families_tokenizers(pre: str, tmp_path: Path) -> None:
     cut = pytest.importorskip("tokenizers").pre_tokenizers
     path = write(tmp_path / "model.gguf", "qwen2", with_tokenizer(True, pre=pre))
     theirs = cut.Sequence([getattr(cut, name)(**options) for name, options in CUTS[pre]])
@@ -306,7 +306,7 @@ def test_words_are_cut_as_by_the_families_own_tokenizers(pre: str, tmp_path: Pat
 
 
 def test_words_of_o200k() -> None:
-    """A change from lower to upper case ends a word; marks belong to it; three digits are one."""
+    """A change from lower to upper case ends a word; combining marks belong to it; digits come in threes."""
     tokenizers = pytest.importorskip("tokenizers")
     cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(*_PATTERNS["gpt-4o"]), "isolated")
     words = [word for word, _ in cut.pre_tokenize_str("HelloWorld it's 12345 (x) a/b\n\n  e\u0301a")]
@@ -319,7 +319,7 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("it's")
 
 
-# What is refused
+# Refusals
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
@@ -362,9 +362,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]]
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_bad_file_is_refused_before_memory_is_taken(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_file_is_refused_before_allocation(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit, message = REFUSED[what]
 
     def no_memory(config: Config, dtype: str | None, device: str) -> Decoder:
@@ -376,7 +374,7 @@ def test_a_bad_file_is_refused_before_memory_is_taken(
         load(write(tmp_path / "bad.gguf", "llama", edit))
 
 
-def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
+def test_truncated_file(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole.gguf", "llama").read_bytes()
     for size in (0, 3, 20, 100, 1000, len(whole) - 1000):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
@@ -396,13 +394,13 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         (False, {"bos_token_id": 10**6}, "has no whole tokenizer"),
     ],
 )
-def test_a_bad_tokenizer_is_refused(byte_level: bool, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_bad_tokenizer_is_refused(byte_level: bool, more: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         tokenizer_of(GgufFile(write(tmp_path / "model.gguf", "llama", with_tokenizer(byte_level, **more))))
 
 
 def test_config(tmp_path: Path) -> None:
-    """Ends of texts, tied embeddings, biases; weights in blocks have the file's bytes."""
+    """EOS tokens, tied embeddings, biases; quantized weights have the file's bytes."""
     edit = with_tokenizer(False, eot_token_id=5)
     config = Config.read(write(tmp_path / "llama.gguf", "llama", edit))
     assert config.eos_token_ids == (2, 5)
@@ -426,8 +424,9 @@ def test_config(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.slow
-def test_the_kernels_are_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host, checked for every access: a prompt and steps launch what `warmup` has compiled."""
+def test_warmup_compiles_all_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host backend, which checks every access: a prompt and decode steps launch only kernels that `warmup`
+    compiled."""
     path = write(tmp_path / "model.gguf", "llama")
     limits = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 4}
     with testing.cpu("kernels"):
@@ -440,7 +439,7 @@ def test_the_kernels_are_known_before(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_on_a_gpu(name: str, tmp_path: Path) -> None:
-    """As on the CPU; steps replay graphs."""
+    """The tokens of the CPU; decode steps replay graphs."""
     engine = Engine(load(write(tmp_path / "model.gguf", name), "cuda"), max_seq_len=96, max_num_seqs=2)
     for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
         check_text(name, text)

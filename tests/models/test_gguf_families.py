@@ -51,17 +51,17 @@ DEEPSEEK = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-Metadata = Callable[[Any, Any], Any]  # of (writer, config)
+Metadata = Callable[[Any, Any], Any]  # (writer, config) -> metadata
 
 
 class Case(NamedTuple):
-    """A file: llama.cpp's architecture, transformers' family, options of the config, what else the metadata say."""
+    """A file: llama.cpp's architecture, transformers' family, options of the config, further metadata."""
 
     arch: Any
     family: str
     options: dict[str, Any]
     metadata: Metadata = lambda writer, config: None
-    kind: Any = Type.Q8_0  # of all matrices but routers
+    kind: Any = Type.Q8_0  # for all matrices but routers
 
 
 def windows(writer: Any, config: Any) -> None:
@@ -96,7 +96,7 @@ def experts(writer: Any, config: Any) -> None:
 
 
 def deepseek(writer: Any, config: Any) -> None:
-    """As of the absorbed form: sizes of the latent vector, and those of heads."""
+    """Metadata of the absorbed form: sizes of the latent vector, and those of heads."""
     experts(writer, config)
     sizes = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     if config.topk_method != "greedy":
@@ -220,7 +220,7 @@ CASES["gpt-oss in mxfp4"] = CASES["gpt-oss"]._replace(kind=Type.MXFP4)
 
 
 def model_of(case: Case) -> Any:
-    """A model of transformers whose random weights make clear choices; biases and norms are random, too."""
+    """A model of transformers with random weights that make clear choices; biases and norms are random, too."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{case.family}TextConfig" if case.family == "Gemma3" else f"{case.family}Config")
     model = getattr(transformers, f"{case.family}ForCausalLM")(config(**SIZES | case.options))
@@ -232,19 +232,19 @@ def model_of(case: Case) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3)
-    if model.config.tie_word_embeddings:  # else the likeliest token is the last once more
+    if model.config.tie_word_embeddings:  # else the most likely token is the last one again
         model.get_input_embeddings().weight.data *= 0.05
-    model.set_attn_implementation("eager")  # the one that heeds a soft cap in every version
+    model.set_attn_implementation("eager")  # the only one with a soft cap in every version
     return model.eval()
 
 
 def turned(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries or keys in the order of llama.cpp, whose rotary embedding turns neighbours of its Llamas."""
+    """Rows of queries or keys in the order of llama.cpp, in which RoPE rotates adjacent pairs for Llamas."""
     return x.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(x.shape)
 
 
 def parts(case: Case, config: Any, name: str, x: torch.Tensor, own: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a file has of a tensor: (names there, views of it). They may be written to."""
+    """A file's contents for a tensor: (names in the file, writable views of it)."""
     layer = f"blk.{name.split('.layers.')[-1].split('.')[0]}"
     end = name.rpartition(".")[2]
     if name.endswith("experts.gate_up_proj") and case.family == "GptOss":
@@ -275,7 +275,7 @@ def parts(case: Case, config: Any, name: str, x: torch.Tensor, own: Any) -> Iter
 
 
 def tensors_of(case: Case, model: Any) -> dict[str, tuple[Any, Any]]:
-    """{name in the file: (data, type)}. The model gets the weights as the file has them."""
+    """{name in the file: (data, type)}. The model gets the weights of the file."""
     config, found, norms = model.config, dict[str, tuple[Any, Any]](), dict[str, list[torch.Tensor]]()
     table = gguf.get_tensor_name_map(case.arch, config.num_hidden_layers)
 
@@ -292,14 +292,14 @@ def tensors_of(case: Case, model: Any) -> dict[str, tuple[Any, Any]]:
         named.pop("lm_head.weight", None)
     counts = {"attn_q": config.num_attention_heads, "attn_k": getattr(config, "num_key_value_heads", 0)}
     for name, whole in named.items():
-        if ".norms." in name:  # of heads, which a file has together
+        if ".norms." in name:  # of heads, which a file merges
             norms.setdefault(own(name.split(".norms.")[0] + ".weight"), []).append(whole)
             continue
         for key, x in parts(case, config, name, whole, own):
             heads = counts.get(key.split(".")[-2], 0) if case.family in ("Granite", "SmolLM3", "Mixtral") else 0
             rows = turned(x, heads) if heads else x.flatten(0, 2) if "query_key_value" in name else x
             if key.endswith(("norm.weight", ".bias", "ffn_gate_inp.weight", "sinks.weight")):
-                shift = float("Gemma" in case.family)  # all that is not quantised is a norm there
+                shift = float("Gemma" in case.family)  # all unquantized tensors there are norms
                 found[key] = ((rows + shift).contiguous().numpy(), Type.F32)
                 x.copy_(x + shift - shift)
                 continue
@@ -314,7 +314,7 @@ def tensors_of(case: Case, model: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def write(path: Path, case: Case) -> Any:
-    """The file; returns transformers' model with its weights."""
+    """Write the file; returns transformers' model with its weights."""
     model = model_of(case)
     config = model.config
     with torch.no_grad():
@@ -351,13 +351,13 @@ def write(path: Path, case: Case) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+def test_tokens_match_the_dequantised_model(name: str, tmp_path: Path) -> None:
     """In float32, all 64."""
     model = write(tmp_path / "model.gguf", CASES[name])
     engine = Engine(load(tmp_path / "model.gguf", dtype="float32"), max_seq_len=96, max_num_seqs=1)
     (text,) = engine.generate([PROMPT], SamplingParams(max_tokens=COUNT))
     choices = []
-    for part in ((PROMPT + text[:-1])[:64], PROMPT + text[:-1]):  # under longrope, the length of a text counts
+    for part in ((PROMPT + text[:-1])[:64], PROMPT + text[:-1]):  # under longrope, the sequence length matters
         with torch.no_grad():
             choices += model(torch.tensor([part])).logits[0].argmax(-1).tolist()[len(choices) :]
     assert text == choices[len(PROMPT) - 1 :]
@@ -366,8 +366,9 @@ def test_tokens_are_those_of_the_dequantised_model(name: str, tmp_path: Path) ->
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.slow
-def test_the_kernels_of_experts_are_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host, checked for every access: a prompt, in the order of experts, and a step launch what was compiled."""
+def test_warmup_compiles_all_expert_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host backend, which checks every access: a prompt, sorted by experts, and a decode step launch only
+    compiled kernels."""
     path, limits = tmp_path / "model.gguf", {"block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 5}
     model = write(path, CASES["mixtral"])
     with testing.cpu("kernels"):

@@ -1,4 +1,4 @@
-"""GGUF metadata: keys of the rotary embedding, ends of texts, and which keys are read, refused or harmless."""
+"""GGUF metadata: keys of RoPE, EOS tokens, and which keys are read, refused or harmless."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def written(
     arch: str = "llama",
     kinds: dict[str, Any] | None = None,
 ) -> Path:
-    """A file of a model of one layer, whose weights nobody reads; keys with a dot in front are the architecture's."""
+    """A file of a one-layer model with weights that nobody reads; keys that begin with a dot belong to the
+    architecture."""
     writer = gguf.GGUFWriter(path, arch)
     add: dict[type, Any] = {
         bool: writer.add_bool,
@@ -62,14 +63,15 @@ def written(
     return path
 
 
-# The rotary embedding
+# RoPE
 
 FREQUENCIES = THETA ** -(torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
 DIVISORS = [1.0 + i / 4 for i in range(HEAD_DIM // 2)]
 
 
 def yarn(factor: float, original: int, fast: float = 32.0, slow: float = 1.0) -> torch.Tensor:
-    """Frequencies of YaRN (arXiv:2309.00071, section 3.2), the ends of its ramp rounded outwards, as llama.cpp does."""
+    """Frequencies of YaRN (arXiv:2309.00071, section 3.2), with the ends of its ramp rounded outwards as in
+    llama.cpp."""
     low, high = (
         HEAD_DIM * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (fast, slow)
     )
@@ -80,7 +82,7 @@ def yarn(factor: float, original: int, fast: float = 32.0, slow: float = 1.0) ->
 
 MSCALE = 0.1 * math.log(4.0) + 1
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
-# {what the metadata say: (frequencies, the factor of cosines and sines)}
+# {metadata: (frequencies, the factor of cosines and sines)}
 ROPES: dict[str, tuple[dict[str, Any], torch.Tensor, float]] = {
     "nothing": ({}, FREQUENCIES, 1.0),
     "a factor without a type": ({"scaling.factor": 4.0}, FREQUENCIES / 4, 1.0),
@@ -123,7 +125,7 @@ ROPES: dict[str, tuple[dict[str, Any], torch.Tensor, float]] = {
 
 
 @pytest.mark.parametrize("what", ROPES)
-def test_the_rotary_embedding_is_that_of_the_formula(what: str, tmp_path: Path) -> None:
+def test_rope_matches_the_formula(what: str, tmp_path: Path) -> None:
     values, frequencies, factor = ROPES[what]
     tensors = {"rope_freqs.weight": numpy.array(values["tensor"], "float32")} if "tensor" in values else {}
     metadata = {f".rope.{key}": value for key, value in values.items() if key != "tensor"}
@@ -153,7 +155,7 @@ REFUSED_ROPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED_ROPES)
-def test_a_rotary_embedding_that_is_not_served(what: str, tmp_path: Path) -> None:
+def test_unsupported_rope_is_refused(what: str, tmp_path: Path) -> None:
     values, message = REFUSED_ROPES[what]
     tensors = {"rope_freqs.weight": numpy.array(values["tensor"], "float32")} if "tensor" in values else {}
     metadata = {f".rope.{key}": value for key, value in values.items() if key != "tensor"}
@@ -161,7 +163,7 @@ def test_a_rotary_embedding_that_is_not_served(what: str, tmp_path: Path) -> Non
         Config.read(written(tmp_path / "model.gguf", metadata, tensors))
 
 
-# Which keys are known
+# Known keys
 
 _FACTS = json.loads((Path(__file__).parents[1] / "support" / "model_fields.json").read_text(encoding="utf-8"))
 # {a published file: its keys, those of its architecture with a dot in front}, with small sizes.
@@ -177,8 +179,9 @@ def test_every_key_of_published_files_is_known(name: str, tmp_path: Path) -> Non
         assert Config.read(path).vocab_size == len(TOKENS)
 
 
-def test_every_key_of_the_package_that_a_decoder_may_have_is_known() -> None:
-    """Those that change no token, and those that may; the others are of models that are not served, or of no model."""
+def test_every_decoder_key_of_the_package_is_known() -> None:
+    """Harmless keys, and keys that may change tokens; the package's other keys belong to unsupported models or to no
+    model."""
     sections = (gguf.Keys.General, gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope, gguf.Keys.Split)
     every = [key for section in (*sections, gguf.Keys.Tokenizer) for key in vars(section).values()]
     keys = {key for key in every if isinstance(key, str)}
@@ -204,8 +207,8 @@ OTHERS |= {"token_shift_count", "tokenizer.rwkv.world", "{dense}_feat_in", "{den
 
 
 @pytest.mark.parametrize("key", gguf_keys.NEUTRAL)
-def test_a_key_that_would_change_tokens_is_refused(key: str, tmp_path: Path) -> None:
-    """But for the values that say nothing."""
+def test_key_that_would_change_tokens_is_refused(key: str, tmp_path: Path) -> None:
+    """Except for values without an effect."""
     own = key if key.startswith(("general", "tokenizer")) else f".{key}"
     for i, value in enumerate(value for value in gguf_keys.NEUTRAL[key] if value != []):
         Config.read(written(tmp_path / f"{i}.gguf", {own: value}, arch="qwen2"))
@@ -214,7 +217,7 @@ def test_a_key_that_would_change_tokens_is_refused(key: str, tmp_path: Path) -> 
             Config.read(written(tmp_path / "model.gguf", {own: value}, arch="qwen2"))
 
 
-def test_an_unknown_key_is_named_once(tmp_path: Path) -> None:
+def test_unknown_key_is_named_once(tmp_path: Path) -> None:
     values = {".zeta": 1, "general.sampling.temp": 0.5, "eta": "x", ".rope.theta": [1, 2]}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
@@ -226,8 +229,8 @@ def test_an_unknown_key_is_named_once(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*not read")
 @pytest.mark.parametrize("arch", ["llama", "deepseek2", "gemma3", "granite", "stablelm"])
-def test_a_value_of_another_type_is_refused(arch: str, tmp_path: Path) -> None:
-    """Whatever key it is of, and by no other error."""
+def test_value_of_another_type_is_refused(arch: str, tmp_path: Path) -> None:
+    """For any key, always by ModelError."""
     path, refused = tmp_path / "model.gguf", set()
     whole = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.scores": [0.0] * 3}
     for key in gguf_keys.TYPES.keys() - {"general.architecture"}:
@@ -249,8 +252,8 @@ def test_a_value_of_another_type_is_refused(arch: str, tmp_path: Path) -> None:
     assert len(refused) > 25
 
 
-def test_which_layers_have_a_window(tmp_path: Path) -> None:
-    """A number of layers, or a bool for each; what is neither is refused, and so is a family without a choice."""
+def test_layers_with_a_window(tmp_path: Path) -> None:
+    """A number of layers, or a bool for each; other values are refused, and so is a family without windows."""
     for pattern, windows in ((2, (5, 0, 5)), (0, (5, 5, 5)), (1, (0, 0, 0)), ([False, True, True], (0, 5, 5))):
         values = {".block_count": 3, ".attention.sliding_window": 5, ".attention.sliding_window_pattern": pattern}
         path = written(tmp_path / "model.gguf", values, arch="gemma2")

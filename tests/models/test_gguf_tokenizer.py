@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: tokens of `sentencepiece`, words as families cut them, ends of texts."""
+"""Tokenizers in GGUF files: tokens of `sentencepiece`, pre-tokenizers of families, EOS tokens."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def pieces(**options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("has_prefix", [True, False])
-def test_tokens_are_those_of_sentencepiece(has_prefix: bool, tmp_path: Path) -> None:
-    """The space in front of a text is there for texts that begin with spaces, too; texts come back."""
+def test_tokens_match_sentencepiece(has_prefix: bool, tmp_path: Path) -> None:
+    """The leading space is added to texts that begin with spaces, too; decoding gives the text back."""
     theirs, values = pieces(add_dummy_prefix=has_prefix)
     values = values | {f"{AT}.add_space_prefix": has_prefix}
     ours = tokenizer_of(GgufFile(written(tmp_path / "model.gguf", values)))
@@ -79,8 +79,8 @@ def test_tokens_are_those_of_sentencepiece(has_prefix: bool, tmp_path: Path) -> 
         assert ours.decode(tokens) == text.replace(SPACE, " "), text
 
 
-def test_a_text_behind_a_special_token_has_the_space(tmp_path: Path) -> None:
-    """As in llama.cpp, and as texts of a chat are encoded one by one."""
+def test_text_after_a_special_token_has_a_leading_space(tmp_path: Path) -> None:
+    """As in llama.cpp, and as the messages of a chat are encoded one by one."""
     theirs, values = pieces()
     ours = tokenizer_of(GgufFile(written(tmp_path / "model.gguf", values)))
     parts, ends = ["a", " b c", "the"], [theirs.eos_id()]
@@ -88,7 +88,7 @@ def test_a_text_behind_a_special_token_has_the_space(tmp_path: Path) -> None:
     assert ours.encode("</s>".join([*parts, ""])).ids == [theirs.bos_id(), *expected]
 
 
-# Cuts of byte-level vocabularies
+# Pre-tokenizers of byte-level vocabularies
 
 
 def byte_level(pre: str, **more: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ CODER = (
     f"HelloWorld| it|'|s| |1|2|3|4|5| (|x|)| a|/|b|?/|\n|\n| | e|\u0301|a| DON|'|T| |{HAN}|3|\u304b\u306a|,| [|tag|]-|x"
 )
 CODER += "|  |\r|\n| end|  "
-# {name of cuts: pieces of `WORDS`}, by hand from what the families' own tokenizers define.
+# {name of a pre-tokenizer: pieces of `WORDS`}, written by hand from the definitions of the families' tokenizers.
 CUTS = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), LETTERS),
     "stablelm2": LETTERS.replace("123|45", "1|2|3|4|5"),
@@ -125,8 +125,8 @@ CUTS = {
 
 
 @pytest.mark.parametrize("pre", CUTS)
-def test_words_are_cut_as_the_family_defines(pre: str, tmp_path: Path) -> None:
-    """And texts come back; a word that is a token is that token where the family ignores merges."""
+def test_words_are_split_as_the_family_defines(pre: str, tmp_path: Path) -> None:
+    """Decoding gives the text back; a word that is a token stays whole where the family ignores merges."""
     ours = tokenizer_of(GgufFile(written(tmp_path / "model.gguf", byte_level(pre))))
     cuts = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
     assert [word for word, _ in tokenizers.pre_tokenizers.Sequence(cuts).pre_tokenize_str(WORDS)] == CUTS[pre].split(
@@ -144,7 +144,7 @@ def test_words_are_cut_as_the_family_defines(pre: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pre", "begins"), [("tekken", True), ("falcon3", True), ("deepseek-v3", False), ("kimi-k2", False)]
 )
-def test_texts_begin_with_the_first_token_where_the_family_wants_it(pre: str, begins: bool, tmp_path: Path) -> None:
+def test_bos_token_is_added_where_the_family_wants_it(pre: str, begins: bool, tmp_path: Path) -> None:
     """Unless the file says otherwise."""
     for said in (None, True, False):
         values = byte_level(pre, bos_token_id=0, add_bos_token=said)
@@ -152,13 +152,13 @@ def test_texts_begin_with_the_first_token_where_the_family_wants_it(pre: str, be
         assert (ours.encode("a").ids[0] == 0) == (begins if said is None else said)
 
 
-def test_a_file_whose_texts_end_with_a_token_is_refused(tmp_path: Path) -> None:
+def test_file_that_appends_an_eos_token_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "model.gguf", byte_level("llama3", add_eos_token=True))
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.add_eos_token: expected false, got true"):
         tokenizer_of(GgufFile(path))
 
 
-# Ends of texts
+# EOS tokens
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_a_file_whose_texts_end_with_a_token_is_refused(tmp_path: Path) -> None:
     [
         (["<|eot_id|>", "<|eom_id|>"], 3, (2, 3, 4)),
         (["<|im_end|>"], 3, (2, 3)),
-        (["<end_of_turn>"], 4, (2, 3)),  # as early files of Gemma have it
+        (["<end_of_turn>"], 4, (2, 3)),  # in early files of Gemma
         (["<|end|>"], 3, (2, 3)),
-        (["<|return|>", "<|call|>", "<|end|>"], 3, (2, 3, 4)),  # of gpt-oss, whose messages end so, and go on
-        (["<|im_end|>", "x"], 1, (2,)),  # a word
+        (["<|return|>", "<|call|>", "<|end|>"], 3, (2, 3, 4)),  # gpt-oss: the end of a message does not end a turn
+        (["<|im_end|>", "x"], 1, (2,)),  # an ordinary word
     ],
 )
 def test_tokens_that_end_a_turn(texts: list[str], kind: int, ends: tuple[int, ...], tmp_path: Path) -> None:
-    """Whatever else the file names."""
+    """In addition to those that the file names."""
     tokens = ["<unk>", "<s>", "</s>", *texts]
     values = {"model": "llama", "tokens": tokens, "token_type": [2, 3, 3] + [kind] * len(texts), "eos_token_id": 2}
     path = written(tmp_path / "model.gguf", {f"{AT}.{name}": value for name, value in values.items()})

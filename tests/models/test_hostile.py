@@ -1,4 +1,4 @@
-"""Files that were made to do harm: refused by `ModelError`, in little time and memory."""
+"""Malicious model files are refused by `ModelError`, in little time and memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_SECONDS, MAX_BYTES = 1.0, 16 * MEGABYTE
 
 @contextmanager
 def bounded(max_seconds: float = MAX_SECONDS, max_bytes: int = MAX_BYTES) -> Iterator[None]:
-    """Fails if what is done within takes longer, or more memory of Python's or numpy's, at any time."""
+    """Fails if the body takes longer, or at any time more memory of Python or numpy."""
     tracemalloc.start()
     begin = time.process_time()
     try:
@@ -140,15 +140,15 @@ GGUFS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("what", GGUFS)
-def test_a_hostile_gguf_file_is_refused_at_once(what: str, tmp_path: Path) -> None:
+def test_hostile_gguf_file_is_refused_at_once(what: str, tmp_path: Path) -> None:
     content, message = GGUFS[what]
     (tmp_path / "model.gguf").write_bytes(content)
     with bounded(), pytest.raises(ModelError, match=message):
         load(tmp_path / "model.gguf")
 
 
-def test_much_metadata_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
-    """Nor time: what nobody asks for is not read."""
+def test_large_metadata_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
+    """Nor time: values that nobody asks for are not read."""
     strings, flags = array(STRING, 100_000, bytes(8 * 100_000)), array(BOOL, 10**7, bytes(10**7))
     path = tmp_path / "model.gguf"
     path.write_bytes(header(LLAMA, key(b"x", ARRAY, strings), key(b"y", ARRAY, flags)) + bytes(32))
@@ -157,7 +157,7 @@ def test_much_metadata_takes_no_more_memory_than_the_file(tmp_path: Path) -> Non
     assert GgufHeader(path).value("x") == [""] * 100_000
 
 
-def test_types_that_are_not_served_are_named(tmp_path: Path) -> None:
+def test_unsupported_types_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     name, kind = "blk.0.ffn_up.weight", gguf.GGMLQuantizationType.TQ1_0
     written(path, {}, {name: gguf.quants.quantize(numpy.zeros((256, 256), "float32"), kind)}, kinds={name: kind})
@@ -270,7 +270,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", FOLDERS)
-def test_a_hostile_folder_is_refused_at_once(what: str, tmp_path: Path) -> None:
+def test_hostile_folder_is_refused_at_once(what: str, tmp_path: Path) -> None:
     edit, message = FOLDERS[what]
     edit(model_folder(tmp_path / "model"))
     with bounded(), pytest.raises(ModelError, match=message):
@@ -278,8 +278,8 @@ def test_a_hostile_folder_is_refused_at_once(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "dtype"), [("nan", None), ("inf", None), ("-inf", "bfloat16"), ("1e6", "float16")])
-def test_weights_that_are_no_finite_numbers_are_said_once(value: str, dtype: str | None, tmp_path: Path) -> None:
-    """Also where only the dtype of the model makes them so."""
+def test_non_finite_weights_warn_once(value: str, dtype: str | None, tmp_path: Path) -> None:
+    """Also where only the cast to the model's dtype makes them infinite."""
     folder = model_folder(tmp_path / "model")
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float(value)
@@ -288,14 +288,14 @@ def test_weights_that_are_no_finite_numbers_are_said_once(value: str, dtype: str
     with pytest.warns(UserWarning, match=r"NaN or infinity in model\.\S+ and 1 other tensors$") as found:
         load(folder, dtype=dtype)
     assert len(found) == 1
-    load(model_folder(tmp_path / "whole"))  # no warning, which would be an error
+    load(model_folder(tmp_path / "whole"))  # a warning would be an error
 
 
 # Mutations
 
 
 def mutated(data: bytes, draw: random.Random, begin: int, end: int) -> bytes:
-    """`data` with a few changes between two places: bytes, lengths, and pieces that are cut, doubled or moved."""
+    """`data` with a few changes between two offsets: bytes, lengths, and pieces that are cut, duplicated or moved."""
     content = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(begin, max(begin + 1, min(end, len(content))))
@@ -317,7 +317,7 @@ def mutated(data: bytes, draw: random.Random, begin: int, end: int) -> bytes:
 
 
 def read_all(path: Path) -> None:
-    """All that is read of a file."""
+    """Read everything in a file."""
     Config.read(path)
     if path.suffix == ".gguf":
         with suppress(ModelError):
@@ -325,12 +325,12 @@ def read_all(path: Path) -> None:
     load(path)
 
 
-# Seconds that each of the tests below may take, and the cases that are tried in that time if a machine is fast enough.
+# Seconds for each of the tests below, and the cases that are tried in that time if the machine is fast enough.
 BUDGET, CASES = {"dev": (0.5, 300), "ci": (6.0, 3000)}.get(NAME, (30.0, 100_000))
 
 
 def try_cases(make: Callable[[random.Random], Any], read: Callable[[], Any]) -> None:
-    """Each case is bounded, and a number names it: ``random.Random(number)``."""
+    """Each case has a time limit and a number: ``random.Random(number)``."""
     started = time.monotonic()
     for number in range(CASES):
         if time.monotonic() - started > BUDGET:
@@ -427,7 +427,7 @@ HOSTILE += [
 
 
 def replace_values(values: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """`values` with a few others, also in the objects among them."""
+    """`values` with a few replaced, also in nested objects."""
     found = dict(values)
     for name in draw.sample(sorted(found), min(len(found), draw.choice((1, 1, 2, 5)))):
         inner = found[name]
@@ -440,7 +440,7 @@ def replace_values(values: dict[str, Any], draw: random.Random) -> dict[str, Any
 
 @pytest.mark.filterwarnings("ignore:.*not read")
 def test_hostile_values_of_config_json(tmp_path: Path) -> None:
-    """Of the families' classes in transformers, and of published files, some of them quantised."""
+    """Configs of the families' classes in transformers and of published files, some of them quantised."""
     classes = [full(architecture) for architecture in ARCHITECTURES]
     published = [values | {"quantization_config": one} for values in PUBLISHED.values() for one in QUANTIZED.values()]
     case: dict[str, Any] = {}
@@ -456,7 +456,7 @@ def test_hostile_values_of_config_json(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*not read")
 def test_hostile_values_of_gguf_metadata(tmp_path: Path) -> None:
-    """Of published files. The package writes no values but numbers, bools, strings and lists of one of these."""
+    """Metadata of published files. The package writes only numbers, bools, strings and lists of one of these."""
     path = tmp_path / "model.gguf"
     values_of: list[Any] = [True, False, "", "x", [1, 2, 3], ["full_attention"], 0.0, -0.5, float("nan"), float("inf")]
     values_of += [0, 1, 3, 2**20, 2**31, 2**32 - 1]

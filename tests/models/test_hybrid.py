@@ -37,7 +37,7 @@ NEMOTRON |= {"num_key_value_heads": 2, "ssm_state_size": 8, "mamba_num_heads": 4
 NEMOTRON |= {"n_routed_experts": 6, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
 NEMOTRON |= {"chunk_size": 16}
 LAYERS_OF_THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
-# {what it is: (family, seed of its weights, options)}
+# {description: (family, seed of its weights, options)}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", 1, DELTA | EXPERTS),
     "qwen3-next, MLPs, biases, yarn": (
@@ -134,9 +134,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def greedy(case: str, prompt: list[int], text: list[int]) -> list[int]:
-    """What transformers' model takes for the likeliest after the prompt, and after each token of the text.
+    """The most likely tokens by transformers' model after the prompt, and after each generated token.
 
-    This is the text if, and only if, the model writes it greedily.
+    They equal the generated tokens if, and only if, the model generates those greedily.
     """
     with torch.no_grad():
         logits = reference(case)(torch.tensor([prompt + text])).logits[0]
@@ -145,10 +145,11 @@ def greedy(case: str, prompt: list[int], text: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts of 9 tokens at most, with the next tokens of other sequences; the last waits for a slot.
+def test_tokens_match_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    """Prompts in chunks of at most 9 tokens, together with decode tokens of other sequences; the last one waits for a
+    slot.
 
-    The cache is full of what is no number, as if others had left it.
+    The cache begins full of NaN, as if another sequence had left it.
     """
     engine = Engine(load(folder(case)), max_seq_len=104, max_num_seqs=2, max_num_batched_tokens=9)
     for kept in engine._runner.cache:
@@ -162,7 +163,7 @@ def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path
 
 
 def joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors, where experts of a layer have theirs in two tensors."""
+    """The same tensors, with a layer's experts in two tensors."""
     found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
         for joined, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
@@ -172,10 +173,10 @@ def joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
-def test_a_model_that_reads_images_has_the_texts_of_its_decoder(
+def test_multimodal_model_generates_its_decoders_tokens(
     kind: str, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The names of tensors as published, with layers that read images or predict tokens further on."""
+    """Tensor names as published, with vision layers and multi-token prediction layers."""
     text = folder({"Qwen3_5": "qwen3.5", "Qwen3_5Moe": "qwen3.5 moe"}[kind])
     tensors = joined_experts(safetensors.torch.load_file(text / "model.safetensors"))
     named = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
@@ -235,7 +236,7 @@ def test_gemma_4_is_refused_with_the_reason(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_config_is_refused(what: str) -> None:
+def test_bad_config_is_refused(what: str) -> None:
     case, changes, message = BAD[what]
     model = reference(case)
     values = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}

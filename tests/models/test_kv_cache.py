@@ -1,4 +1,4 @@
-"""fp8 caches of models, against transformers' models with keys and values that are quantised and dequantised."""
+"""fp8 KV caches of models, against transformers' models with keys and values rounded to fp8."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def model_of(case: str) -> Any:
 
 
 def rounded(x: Tensor, scale: Tensor, codes: torch.dtype = E4M3) -> Tensor:
-    """`x` through codes under `scale`."""
+    """`x` rounded to fp8 under `scale`."""
     largest = torch.finfo(codes).max
     return (x / scale).clamp(-largest, largest).to(codes).float() * scale
 
 
 @contextmanager
 def rounding(model: Any, scales: dict[str, Tensor], codes: torch.dtype) -> Iterator[Any]:
-    """A copy of transformers' model with plain attention, whose keys and values go through codes.
+    """A copy of transformers' model with plain attention, in which keys and values are rounded to fp8.
 
-    Keys and values of a latent vector are made of it after its codes.
+    For MLA the latent KV is rounded, and keys and values are projected from it.
     """
     model = copy.deepcopy(model)
     by_layer = {int(name.split(".")[2]): {} for name in scales}
@@ -104,7 +104,8 @@ def rounding(model: Any, scales: dict[str, Tensor], codes: torch.dtype) -> Itera
 
 
 def likeliest(model: Any, prompt: list[int], text: list[int]) -> list[int]:
-    """The likeliest tokens after the prompt and after each token of the text, which are those of a greedy text."""
+    """The most likely tokens after the prompt and each generated token: the generated tokens themselves, if these are
+    greedy."""
     tokens: list[int] = model(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
     return tokens
 
@@ -121,7 +122,7 @@ def check_texts(
     assert texts != plain, "codes change no token"
 
 
-# Texts
+# Tokens
 
 
 @pytest.mark.parametrize(
@@ -137,25 +138,25 @@ def check_texts(
         ("nemotron-h", False),
     ],
 )
-def test_texts_are_those_of_rounded_keys_and_values(case: str, per_head: bool, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts, with the next tokens of other sequences."""
+def test_tokens_match_rounded_keys_and_values(case: str, per_head: bool, folder: Callable[[str], Path]) -> None:
+    """Chunked prompts together with decode tokens of other sequences."""
     ours = load(folder(case))
     found = calibrate_kv_scales(ours, PROMPTS[:1], per_head=per_head)
     heads = 1 if "deepseek" in case else ours.config.num_key_value_heads
     assert {tuple(scale.shape) for scale in found.values()} == {(heads if per_head else 1,)}
-    # Two thirds of the range are cut off, so that texts show whether scales count.
+    # Small scales clip two thirds of the range, so that tokens show whether scales count.
     scales = {name: scale * (0.3 + 0.1 * i) for i, (name, scale) in enumerate(found.items())}
     write_kv_scales(ours, scales)
     check_texts(case, ours, scales, max_num_batched_tokens=19)
 
 
-def test_codes_of_e5m2(folder: Callable[[str], Path]) -> None:
-    """Under the scales that the range of e4m3 needs, and that of e5m2 has room for."""
+def test_e5m2_cache(folder: Callable[[str], Path]) -> None:
+    """Under the scales of an e4m3 cache; e5m2 has the larger range."""
     ours = load(folder("qwen3"))
     check_texts("qwen3", ours, calibrate_kv_scales(ours, PROMPTS[:1]), "fp8_e5m2")
 
 
-def test_scales_are_1_where_nobody_has_set_them(folder: Callable[[str], Path]) -> None:
+def test_default_scales_are_1(folder: Callable[[str], Path]) -> None:
     ours = load(folder("qwen3"))
     names = [f"model.layers.{i}.self_attn.{kind}_scale" for i in range(2) for kind in "kv"]
     check_texts("qwen3", ours, dict.fromkeys(names, torch.ones(1)))
@@ -163,8 +164,8 @@ def test_scales_are_1_where_nobody_has_set_them(folder: Callable[[str], Path]) -
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
-def test_the_kernels_write_the_same(kv_cache_dtype: str) -> None:
-    """On the host, checked for every access."""
+def test_kernels_generate_the_same_tokens(kv_cache_dtype: str) -> None:
+    """On the host backend, which checks every access."""
     model = Decoder(Config(**TINY)).randomise(3, scale=2.0)
     scales = {"model.layers.0.self_attn.k_scale": torch.tensor([0.01, 0.02]), "model.layers.0.self_attn.v_scale": 0.02}
     write_kv_scales(model, scales)
@@ -177,7 +178,7 @@ def test_the_kernels_write_the_same(kv_cache_dtype: str) -> None:
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.slow
-def test_a_model_that_was_warmed_up_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmed_up_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8, "kv_cache_dtype": "fp8"}
     with testing.cpu("kernels"):
         assert pyops.warmup(model=Config(**TINY), max_model_len=16, **limits) == []
@@ -190,7 +191,7 @@ def test_a_model_that_was_warmed_up_compiles_nothing(monkeypatch: pytest.MonkeyP
 
 
 def observed(case: str) -> dict[str, Tensor]:
-    """{name: the largest magnitudes of heads [num_heads]} of what the prompts write, of transformers' own cache."""
+    """{name: absmax per head [num_heads]} over the prompts, from transformers' own cache."""
     found: dict[str, Tensor] = {}
     for prompt in PROMPTS:
         with torch.no_grad():
@@ -203,7 +204,7 @@ def observed(case: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_scales_are_the_largest_magnitudes_by_448(per_head: bool, folder: Callable[[str], Path]) -> None:
+def test_calibrated_scales_are_absmax_over_448(per_head: bool, folder: Callable[[str], Path]) -> None:
     """The config asks for an fp8 cache, which calibration does not use."""
     model = load(folder("qwen3"))
     model.config = replace(model.config, kv_cache_dtype="fp8_e4m3")
@@ -218,7 +219,7 @@ def test_scales_are_the_largest_magnitudes_by_448(per_head: bool, folder: Callab
         assert torch.equal(scales.values, found[f"model.layers.{i}.self_attn.v_scale"].expand(2))
 
 
-def test_calibration_of_zeros_and_of_what_is_no_number() -> None:
+def test_calibration_of_zeros_and_nan() -> None:
     model = Decoder(Config(**TINY)).randomise(3)
     values = model.tensors()["model.layers.0.self_attn.v_proj.weight"]
     values.zero_()
@@ -234,7 +235,7 @@ def test_calibration_of_zeros_and_of_what_is_no_number() -> None:
 
 
 def saved(source: Path, target: Path, scales: dict[str, Tensor], **config: Any) -> Path:
-    """A copy of a folder with more tensors, and more said in config.json."""
+    """A copy of a folder with additional tensors and fields of config.json."""
     target.mkdir()
     tensors = safetensors.torch.load_file(source / "model.safetensors")
     safetensors.torch.save_file(tensors | scales, target / "model.safetensors")
@@ -247,7 +248,7 @@ _FACTS = Path(__file__).parents[1] / "support" / "model_fields.json"
 CACHES = json.loads(_FACTS.read_text(encoding="utf-8"))["cache_alone"]
 COMPRESSED: dict[str, Any] = CACHES["llm-compressor"]
 SCHEME: dict[str, Any] = COMPRESSED["kv_cache_scheme"]
-# {who writes them: their names in a layer}
+# {writer: its names of scales in a layer}
 NAMES = {
     "llm-compressor": ("self_attn.k_scale", "self_attn.v_scale"),
     "early llm-compressor": ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
@@ -276,16 +277,14 @@ def test_names_of_scales(names: tuple[str, str], folder: Callable[[str], Path], 
     assert dtype_of(model) == torch.float32, "scales alone ask for no fp8 cache"
 
 
-def test_one_scale_of_both(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_scale_for_keys_and_values(folder: Callable[[str], Path], tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.self_attn.kv_scale": torch.tensor([0.5 + i]) for i in range(2)}
     assert scales_of(load(saved(folder("qwen3"), tmp_path / "model", tensors))) == [[0.5] * 4, [1.5] * 4]
 
 
 @pytest.mark.parametrize("said", CACHES.values(), ids=CACHES.keys())
-def test_a_folder_that_asks_for_an_fp8_cache(
-    said: dict[str, Any], folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Scales of heads, in bfloat16, with scales of queries and zero points, which change nothing."""
+def test_folder_that_asks_for_an_fp8_cache(said: dict[str, Any], folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Per-head scales in bfloat16; scales of queries and zero points are ignored."""
     found = {name: (0.7 * largest / 448).bfloat16() for name, largest in observed("qwen3").items()}
     tensors = {name: scale.view(-1, 1, 1) for name, scale in found.items()}
     tensors |= {f"model.layers.{i}.self_attn.q_scale": torch.ones(1) for i in range(2)}
@@ -295,7 +294,7 @@ def test_a_folder_that_asks_for_an_fp8_cache(
     check_texts("qwen3", model, {name: scale.float() for name, scale in found.items()}, "auto")
 
 
-def test_an_early_file_of_model_opt(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_early_model_opt_file(folder: Callable[[str], Path], tmp_path: Path) -> None:
     path = saved(folder("qwen3"), tmp_path / "model", {})
     for algorithm, expected in (("FP8", E4M3), (None, torch.float32)):
         said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": algorithm}}
@@ -318,7 +317,7 @@ def test_an_early_file_of_model_opt(folder: Callable[[str], Path], tmp_path: Pat
     ],
     ids=["AutoFP8", "pack-quantized"],
 )
-def test_quantised_weights_beside_an_fp8_cache(said: dict[str, Any]) -> None:
+def test_quantised_weights_with_an_fp8_cache(said: dict[str, Any]) -> None:
     llama = {"architectures": ["LlamaForCausalLM"]} | {name: TINY[name] for name in TINY if name != "head_dim"}
     config = Config.parse(llama | {"quantization_config": said})
     assert config.kv_cache_dtype == "fp8_e4m3"
@@ -329,8 +328,10 @@ def test_quantised_weights_beside_an_fp8_cache(said: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek v3", "falcon-h1"])
-def test_twice_as_many_blocks(case: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a bfloat16 cache, in the memory that tables, rows and states leave."""
+def test_fp8_cache_has_twice_as_many_blocks(
+    case: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice those of a bfloat16 cache, in the memory that tables, rows and states leave."""
     model = load(folder(case), dtype="bfloat16")
     monkeypatch.setattr(engine_module, "free_bytes", lambda device: 1 << 20)
     sixteen, eight = (
@@ -345,7 +346,7 @@ def test_twice_as_many_blocks(case: str, folder: Callable[[str], Path], monkeypa
         assert all(a.nbytes / eight.num_blocks * 2 == b.nbytes / sixteen.num_blocks for a, b in kept)
 
 
-# What is refused
+# Refusals
 
 K, V = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
 
@@ -367,7 +368,7 @@ K, V = "model.layers.0.self_attn.k_scale", "model.layers.1.self_attn.v_scale"
         ("model.layers.0.self_attn.k_zero_point", torch.ones(1), "k_zero_point: expected zeros"),
     ],
 )
-def test_scales_that_are_refused(
+def test_bad_scales_are_refused(
     name: str, scale: Tensor | None, message: str, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     tensors = {f"model.layers.{i}.self_attn.{kind}_scale": torch.ones(1) for i in range(2) for kind in "kv"}
@@ -376,7 +377,7 @@ def test_scales_that_are_refused(
         load(saved(folder("qwen3"), tmp_path / "model", tensors))
 
 
-def test_scales_of_a_caller_that_are_refused() -> None:
+def test_bad_scales_of_a_caller_are_refused() -> None:
     """Nothing is written then."""
     model = Decoder(Config(**TINY))
     name = "model.layers.0.self_attn"
@@ -404,7 +405,7 @@ def test_scales_of_a_caller_that_are_refused() -> None:
         ({"group_size": 64}, "group_size: expected null, got 64"),
     ],
 )
-def test_schemes_that_are_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_schemes_are_refused(change: dict[str, Any], message: str) -> None:
     said = COMPRESSED | {"kv_cache_scheme": SCHEME | change}
     with pytest.raises(ModelError, match=rf"^config: quantization_config\.kv_cache_scheme\.{message}"):
         Config.parse({"architectures": ["LlamaForCausalLM"], **TINY, "quantization_config": said})
@@ -418,14 +419,14 @@ def test_schemes_that_are_refused(change: dict[str, Any], message: str) -> None:
         ({"kv_cache_quant_algo": "FP8", "quant_algo": "NVFP4"}, "quant_method: expected 'fp8', .*, got 'modelopt'"),
     ],
 )
-def test_what_else_is_refused(said: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(said: dict[str, Any], message: str) -> None:
     said = {"quant_method": "modelopt"} | said
     with pytest.raises(ModelError, match=rf"^config: quantization_config\.{message}"):
         Config.parse({"architectures": ["LlamaForCausalLM"], **TINY, "quantization_config": said})
 
 
-def test_dtypes_that_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before memory is asked for."""
+def test_unsupported_dtypes_are_refused(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before memory is allocated."""
     monkeypatch.setattr(engine_module, "free_bytes", lambda device: pytest.fail("memory was asked for"))
     qwen3, deepseek = load(folder("qwen3")), load(folder("deepseek v3"))
     served = "expected 'auto', 'fp8', 'fp8_e4m3', 'fp8_e5m2' or 'float32'"
@@ -440,11 +441,12 @@ def test_dtypes_that_are_refused(folder: Callable[[str], Path], monkeypatch: pyt
             Engine(model, max_seq_len=96, kv_cache_dtype=kind)
 
 
-# In parts
+# Tensor parallelism
 
 
-def test_processes_have_the_scales_of_their_heads() -> None:
-    """Of one that calibrates the whole model; those of a caller, and of processes that calibrate together."""
+def test_ranks_have_the_scales_of_their_heads() -> None:
+    """Scales of one process that calibrates the whole model; scales of a caller; and of ranks that calibrate
+    together."""
     config = test_models_parallel.CONFIGS["llama"]
     whole, prompts = Decoder(config).randomise(0, 4.0), test_models_parallel.PROMPTS
     scales = calibrate_kv_scales(whole, prompts, per_head=True)
@@ -473,7 +475,8 @@ def test_processes_have_the_scales_of_their_heads() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["qwen3", "deepseek v2 with entries of the op"])
 def test_graphs_and_kernels(case: str, folder: Callable[[str], Path]) -> None:
-    """In bfloat16, with and without graphs; most tokens are the likeliest of the float32 model with rounded entries."""
+    """In bfloat16, with and without graphs; most tokens are the most likely ones of the float32 model with rounded
+    KV."""
     ours = load(folder(case), "cuda", "bfloat16")
     scales = calibrate_kv_scales(ours, PROMPTS, per_head=True)
     params = SamplingParams(max_tokens=COUNT)

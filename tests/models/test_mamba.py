@@ -1,4 +1,4 @@
-"""Mamba, Mamba-2 and Bamba against transformers: the same weights, in float32, give the same texts; states; folders."""
+"""Mamba, Mamba-2 and Bamba against transformers: the same float32 weights generate the same tokens; states; folders."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def reference(case: str) -> Any:
 
 @cache
 def texts(case: str) -> list[list[int]]:
-    """What transformers' model writes after the prompts, greedily, one at a time: 64 tokens each."""
+    """Tokens that transformers' model generates greedily after each prompt by itself: 64 each."""
     found = []
     for prompt in PROMPTS:
         written = reference(case).generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)
@@ -123,32 +123,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def soiled(engine: Engine) -> Engine:
-    """The engine with a cache that is full of what is no number, as if others had left it."""
+    """The engine with a cache full of NaN, as if other sequences had left it."""
     for kept in engine._runner.cache:
         for tensor in kept:
             tensor.fill_(float("nan"))
     return engine
 
 
-# Texts
+# Tokens
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Prompts in parts of 9 tokens at most, with the next tokens of other sequences; the last waits for a slot."""
+def test_tokens_match_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    """Prompts in chunks of at most 9 tokens, together with decode tokens of other sequences; the last one waits for a
+    slot."""
     engine = soiled(Engine(load(folder(case)), max_seq_len=104, max_num_seqs=2, max_num_batched_tokens=9))
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=64)) == texts(case)
     assert sorted(engine._scheduler.free_slots) == [0, 1], "every slot came back, once"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_step_back(case: str, folder: Callable[[str], Path]) -> None:
-    """To tokens in the middle of texts and to the end of a prompt, while they run and while they wait."""
+def test_sequences_roll_back(case: str, folder: Callable[[str], Path]) -> None:
+    """To tokens in the middle and to the end of a prompt, while they run and while they wait."""
     engine = soiled(Engine(load(folder(case)), max_seq_len=104, max_num_seqs=2, max_num_batched_tokens=9))
     whole = [prompt + text for prompt, text in zip(PROMPTS, texts(case), strict=True)]
     requests = {engine.add(prompt, SamplingParams(max_tokens=24)): list(prompt) for prompt in PROMPTS}
     back = {(0, 20 + 13): 20 + 5, (1, 1 + 20): 1 + 20, (1, 1 + 9): 1, (2, 40 + 23): 40 + 7}
-    engine.step_back(2, 40)  # waits, and has nothing to take back
+    engine.step_back(2, 40)  # it waits, so nothing changes
     while engine.busy:
         for request, token, *_ in engine.step():
             requests[request].append(token)
@@ -161,7 +162,7 @@ def test_texts_step_back(case: str, folder: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("case", ["bamba", "bamba with biases, groups and yarn"])
-def test_texts_step_back_when_blocks_run_out(case: str, folder: Callable[[str], Path]) -> None:
+def test_preemption_when_blocks_run_out(case: str, folder: Callable[[str], Path]) -> None:
     engine = soiled(Engine(load(folder(case)), num_blocks=22, block_size=4, max_seq_len=104, max_num_seqs=3))
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     expected = [texts(case)[i][:40] for i in (0, 1, 0)]
@@ -181,7 +182,7 @@ def parts(runner: Runner, *given: tuple[Sequence[int], int, list[int], int]) -> 
 
 
 def logits_behind(runner: Runner, prompt: list[int], following: list[int]) -> torch.Tensor:
-    """After a prompt, which is computed in two parts, and after each token that follows, by steps."""
+    """Logits after a prompt in two chunks, and after each following token by decode steps."""
     pieces = [prompt[:17], prompt[17:], *([token] for token in following)]
     starts = [0, 17, *range(len(prompt), len(prompt) + len(following))]
     each = zip(pieces, starts, strict=True)
@@ -190,8 +191,8 @@ def logits_behind(runner: Runner, prompt: list[int], following: list[int]) -> to
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_slot_tells_a_text_nothing_of_the_one_before(case: str, folder: Callable[[str], Path]) -> None:
-    """One slot for texts one after another; one of them begins with a single token."""
+def test_slot_does_not_leak_the_previous_state(case: str, folder: Callable[[str], Path]) -> None:
+    """One slot for consecutive sequences; one of them begins with a single token."""
     engine = Engine(load(folder(case)), max_seq_len=104, max_num_seqs=1)
     for kept in engine._runner.cache:
         for tensor in kept:
@@ -201,8 +202,9 @@ def test_a_slot_tells_a_text_nothing_of_the_one_before(case: str, folder: Callab
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_a_batch_of_steps_and_prompts(case: str, folder: Callable[[str], Path]) -> None:
-    """Steps of two texts, the beginning of a prompt, the middle of another and a prompt of one token: as each alone."""
+def test_batch_of_decode_steps_and_prompts(case: str, folder: Callable[[str], Path]) -> None:
+    """Decode steps of two sequences, the first chunk of a prompt, a middle chunk and a one-token prompt: each as if
+    alone."""
     runner = Runner(load(folder(case)), 25, 4, 5, 32)
     tokens = [(11 * i) % 96 for i in range(20)]
     counts = [(9, 1), (1, 1), (0, 6), (3, 5), (0, 1)]
@@ -226,7 +228,7 @@ def test_a_batch_of_steps_and_prompts(case: str, folder: Callable[[str], Path]) 
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_padded_rows_touch_no_states(case: str, folder: Callable[[str], Path]) -> None:
-    """Of three sequences, which are padded to four."""
+    """Three sequences, padded to four."""
     runner = Runner(load(folder(case)), 8, 4, 4, 16)
     prompts, blocks, slots = [[1, 2, 3, 4, 5], [6, 7], [8]], [[6, 1], [3], [5]], [3, 0, 1]
     runner.run(parts(runner, *zip(prompts, [0, 0, 0], blocks, slots, strict=True)))
@@ -238,14 +240,14 @@ def test_padded_rows_touch_no_states(case: str, folder: Callable[[str], Path]) -
         assert testing.same_bits(old[2], new[2])
         assert all(not torch.equal(old[slot], new[slot]) for slot in slots)
     before, rows = [tensor.clone() for tensor in states], runner._rows.clone()
-    runner._load_kernels(4)  # what comes before a capture computes no step
+    runner._load_kernels(4)  # the warm-up before a capture must compute no step
     assert torch.equal(runner._rows, rows)
     assert all(testing.same_bits(old, new) for old, new in zip(before, states, strict=True))
 
 
 @pytest.mark.parametrize("case", FAMILIES)
 def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """By parts of a prompt and by steps, compared with the same model in float64, but for its scans in float32."""
+    """In chunked prefill and decode, against the same model in float64 with its scans in float32."""
     prompt, following = PROMPTS[2], texts(case)[2][:20]
     found = logits_behind(Runner(load(folder(case)), 8, 16, 2, 64), prompt, following)
     tokens = torch.tensor([prompt + following])
@@ -256,8 +258,8 @@ def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callabl
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_bfloat16_is_as_exact_as_that_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Compared with float32: logits of a prompt and of the steps after it, at most twice as far."""
+def test_bfloat16_is_as_exact_as_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    """Logits of a prompt and of decode steps are at most twice as far from float32."""
     prompt, following = PROMPTS[2], texts(case)[2][:20]
     theirs = type(reference(case)).from_pretrained(folder(case), dtype=torch.bfloat16)
     found = logits_behind(Runner(load(folder(case), dtype="bfloat16"), 8, 16, 2, 64), prompt, following)
@@ -267,7 +269,7 @@ def test_bfloat16_is_as_exact_as_that_of_transformers(case: str, folder: Callabl
     assert (found.float() - exact).norm() <= 2 * (rounded - exact).norm()
 
 
-def test_what_cannot_step_back_is_refused(folder: Callable[[str], Path]) -> None:
+def test_impossible_rollbacks_are_refused(folder: Callable[[str], Path]) -> None:
     engine = Engine(load(folder("mamba")), max_seq_len=64)
     request = engine.add([1, 2, 3], SamplingParams(max_tokens=4))
     engine.step()
@@ -285,7 +287,7 @@ def test_what_cannot_step_back_is_refused(folder: Callable[[str], Path]) -> None
 
 
 def test_memory_of_states(folder: Callable[[str], Path]) -> None:
-    """Counted for each slot; texts of any length need no more, unless a layer is attention."""
+    """Per slot; longer sequences need no more, unless a layer is attention."""
     mamba, bamba = load(folder("mamba")), load(folder("bamba"))
     assert (mamba.token_bytes(), mamba.slot_bytes) == (0, 2 * 4 * 64 * (3 + 8))
     assert (bamba.token_bytes(), bamba.slot_bytes) == (2 * 4 * 2 * 8, 2 * 4 * (3 * (64 + 2 * 8) + 64 * 8))
@@ -338,8 +340,8 @@ TINIES = {
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kind", TINIES)
-def test_the_kernels_write_the_same(kind: str) -> None:
-    """On the host, checked for every access."""
+def test_kernels_generate_the_same_tokens(kind: str) -> None:
+    """On the host backend, which checks every access."""
     model = Decoder(TINIES[kind]).randomise(3, scale=2.0)
     prompts, params = [[1, 2, 3, 4, 5, 6], [7], [9, 10, 11]], SamplingParams(max_tokens=4)
     limits = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 5}
@@ -351,8 +353,8 @@ def test_the_kernels_write_the_same(kind: str) -> None:
 @NEEDS_COMPILER
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINIES)
-def test_a_model_that_was_warmed_up_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of any lengths with decode steps of any batch; on the host."""
+def test_warmed_up_model_compiles_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of any lengths with decode batches of any size; on the host."""
     limits = {"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 24}
     prompts = [[1 + i] * (1 + 7 * i % 23) for i in range(8)]
     model = Decoder(TINIES[kind]).randomise(3, scale=2.0)
@@ -405,7 +407,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_config_is_refused(what: str) -> None:
+def test_bad_config_is_refused(what: str) -> None:
     case, changes, message = BAD[what]
     with pytest.raises(ModelError, match=message):
         config_of(case, **changes)
@@ -449,7 +451,7 @@ def test_old_spellings_and_defaults() -> None:
     assert (bamba.num_key_value_heads, bamba.rope.theta, bamba.rope.rotary_dim(128)) == (32, 5e5, 64)
 
 
-def test_a_missing_decay_is_named(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_missing_decay_is_named(folder: Callable[[str], Path], tmp_path: Path) -> None:
     tensors = safetensors.torch.load_file(folder("mamba") / "model.safetensors")
     del tensors["backbone.layers.1.mixer.A_log"]
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -459,7 +461,7 @@ def test_a_missing_decay_is_named(folder: Callable[[str], Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_generate_prints_texts(
+def test_generate_prints_text(
     case: str, folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(folder(case), tmp_path / "words")
@@ -484,8 +486,8 @@ def test_generate_prints_texts(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-def test_texts_on_a_gpu_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """In float32, with steps under graphs and without."""
+def test_tokens_match_transformers_on_device(case: str, folder: Callable[[str], Path]) -> None:
+    """In float32, with decode steps under graphs and without."""
     model = load(folder(case), "cuda")
     for graphs in (True, False):
         limits = {"max_seq_len": 104, "max_num_seqs": 3, "max_num_batched_tokens": 9}
@@ -496,7 +498,7 @@ def test_texts_on_a_gpu_are_those_of_transformers(case: str, folder: Callable[[s
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", FAMILIES)
 def test_bfloat16_under_a_graph(case: str, folder: Callable[[str], Path]) -> None:
-    """Logits as far from float32 as those of transformers' model in bfloat16, at most twice."""
+    """Logits are at most twice as far from float32 as those of transformers' model in bfloat16."""
     prompt, following = PROMPTS[2], texts(case)[2][:20]
     theirs = type(reference(case)).from_pretrained(folder(case), dtype=torch.bfloat16)
     found = logits_behind(Runner(load(folder(case), "cuda", "bfloat16"), 8, 16, 2, 64), prompt, following)

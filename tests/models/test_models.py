@@ -1,4 +1,4 @@
-"""Models against transformers: the same weights, in float32, give the same texts; batching; sampling."""
+"""Models against transformers: the same float32 weights generate the same tokens; batching; sampling."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def llama(folder: Callable[[str], Path]) -> Decoder:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_texts_are_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """Prompts of different lengths, together, 64 tokens each."""
+def test_tokens_match_transformers(case: str, folder: Callable[[str], Path]) -> None:
+    """Prompts of different lengths in one batch, 64 tokens each."""
     engine = Engine(load(folder(case)), max_seq_len=160, max_num_seqs=4)
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=64)) == texts(case, 64)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callable[[str], Path]) -> None:
-    """By prefill and by decode, compared with the same model in float64."""
+    """In prefill and decode, against the same model in float64."""
     prompt, following = PROMPTS[0], text(case, tuple(PROMPTS[0]), 20)
     runner = Runner(load(folder(case)), 8, 16, 2, 64)
     ours = teacher_forced(runner, prompt, following)
@@ -57,13 +57,13 @@ def test_logits_are_as_exact_as_those_of_transformers(case: str, folder: Callabl
         double = getattr(transformers, f"{CASES[case][0]}ForCausalLM").from_pretrained(
             folder(case), dtype=torch.float64
         )
-        double.set_experts_implementation("eager")  # grouped products have no float64
+        double.set_experts_implementation("eager")  # grouped GEMM has no float64
         exact = double(tokens).logits[0, len(prompt) - 1 :]
     assert (ours - exact).abs().max() <= 4 * (theirs - exact).abs().max()
 
 
 def test_padded_rows_touch_nothing(llama: Decoder) -> None:
-    """Of three sequences, which are padded to four: what no token owns keeps what it held."""
+    """Three sequences, padded to four: slots without a token keep their contents."""
     runner = Runner(llama, 8, 4, 4, 16)
     cache = torch.stack([torch.stack(kept) for kept in runner.cache]).fill_(7.0)
     runner.cache = [tuple(kept) for kept in cache]
@@ -104,8 +104,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", ROPES)
-def test_angles_are_those_of_transformers(case: str) -> None:
-    """With numbers like those of Llama 3.1; what cosines and sines are multiplied by, too."""
+def test_rope_angles_match_transformers(case: str) -> None:
+    """With parameters like those of Llama 3.1, and the attention factor of cosines and sines."""
     sizes = SIZES | {"head_dim": 128, "max_position_embeddings": 16384}
     rope = {"rope_theta": 500000.0} | ROPES[case]
     config = Config.parse({"architectures": ["LlamaForCausalLM"], **sizes, "rope_parameters": rope})
@@ -121,8 +121,8 @@ def test_angles_are_those_of_transformers(case: str) -> None:
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_the_kernels_write_the_same() -> None:
-    """On the host, checked for every access."""
+def test_kernels_generate_the_same_tokens() -> None:
+    """On the host backend, which checks every access."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 16}
     model = Decoder(Config(**sizes, qk_norm="head", sliding_windows=(5,))).randomise(3, scale=2.0)
@@ -134,8 +134,8 @@ def test_the_kernels_write_the_same() -> None:
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.slow
-def test_a_model_that_was_warmed_up_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of any lengths, decode steps of any batch, a text that steps back; on the host."""
+def test_warmed_up_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of any lengths, decode batches of any size, a sequence that is rolled back; on the host."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64}
     config = Config(**sizes, qk_norm="head", sliding_windows=(5, 0))
@@ -169,7 +169,7 @@ def test_warmup_of_a_model_takes_no_names() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_of_a_real_model_are_few() -> None:
+def test_few_kernels_serve_a_real_model() -> None:
     """Llama 3 8B on a GPU, from its sizes alone."""
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072}
@@ -200,13 +200,13 @@ def test_kernels_of_a_real_model_are_few() -> None:
     ],
     ids=str,
 )
-def test_texts_do_not_depend_on_the_batch(limits: dict[str, int], llama: Decoder) -> None:
-    """Fewer at once than there are, prompts in parts, other blocks."""
+def test_tokens_do_not_depend_on_the_batch(limits: dict[str, int], llama: Decoder) -> None:
+    """Fewer running than waiting requests, chunked prompts, other block sizes."""
     engine = Engine(llama, max_seq_len=128, **limits)
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
 
 
-def test_requests_step_back_when_blocks_run_out(llama: Decoder) -> None:
+def test_preemption_when_blocks_run_out(llama: Decoder) -> None:
     engine = Engine(llama, num_blocks=24, block_size=4, max_seq_len=96, max_num_seqs=4)
     prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
     expected = [text("llama", tuple(prompt), 50) for prompt in prompts]
@@ -217,8 +217,9 @@ def test_requests_step_back_when_blocks_run_out(llama: Decoder) -> None:
 
 @pytest.mark.parametrize("running", [1, 2])
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_block_is_spared_for_each_running_request(running: int, missing: int, llama: Decoder) -> None:
-    """With one block fewer, the last request waits: its prompt would be computed, given up and computed again."""
+def test_block_is_reserved_for_each_running_request(running: int, missing: int, llama: Decoder) -> None:
+    """With one block fewer, the last request waits, because its prompt would be computed, preempted and computed
+    again."""
     prompt = [1] * 4  # fills a block
     engine = Engine(llama, num_blocks=2 * running + 4 - missing, block_size=4, max_seq_len=20, max_num_seqs=4)
     for _ in range(running):
@@ -231,8 +232,8 @@ def test_a_block_is_spared_for_each_running_request(running: int, missing: int, 
     assert engine.preemptions == 0
 
 
-def test_a_text_steps_back_without_its_prompt(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of the tokens that remain are still there, and blocks of the others are free."""
+def test_rolling_back_keeps_the_prompt(llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the remaining tokens are still cached, and blocks of the others are free."""
     engine = Engine(llama, block_size=4, max_seq_len=96, max_num_seqs=2)
     counts: list[int] = []
     run = engine._runner.run
@@ -247,7 +248,7 @@ def test_a_text_steps_back_without_its_prompt(llama: Decoder, monkeypatch: pytes
     assert sorted(engine._scheduler.free_blocks) == list(range(engine.num_blocks))
 
 
-def test_requests_may_come_late(llama: Decoder) -> None:
+def test_late_requests(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
     found: dict[int, list[int]] = {engine.add(PROMPTS[0], SamplingParams(max_tokens=20)): []}
     for output in engine.run():
@@ -259,8 +260,8 @@ def test_requests_may_come_late(llama: Decoder) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_default_device_changes_nothing(temperature: float, folder: Callable[[str], Path], llama: Decoder) -> None:
-    """What must be in the memory of the host is there, and the rest where the model is."""
+def test_default_device_changes_nothing(temperature: float, folder: Callable[[str], Path], llama: Decoder) -> None:
+    """Tensors in host memory stay there, and the others are on the model's device."""
     params, prompts = SamplingParams(max_tokens=8, temperature=temperature, seed=5), [[1, 2, 3], [4]]
     expected = Engine(llama, max_num_seqs=2).generate(prompts, params)
     assert len(set(expected[0])) > 1
@@ -272,7 +273,7 @@ def test_a_default_device_changes_nothing(temperature: float, folder: Callable[[
     )
 
 
-def test_a_text_ends_at_its_end(llama: Decoder) -> None:
+def test_generation_ends_at_the_eos_token(llama: Decoder) -> None:
     whole = text("llama", tuple(PROMPTS[0]), 24)
     end = whole[10]
     llama.config = replace(llama.config, eos_token_ids=(159 if end != 159 else 158, end))
@@ -286,9 +287,9 @@ def test_a_text_ends_at_its_end(llama: Decoder) -> None:
     assert [output.finished for output in engine.run()] == ["length"]
 
 
-def test_what_can_never_be_served_is_refused(llama: Decoder) -> None:
+def test_impossible_requests_are_refused(llama: Decoder) -> None:
     engine = Engine(llama, num_blocks=3, block_size=4, max_seq_len=20)
-    assert len(engine.generate([[1] * 9], SamplingParams(max_tokens=4))[0]) == 4  # 13 tokens, the last is not kept
+    assert len(engine.generate([[1] * 9], SamplingParams(max_tokens=4))[0]) == 4  # 13 tokens, the last is not cached
     for prompt, count, message in (
         ([], 1, "prompt: expected tokens from 0 to 159, got none"),
         ([5, 1.5], 1, r"prompt: expected integers, got \[5, 1\.5\]"),
@@ -316,7 +317,7 @@ def test_what_can_never_be_served_is_refused(llama: Decoder) -> None:
             Engine(llama, **options)
 
 
-def test_prompts_that_are_refused_leave_none_behind(llama: Decoder) -> None:
+def test_refused_prompts_add_no_request(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96)
     with pytest.raises(ModelError, match="prompt: expected tokens from 0 to 159, got token 160"):
         engine.generate([PROMPTS[0], [160]])
@@ -328,8 +329,8 @@ def test_prompts_that_are_refused_leave_none_behind(llama: Decoder) -> None:
 
 
 @pytest.mark.parametrize("where", ["run", "sample"])
-def test_an_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three requests that run and one that waits; what is asked for then is served as by a new engine."""
+def test_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three running requests and one that waits; later requests are served as by a new engine."""
     engine = Engine(llama, max_seq_len=96, max_num_seqs=3)
     for prompt in (*PROMPTS, PROMPTS[0]):
         engine.add(prompt)
@@ -350,8 +351,8 @@ def test_an_error_in_a_step_ends_all_requests(where: str, llama: Decoder, monkey
     assert engine.generate(PROMPTS, SamplingParams(max_tokens=24)) == texts("llama", 24)
 
 
-def test_the_table_of_angles_is_as_long_as_the_texts() -> None:
-    """Of a model for two thousand million positions; where the memory for it is not there, the engine says so."""
+def test_rope_table_is_as_long_as_max_seq_len() -> None:
+    """Also for a model of two thousand million positions; if its table does not fit in memory, the engine says so."""
     sizes = {name: value for name, value in SIZES.items() if name in Config.__dataclass_fields__ and value is not None}
     model = Decoder(Config(**sizes | {"head_dim": 16, "max_position_embeddings": 2**31 - 1})).randomise(0)
     assert len(Engine(model, max_seq_len=40).generate([[1, 2]], SamplingParams(max_tokens=5))[0]) == 5
@@ -365,8 +366,8 @@ def test_the_table_of_angles_is_as_long_as_the_texts() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.7), (1.3, 8, 0.6)]
 )
-def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float, top_k: int, top_p: float) -> None:
-    """Draws all over [0, 1): each token takes the part of them that is its probability, cut off in float64."""
+def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_k: int, top_p: float) -> None:
+    """Over draws that cover [0, 1), each token's share is its float64 probability after the filters."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(2)) * 2
     probabilities = (logits.double() / temperature).softmax(-1)
     likeliest = sorted(range(20), key=lambda i: -probabilities[i])[: top_k or 20]
@@ -382,7 +383,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float, top_k:
     assert sample(logits[None], [params], [1 - 2**-53])[0] == kept[-1]
 
 
-def test_a_seed_gives_its_text_whatever_is_beside_it(llama: Decoder) -> None:
+def test_seeded_tokens_do_not_depend_on_the_batch(llama: Decoder) -> None:
     params = SamplingParams(max_tokens=20, temperature=3.0, top_k=50, seed=5)
     (alone,) = Engine(llama, max_seq_len=96).generate([PROMPTS[0]], params)
     engine = Engine(llama, max_seq_len=96, max_num_seqs=4)
@@ -403,7 +404,7 @@ def test_a_seed_gives_its_text_whatever_is_beside_it(llama: Decoder) -> None:
 @pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e-38, 1e300, 10**300])
 @pytest.mark.parametrize("options", [{}, {"top_p": 1e-46}, {"top_k": 10**400}], ids=str)
 def test_every_temperature_draws(temperature: float, options: dict[str, float]) -> None:
-    """The likeliest token, or any of them; of large logits too."""
+    """The most likely token, or any of them; also with large logits."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.5]]) * torch.tensor([[1.0], [1e30], [-1e30]])
     params = SamplingParams(temperature=temperature, **options)
     found = [sample(logits, [params] * 3, [draw] * 3) for draw in (0.0, 0.3, 0.6, 1 - 2**-53)]
@@ -412,8 +413,8 @@ def test_every_temperature_draws(temperature: float, options: dict[str, float]) 
     assert found == ([one] * 4 if temperature < 1 or "top_p" in options else flat)
 
 
-def test_rows_without_numbers_give_their_likeliest_token() -> None:
-    """As without a temperature; the rows next to them are drawn from as ever."""
+def test_rows_of_nan_give_their_most_likely_token() -> None:
+    """As without a temperature; adjacent rows are drawn as usual."""
     nan, infinite = float("nan"), float("inf")
     logits = torch.tensor(
         [
@@ -461,7 +462,7 @@ WIDE = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_logits_in_bfloat16_under_a_graph(family: str, tmp_path: Path) -> None:
-    """As far from float32 with the same weights as transformers' model in bfloat16 is, at most twice."""
+    """At most twice as far from float32, with the same weights, as transformers' model in bfloat16."""
     torch.manual_seed(4)
     sizes = (
         SIZES | WIDE
@@ -482,7 +483,7 @@ def test_logits_in_bfloat16_under_a_graph(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_graphs_change_nothing(folder: Callable[[str], Path]) -> None:
+def test_graphs_do_not_change_tokens(folder: Callable[[str], Path]) -> None:
     """Batches that shrink from three through padding to one, twice."""
     model = load(folder("qwen3"), "cuda", "bfloat16")
     engines = [Engine(model, max_seq_len=160, max_num_seqs=4, graphs=graphs) for graphs in (False, True)]

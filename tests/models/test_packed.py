@@ -28,7 +28,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
-    """What llm-compressor writes."""
+    """The packed tensors that llm-compressor writes."""
     common = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
     group = {"targets": ["Linear"], "weights": common | weights, "input_activations": None, "output_activations": None}
     return {
@@ -54,7 +54,7 @@ NAMES = {"awq": "llama", "gptq": "qwen2"}  # with biases, and fewer heads of key
 
 @dataclass(frozen=True)
 class Case:
-    """A packed model: its ``quantization_config``, what a folder holds, and transformers' model in float32."""
+    """A packed model: its ``quantization_config``, the tensors of its folder, and transformers' model in float32."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [in, out] as codes, zero points and scales of groups, and the group of each row."""
+    """A weight [in, out] as quants, zero points and scales of groups, and the group of each row."""
 
     codes: Tensor
     zeros: Tensor
@@ -76,7 +76,7 @@ class Packed:
 
 
 def packed_weight(weight: Tensor, bits: int, size: int, dtype: torch.dtype, symmetric: bool, order: bool) -> Packed:
-    """Of a weight [out, in]."""
+    """Quantise a weight [out, in]."""
     w, most = weight.T, (1 << bits) - 1
     g_idx = torch.arange(len(w)) // size
     if order:
@@ -94,7 +94,7 @@ def packed_weight(weight: Tensor, bits: int, size: int, dtype: torch.dtype, symm
 
 
 def tensors_of(key: str, one: Packed, config: dict[str, Any]) -> dict[str, Tensor]:
-    """What a checkpoint has of a weight."""
+    """The checkpoint tensors of a weight."""
     method = config["quant_method"]
     if method == "awq":
         found = {"qweight": packed.awq(one.codes), "qzeros": packed.awq(one.zeros), "scales": one.scales}
@@ -146,8 +146,8 @@ def folder_of(case: Case, folder: Path) -> Path:
 def check_text(case: Case, text: list[int], dtype: torch.dtype | None = None) -> None:
     """Tokens are those of the dequantised model in float32, each compared after the same tokens.
 
-    Where one is another, the model is undecided between both within what the dtype does to its logits. There are at
-    most four such tokens more than of the dequantised model itself in the dtype.
+    Where one differs, the model is undecided between both within the effect of the dtype on its logits. At most four
+    more tokens differ than for the dequantised model itself in that dtype.
     """
     tokens = torch.tensor([PROMPT + text[:-1]])
     with torch.no_grad():
@@ -169,15 +169,15 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_tokens_are_those_of_the_dequantised_model(kind: str, folder: Callable[..., Path]) -> None:
+def test_tokens_match_the_dequantised_model(kind: str, folder: Callable[..., Path]) -> None:
     engine = Engine(load(folder(kind)), max_seq_len=96, max_num_seqs=1)
     (text,) = engine.generate([PROMPT], SamplingParams(max_tokens=COUNT))
     check_text(case_of(kind), text)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_products_are_exact(kind: str, folder: Callable[..., Path]) -> None:
-    """By the dequantised weights, in float64, but for roundings of weights and of results."""
+def test_packed_gemms_are_exact(kind: str, folder: Callable[..., Path]) -> None:
+    """Against float64 with the dequantised weights, up to roundings of weights and results."""
     case = case_of(kind)
     model, linears = load(folder(kind)), projections(case.dequantised)
     parts = [part for layer in model.layers for part in (layer.mixer.qkv, layer.mixer.o, layer.mlp.gate_up)]
@@ -222,7 +222,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_a_config_asks_for_beyond_what_is_served(kind: str, change: Callable[..., Any], message: str) -> None:
+def test_unsupported_quantization_configs(kind: str, change: Callable[..., Any], message: str) -> None:
     case = case_of(kind)
     values = case.dequantised.config.to_dict() | {"architectures": [type(case.dequantised).__name__]}
     with pytest.raises(ModelError, match=rf"^config: quantization_config[:.].*{message}"):
@@ -230,8 +230,8 @@ def test_what_a_config_asks_for_beyond_what_is_served(kind: str, change: Callabl
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_what_transformers_writes_of_a_packed_model(method: str) -> None:
-    """All fields of its classes. GPTQ's ``format`` says how zero points are stored where no older name does."""
+def test_fields_that_transformers_writes(method: str) -> None:
+    """All fields of its classes. GPTQ's ``format`` says how zero points are stored if no older field does."""
     kind = {"awq": transformers.AwqConfig, "gptq": transformers.GPTQConfig}[method]
     written = kind(bits=4).to_dict()
     assert isinstance(Quantization.parse(written), PackedQuantization)
@@ -241,8 +241,8 @@ def test_what_transformers_writes_of_a_packed_model(method: str) -> None:
         assert [each.is_v2 for each in found if isinstance(each, PackedQuantization)] == [False, True, False]
 
 
-def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
-    """AWQ's list of modules; a name stands for all that is in it."""
+def test_modules_left_unquantized(tmp_path: Path) -> None:
+    """AWQ's list of modules; a name includes everything inside it."""
     case = case_of("awq")
     name, plain = "model.layers.1.mlp", unquantised("llama").state_dict()
     tensors = {key: tensor for key, tensor in case.tensors.items() if not key.startswith(f"{name}.")}
@@ -262,7 +262,7 @@ def test_modules_that_are_left_as_they_are(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_gptq_says_what_it_quantised(change: dict[str, Any]) -> None:
+def test_gptq_lists_its_quantised_modules(change: dict[str, Any]) -> None:
     case = case_of("gptq")
     values = case.dequantised.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
     found = Config.parse(values | {"quantization_config": case.config | change}).quantization
@@ -286,8 +286,8 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_bad_folder_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before memory is taken, but for an order, which is data."""
+def test_bad_folder_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before memory is allocated, except for a g_idx, which is data."""
     kind, change, message = DAMAGED[what]
     case = case_of(kind)
 
@@ -300,7 +300,7 @@ def test_a_bad_folder_is_refused(what: str, tmp_path: Path, monkeypatch: pytest.
         load(folder_of(replace(case, tensors=case.tensors | change), tmp_path / "bad"))
 
 
-def test_sizes_that_words_or_groups_do_not_hold() -> None:
+def test_sizes_that_words_or_groups_do_not_divide() -> None:
     for quantization, message in (
         (PackedQuantization("awq", 4, 24), "group_size: expected a number that divides 32, got 24"),
         (PackedQuantization("gptq", 3, 32), "k_proj: expected a multiple of 32 for 3 bits, got 16"),
@@ -313,7 +313,7 @@ def test_sizes_that_words_or_groups_do_not_hold() -> None:
         Decoder(Config(**TINY, quantization=PackedQuantization("awq", 4, 16))).randomise(0)
 
 
-def test_packed_weights_want_activations_of_16_bits(folder: Callable[..., Path]) -> None:
+def test_packed_weights_need_16_bit_activations(folder: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match=r"^dtype: expected float16 or bfloat16 with quantised weights, got float32$"):
         load(folder("awq"), dtype="float32")
 
@@ -328,10 +328,8 @@ def test_packed_weights_want_activations_of_16_bits(folder: Callable[..., Path])
     ids=str,
 )
 @pytest.mark.slow
-def test_the_kernels_of_a_model_are_known_before(
-    quantization: PackedQuantization, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the host: prompts and steps launch what `warmup` has compiled, and write numbers."""
+def test_warmup_compiles_all_kernels(quantization: PackedQuantization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host: prompts and decode steps launch only kernels that `warmup` compiled, and results are finite."""
     config = Config(**TINY, quantization=quantization)
     plain = Decoder(Config(**TINY)).randomise(3)
     model = Decoder(config)
@@ -358,7 +356,7 @@ def test_the_kernels_of_a_model_are_known_before(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_tokens_on_a_gpu(kind: str, folder: Callable[..., Path]) -> None:
-    """As on the CPU; steps replay graphs."""
+    """The tokens of the CPU; decode steps replay graphs."""
     engine = Engine(load(folder(kind), "cuda"), max_seq_len=96, max_num_seqs=2)
     for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
         check_text(case_of(kind), text)

@@ -1,4 +1,4 @@
-"""Models whose experts have packed weights (AWQ, GPTQ, pack-quantized, mxfp4) against the same weights dequantised."""
+"""Models with packed experts (AWQ, GPTQ, pack-quantized, mxfp4) against the same weights dequantised."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_experts_per_tok": 4,  # all: after a rounding, a choice between equals would be another
+    "num_experts_per_tok": 4,  # all of them, because rounding would change a choice between near-equals
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
     "bos_token_id": None,
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 64, "head_dim": 16, "norm_topk_prob": True},
     "DeepseekV3": LATENT,
 }
-# {format: (family, quantization_config, what the experts are)}
+# {format: (family, quantization_config, format of the experts)}
 FORMATS: dict[str, tuple[str, dict[str, Any], type]] = {
     "awq": ("Mixtral", AWQ | {"modules_to_not_convert": ["gate"]}, MarlinExperts),
     "awq, latent attention": ("DeepseekV3", AWQ | {"group_size": 16}, MarlinExperts),
@@ -71,7 +71,7 @@ PROJECTION = re.compile(r".*(_proj|_mqa|\.w[123])\.weight")
 
 
 def saved(model: Any, folder: Path) -> dict[str, Tensor]:
-    """What transformers writes of a model: experts one by one, under the names that checkpoints have."""
+    """The tensors that transformers writes for a model: experts one by one, under the names of checkpoints."""
     model.save_pretrained(folder)
     return safetensors.torch.load_file(folder / "model.safetensors")
 
@@ -93,7 +93,7 @@ def model_of(family: str) -> Any:
 
 @pytest.fixture
 def case_of(tmp_path: Path) -> Callable[[str], Case]:
-    """A packed model, whose folder is tmp_path / "packed"."""
+    """A packed model in the folder tmp_path / "packed"."""
 
     def made(kind: str, change: Callable[[dict[str, Tensor]], None] | None = None) -> Case:
         family, config, _ = FORMATS[kind]
@@ -120,9 +120,9 @@ def case_of(tmp_path: Path) -> Callable[[str], Case]:
 
 
 def check_experts(layer: Experts, module: Any) -> None:
-    """Products of a layer are those of a module of transformers in float32.
+    """A layer's results equal those of a transformers module in float32.
 
-    But for two products, an activation and a sum, each rounded to bfloat16.
+    Up to two GEMMs, an activation and a sum, each rounded to bfloat16.
     """
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     weights, ids = layer._choice(x)
@@ -132,7 +132,7 @@ def check_experts(layer: Experts, module: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_tokens_and_products_are_those_of_the_dequantised_model(
+def test_tokens_and_layers_match_the_dequantised_model(
     kind: str, case_of: Callable[[str], Case], tmp_path: Path
 ) -> None:
     case = case_of(kind)
@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_marlin_cannot_hold_is_refused(what: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
+def test_sizes_that_marlin_cannot_hold_are_refused(what: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
     kind, name, change, message = WRONG[what]
     tensors = case_of(kind).tensors
     (key,) = (key for key in tensors if ".layers.1." in key and key.endswith(f"experts.1.{name}"))
@@ -198,7 +198,7 @@ def test_what_marlin_cannot_hold_is_refused(what: str, case_of: Callable[[str], 
         load(tmp_path / "packed")
 
 
-def test_experts_that_are_not_quantised(case_of: Callable[[str], Case], tmp_path: Path) -> None:
+def test_unquantized_experts(case_of: Callable[[str], Case], tmp_path: Path) -> None:
     """All of a layer's, or none."""
     case = case_of("awq")
     plain = safetensors.torch.load_file(tmp_path / "plain" / "model.safetensors")
@@ -219,8 +219,8 @@ def test_experts_that_are_not_quantised(case_of: Callable[[str], Case], tmp_path
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("group_size", [8, 16, 32, 48, 64, 128, 192, -1])
-def test_codes_stay_packed_where_kernels_read_them(bits: int, has_zeros: bool, group_size: int) -> None:
-    """By the plans for Hopper, of few tokens and of many. Others write all weights in full at every call."""
+def test_weights_stay_packed_where_kernels_read_them(bits: int, has_zeros: bool, group_size: int) -> None:
+    """By the plans for Hopper, at small and large M. Other plans dequantise all weights at every call."""
     experts, k, n, top_k = 8, 384, 128, 2
     quantization = PackedQuantization("gptq", bits, group_size, is_symmetric=not has_zeros)
     mixture = Mixture(num_experts=experts, top_k=top_k, intermediate_size=k, renormalize=True, layers=(True,))
@@ -253,7 +253,7 @@ def test_codes_stay_packed_where_kernels_read_them(bits: int, has_zeros: bool, g
 
 
 def test_biases_that_gptq_adds(case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    """Of zeros they are not read; others are of no tensor of the architecture."""
+    """Biases of zeros are ignored; others match no tensor of the architecture and are refused."""
     tensors, name = case_of("gptq").tensors, "model.layers.1.mlp.experts.1.gate_proj.bias"
     write(tensors | {name: torch.zeros(64).half()}, tmp_path / "packed")
     assert name not in load(tmp_path / "packed").tensors()
@@ -264,8 +264,9 @@ def test_biases_that_gptq_adds(case_of: Callable[[str], Case], tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_the_kernels_of_a_model_are_known_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the host: loading, prompts and steps launch what `warmup` has compiled; tokens are those of the references."""
+def test_warmup_compiles_all_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host: loading, prompts and decode steps launch only kernels that `warmup` compiled; tokens are those of
+    the references."""
     mxfp4_model(tmp_path)
     write(safetensors.torch.load_file(tmp_path / "model.safetensors"), tmp_path, dtype="bfloat16")
     prompts, limits = [[1, 2, 3, 4, 5, 6], [7, 8]], {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
@@ -284,7 +285,7 @@ def test_the_kernels_of_a_model_are_known_before(tmp_path: Path, monkeypatch: py
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", FORMATS)
 def test_tokens_on_a_gpu(kind: str, case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    """As on the CPU; steps replay graphs."""
+    """The tokens of the CPU; decode steps replay graphs."""
     case = case_of(kind)
     engine = Engine(load(tmp_path / "packed", "cuda"), max_seq_len=96, max_num_seqs=2)
     for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):

@@ -1,4 +1,4 @@
-"""Tensor parallelism: processes of gloo generate the tokens of one."""
+"""Tensor parallelism: gloo processes generate the tokens of one process."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ def _process(rank: int, world_size: int, store: str, dies: bool, results: Any) -
 
 
 def run(world_size: int, store: Path, dies: bool = False) -> list[Any]:
-    """What each process of a world has to say, in the order of ranks."""
+    """The answers of all ranks, in order."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # the imports, which take longer than what the processes do
+    context.set_forkserver_preload([__name__])  # the imports take longer than the work of the processes
     results = context.Queue()
     arguments = [(rank, world_size, str(store), dies, results) for rank in range(world_size)]
     processes = [context.Process(target=_process, args=one, daemon=True) for one in arguments]
@@ -143,12 +143,12 @@ def test_processes_generate_the_tokens_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
+def test_process_that_dies_is_named(tmp_path: Path) -> None:
     assert run(3, tmp_path / "store", dies=True) == [(0, (1,), True), (2, (1,), True)]
 
 
-def test_a_step_whose_device_fails_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that gives up ends with a trap, which whatever call of the device's runtime comes next reports."""
+def test_step_on_a_failed_device_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that gives up ends with a trap, which the next call to the device's runtime reports."""
     model, lost = Decoder(CONFIGS["llama"]).randomise(0), lost_record(torch.device("cpu"))
 
     class Custom:
@@ -174,11 +174,11 @@ def test_a_step_whose_device_fails_names_the_ranks(monkeypatch: pytest.MonkeyPat
         texts(model)
 
 
-# In threads: what one process does with others, without the processes
+# Threads as ranks: the collective code of one process, without processes
 
 
 class Threads:
-    """A group whose ranks are threads, which add what all of them bring."""
+    """A group with threads as ranks, which add their tensors."""
 
     custom = None
     device = torch.device("cpu")
@@ -198,7 +198,7 @@ class Threads:
 
 
 def in_threads(world_size: int, run: Callable[[Any], Any]) -> list[Any]:
-    """What `run` returns for each rank's group."""
+    """The result of `run` for each rank's group."""
     parts, barrier = [None] * world_size, threading.Barrier(world_size)
     groups = [Threads(rank, parts, barrier) for rank in range(world_size)]
 
@@ -298,7 +298,7 @@ QUANTISED: dict[str, Any] = {
 
 
 def codes_of(config: Config) -> dict[str, torch.Tensor]:
-    """A checkpoint of random codes, words of zero points and scales."""
+    """A checkpoint of random quants, packed zero points and scales."""
     random, tensors = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
     for key, tensor in Decoder(config, device="meta").tensors().items():
         if key.endswith("g_idx"):
@@ -326,8 +326,8 @@ def weights_of(projections: Any, quantization: Any) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_weights_are_divided(name: str) -> None:
-    """Each part of a projection has the weights of the whole one, bit for bit."""
+def test_quantised_weights_are_sharded(name: str) -> None:
+    """Each shard of a projection has the weights of the whole, bit for bit."""
     sizes = SIZES | {"hidden_size": 128, "num_hidden_layers": 1, "head_dim": 64}
     config = Config(intermediate_size=512, **sizes, quantization=QUANTISED[name], dtype="bfloat16")
     tensors = codes_of(config)
@@ -341,8 +341,8 @@ def test_quantised_weights_are_divided(name: str) -> None:
             assert torch.equal(torch.cat([part[i] for part in found], dim), weight)
 
 
-def test_packed_experts_are_divided() -> None:
-    """The sum of what the parts of a layer give is what the whole one gives but for what each has rounded."""
+def test_packed_experts_are_sharded() -> None:
+    """The shards' results of a layer add up to the whole's, up to the roundings of each."""
     sizes = SIZES | {"hidden_size": 128, "num_hidden_layers": 1, "head_dim": 64}
     mixture = Mixture(4, 2, 128, True, (True,), "w1", "w3", "w2")
     config = Config(intermediate_size=128, **sizes, mixture=mixture, quantization=QUANTISED["awq"], dtype="bfloat16")
@@ -352,13 +352,13 @@ def test_packed_experts_are_divided() -> None:
         expected = written(Decoder(config), tensors).layers[0].mlp(hidden).double()
     parts = in_threads(2, lambda group: written(ParallelDecoder(config, group), tensors).layers[0].mlp(hidden))
     found = sum(part.double() for part in parts)
-    # Each is a sum of two experts' results, which are rounded, too; 2^-9 is half a step of bfloat16.
+    # Each is a sum of two experts' results, which are rounded, too; 2^-9 is half an ulp of bfloat16.
     magnitudes = expected.abs() + sum(part.double().abs() for part in parts)
     assert ((found - expected).abs() <= 4 * 2.0**-9 * (magnitudes + magnitudes.amax(-1, keepdim=True))).all()
     assert (found - parts[0].double()).abs().max() > 0.1 * magnitudes.max()
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_indivisible_models_are_refused() -> None:
     with pytest.raises(ModelError, match="num_key_value_heads"):
         divided(CONFIGS["llama"], 8)
     with pytest.raises(ModelError, match="num_attention_heads"):

@@ -1,4 +1,4 @@
-"""Models of 8-bit weights against transformers with the same weights dequantised: products, tokens, folders."""
+"""Models of 8-bit weights against transformers with the same weights dequantised: GEMMs, tokens, folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pyops.models.runner import Part, Runner
 from pyops.ops.linear.fp8_accumulation import absolute_error
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-LARGEST = {FP8: 448.0, INT8: 127.0}  # of the codes
+LARGEST = {FP8: 448.0, INT8: 127.0}  # the largest quantized values
 COUNT = 64  # tokens that are generated
 PROMPT = [(7 * i) % 160 for i in range(21)]
 
@@ -38,8 +38,8 @@ class Format:
     Attributes:
         config: its ``quantization_config``.
         codes: dtype of weights.
-        weights: what has a scale: "tensor", "channel" or "block".
-        inputs: under what activations are quantised: "static", "token" or "group".
+        weights: granularity of weight scales: "tensor", "channel" or "block".
+        inputs: granularity of activation scales: "static", "token" or "group".
         scale, input_scale: ends of the names of scales.
         scale_dtype, scalar: dtype of scales of weights, and the shape of a single scale.
     """
@@ -55,7 +55,7 @@ class Format:
 
 
 def compressed(kind: str, weights: str, inputs: str, **more: Any) -> dict[str, Any]:
-    """What llm-compressor writes."""
+    """The tensors that llm-compressor writes."""
     common = {"num_bits": 8, "type": kind, "symmetric": True, "actorder": None, "group_size": None}
     common |= {"block_structure": None, "observer_kwargs": {}}
     own = {"strategy": weights, "dynamic": False, "observer": "minmax"}
@@ -108,15 +108,15 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Projections of one input.
+# Projections of one input, which are merged.
 STACKED = (
     [f"self_attn.{part}" for part in "qkv"],
     ["self_attn.o"],
     ["mlp.gate", "mlp.up"],
     ["mlp.down"],
 )
-# Queries, keys and values as one product of blocks; with biases, and as two; of rows and columns that fill no blocks;
-# joined in the checkpoint.
+# QKV as one block-scaled GEMM; with biases, and as two; with rows and columns that fill no block; merged in the
+# checkpoint.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
@@ -128,9 +128,9 @@ DTYPES = {"llama": "bfloat16", "qwen2": "float16", "qwen3": "bfloat16", "phi3": 
 
 @cache
 def unquantised(name: str) -> Any:
-    """A model of transformers with random weights, biases and norms, whose text seldom has two likely next tokens.
+    """A model of transformers with random weights, biases and norms, with few near-ties between next tokens.
 
-    Every token has a likely successor. The projections, which are quantised, decide where another one follows.
+    Every token has a likely successor. The quantized projections decide where another one follows.
     """
     family, options = MODELS[name]
     torch.manual_seed(len(name) + 1)
@@ -148,7 +148,7 @@ def unquantised(name: str) -> Any:
             parameter.data.normal_().add_(embedding[successors], alpha=5.0 * columns**-0.5)
         else:
             parameter.data.normal_(0.0, (0.6 if "o_proj" in key or "down_proj" in key else 1.0) * columns**-0.5)
-        parameter.data = parameter.data.to(getattr(torch, DTYPES[name])).float()  # what a folder can hold
+        parameter.data = parameter.data.to(getattr(torch, DTYPES[name])).float()  # representable in a folder
     return model.eval()
 
 
@@ -167,7 +167,7 @@ def expanded(scale: Tensor, weight: Tensor, format: Format) -> Tensor:
 
 
 def quantised(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a weight."""
+    """(quants, scales) of a weight."""
     if format.weights == "block":
         rows, columns = weight.shape
         padded = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
@@ -182,14 +182,15 @@ def quantised(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def as_codes(x: Tensor, format: Format) -> Tensor:
-    """Codes of values, which saturate."""
+    """Values quantised with saturation."""
     if format.codes == INT8:
         return x.round().clamp(-128, 127).to(INT8)
     return x.clamp(-LARGEST[FP8], LARGEST[FP8]).to(FP8)
 
 
 def rounded(x: Tensor, format: Format, input_scale: Tensor | None) -> Tensor:
-    """`x` [..., columns] as its codes have it, in the dtype of x. Quotients are those that docstrings of ops give."""
+    """`x` [..., columns] after quantisation, in the dtype of x. Quotients are computed as the docstrings of the ops
+    say."""
     wide, columns = x.float(), x.shape[-1]
     if format.inputs == "group":
         wide = torch.nn.functional.pad(wide, (0, -columns % 128)).unflatten(-1, (-1, 128))
@@ -209,8 +210,8 @@ class Case:
     """A quantised model.
 
     Attributes:
-        tensors: what a folder holds.
-        dequantised: transformers' model in float32, its weights those of the codes.
+        tensors: the contents of a folder.
+        dequantised: transformers' model in float32 with the dequantised weights.
         input_scales: {name of a projection: its static scale}.
     """
 
@@ -241,7 +242,7 @@ def case_of(kind: str, name: str) -> Case:
 
 
 def largest_inputs(model: Any, linears: dict[str, torch.nn.Linear]) -> dict[str, Tensor]:
-    """The largest magnitude that a projection multiplies, of a text."""
+    """The absmax of a projection's input over a text."""
     found: dict[str, Tensor] = {}
     hooks = [
         linear.register_forward_pre_hook(lambda _, args, key=key: found.update({key: args[0].abs().max()}))
@@ -255,7 +256,7 @@ def largest_inputs(model: Any, linears: dict[str, torch.nn.Linear]) -> dict[str,
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    """What its ``config.json`` says."""
+    """The contents of its ``config.json``."""
     model = case.dequantised
     more = {"architectures": [type(model).__name__], "dtype": DTYPES[model.config.model_type]}
     return model.config.to_dict() | more | {"quantization_config": case.format.config}
@@ -270,7 +271,7 @@ def folder_of(case: Case, folder: Path) -> Path:
 
 
 def logits_of(case: Case, tokens: list[int], quantising: bool) -> Tensor:
-    """float32 logits of the dequantised model after every token; with activations as their codes have them, or not."""
+    """float32 logits of the dequantised model after every token; activations are quantised or not."""
     hooks = []
     if quantising:
         for key, linear in projections(case.dequantised).items():
@@ -293,11 +294,12 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES + JOINED_CASES)
-def test_tokens_are_those_of_the_dequantised_model(kind: str, name: str, folder: Callable[..., Path]) -> None:
+def test_tokens_match_the_dequantised_model(kind: str, name: str, folder: Callable[..., Path]) -> None:
     """At least 60 of 64 after one text, each compared after the same tokens. The others are near-ties.
 
-    There the model is undecided between both tokens within what quantised activations do to its logits: each of the two
-    may be off by the largest change of a logit at that token, and by a quarter of it for the roundings of the dtype.
+    There the model is undecided between both tokens within the effect of quantised activations on its logits: each of
+    the two may be off by the largest change of a logit at that token, and by a quarter of it for the roundings of the
+    dtype.
     """
     engine = Engine(load(folder(kind, name)), max_seq_len=96, max_num_seqs=1)
     (text,) = engine.generate([PROMPT], SamplingParams(max_tokens=COUNT))
@@ -321,7 +323,7 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Every product of quantised weights, in order."""
+    """All calls of quantised projections, in order."""
     found: list[Call] = []
     call = QuantisedLinear.__call__
 
@@ -335,8 +337,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_products_are_exact(kind: str, name: str, folder: Callable[..., Path], calls: list[Call]) -> None:
-    """Of a prompt and a step, by the tensors in the folder, in float64; a bias after blocks is rounded by itself."""
+def test_quantised_gemms_are_exact(kind: str, name: str, folder: Callable[..., Path], calls: list[Call]) -> None:
+    """For a prompt and a decode step, against float64 with the tensors in the folder; a bias after block scales is
+    rounded separately."""
     case = case_of(kind, name)
     Engine(load(folder(kind, name)), max_num_seqs=1).generate([PROMPT], SamplingParams(max_tokens=2))
     names = [[f"model.layers.{i}.{each}_proj" for each in together] for i in range(2) for together in STACKED]
@@ -347,7 +350,7 @@ def test_products_are_exact(kind: str, name: str, folder: Callable[..., Path], c
 
 
 def check_product(case: Case, key: str, x: Tensor, ours: Tensor) -> None:
-    """`ours` is the product of `x` and the projection `key`, but for roundings."""
+    """`ours` is `x` times the projection `key`, up to roundings."""
     codes = case.tensors[f"{key}.weight"]
     weight = codes.double() * expanded(case.tensors[f"{key}.{case.format.scale}"], codes, case.format).double()
     read = rounded(x.double(), case.format, case.input_scales.get(key))
@@ -361,11 +364,11 @@ def check_product(case: Case, key: str, x: Tensor, ours: Tensor) -> None:
     assert ((ours - result).abs() <= allowed).all(), key
 
 
-# What of a checkpoint is quantised
+# Which modules of a checkpoint are quantised
 
 
 def ignoring(kind: str, name: str, field: str, ignored: list[str], modules: list[str]) -> Case:
-    """A case whose checkpoint lists `ignored`, which leaves the projections of `modules` as they are."""
+    """A case with a checkpoint that lists `ignored` and leaves the projections of `modules` unquantized."""
     case = case_of(kind, name)
     config = {key: value for key, value in case.format.config.items() if key not in ("ignore", "ignored_layers")}
     model = copy.deepcopy(case.dequantised)
@@ -396,7 +399,7 @@ FIRST = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
         ("compressed fp8, blocks", "ignore", ["re:.*layers.0"], ["model.layers.0."]),
     ],
 )
-def test_modules_that_are_left_as_they_are(
+def test_modules_left_unquantized(
     kind: str, field: str, ignored: list[str], modules: list[str], tmp_path: Path, calls: list[Call]
 ) -> None:
     case = ignoring(kind, "llama", field, ignored, modules)
@@ -411,20 +414,20 @@ def test_modules_that_are_left_as_they_are(
     ]
     ours = Runner(model, 2, 16, 1, 32).run([Part(PROMPT, 0, [0, 1])])[0].float()
     coded, exact = (logits_of(case, PROMPT, quantising)[-1] for quantising in (True, False))
-    # Other roundings, as those of the dtype, lead to other codes: two results are as far apart as two roundings, each
-    # of them as far from the truth as `coded`.
+    # Other roundings, such as those of the dtype, lead to other quants: the two results may differ by two quantisation
+    # errors, each as large as that of `coded`.
     assert (ours - exact).norm() <= 2 * (exact - coded).norm()
     assert text[0] == exact.argmax()
 
 
-def test_a_stacked_projection_is_quantised_as_a_whole(tmp_path: Path) -> None:
+def test_merged_projection_is_quantised_as_a_whole(tmp_path: Path) -> None:
     case = ignoring("fp8, blocks", "llama", "modules_to_not_convert", FIRST[:1], FIRST[:1])
     with pytest.raises(ModelError, match=r"quantization_config: expected all or none of .*q_proj, .*k_proj, .*v_proj"):
         load(folder_of(case, tmp_path / "model"))
 
 
-def test_stacked_projections_share_the_largest_input_scale(tmp_path: Path) -> None:
-    """Parts of a product have one input. Under the largest of their scales nothing saturates that did not before."""
+def test_merged_projections_share_the_largest_input_scale(tmp_path: Path) -> None:
+    """Merged projections have one input. Under the largest of their scales nothing saturates that did not before."""
     case = case_of("fp8, static", "llama")
     gate, up = (f"model.layers.1.mlp.{part}_proj.input_scale" for part in ("gate", "up"))
     tensors = case.tensors | {gate: torch.tensor(0.25), up: torch.tensor(0.5)}
@@ -434,7 +437,7 @@ def test_stacked_projections_share_the_largest_input_scale(tmp_path: Path) -> No
         assert model.layers[1].mlp.gate_up.product.input_scale == 0.5
 
 
-def test_products_of_blocks_are_as_few_as_blocks_allow() -> None:
+def test_block_scaled_projections_are_merged_where_possible() -> None:
     rows = {}
     for name in MODELS:
         config = Config.parse(config_of(case_of("fp8, blocks", name)))
@@ -448,11 +451,11 @@ def test_products_of_blocks_are_as_few_as_blocks_allow() -> None:
     }
 
 
-# What is refused
+# Refusals
 
 
 def within(*path: str, **changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A change of an object inside of a ``quantization_config``."""
+    """Change an object inside of a ``quantization_config``."""
 
     def change(config: dict[str, Any]) -> dict[str, Any]:
         config = copy.deepcopy(config)
@@ -534,7 +537,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_a_config_asks_for_beyond_what_is_served(kind: str, change: Callable[..., Any], message: str) -> None:
+def test_unsupported_quantization_configs(kind: str, change: Callable[..., Any], message: str) -> None:
     values = config_of(case_of(kind, "llama"))
     with pytest.raises(ModelError, match=rf"^config: quantization_config[:.].*{message}"):
         Config.parse(values | {"quantization_config": change(values["quantization_config"])})
@@ -602,9 +605,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_bad_folder_is_refused_before_memory_is_taken(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_folder_is_refused_before_allocation(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, damage, message = DAMAGED[what]
     case = case_of(kind, "llama")
     tensors = dict(case.tensors)
@@ -619,7 +620,7 @@ def test_a_bad_folder_is_refused_before_memory_is_taken(
         load(folder_of(replace(case, tensors=tensors), tmp_path / "bad"))
 
 
-def test_quantised_weights_want_activations_of_16_bits(tmp_path: Path, folder: Callable[..., Path]) -> None:
+def test_quantised_weights_need_16_bit_activations(tmp_path: Path, folder: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match=r"^dtype: expected float16 or bfloat16 with quantised weights, got float32$"):
         load(folder("fp8, blocks", "llama"), dtype="float32")
     assert load(tmp_path / "fp8, blocks llama", dtype="float16").embedding.dtype == torch.float16
@@ -656,10 +657,11 @@ TINY = {
     ],
     ids=str,
 )
-def test_the_kernels_multiply_the_same_and_are_known_before(
+def test_kernels_match_and_warmup_compiles_them(
     quantization: Quantization, calls: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the host, checked for every access: prompts and steps, whose kernels `warmup` has compiled, of all layers."""
+    """On the host backend, which checks every access: prompts and decode steps of all layers, with kernels that
+    `warmup` compiled."""
     config = Config(**TINY, quantization=quantization)
     model = Decoder(config).randomise(3)
     limits = {"block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
@@ -673,7 +675,7 @@ def test_the_kernels_multiply_the_same_and_are_known_before(
     for product, x, out in list(calls):
         assert out.abs().max() > 0.0
         codes, _ = _in_groups(x) if product.block_rows else product._quantised(x)
-        # Tensor cores' sums of fp8 are that far from exact ones, and may be rounded to the next number of bfloat16.
+        # fp8 tensor core accumulators are that far from exact sums, and may round to the next bfloat16.
         atol = absolute_error(codes, product.weight.T) * float(out.abs().max())
         torch.testing.assert_close(out, product(x), rtol=2**-7, atol=2**-16 + atol)
 
@@ -685,7 +687,7 @@ def parts_of(model: Decoder) -> list[Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_tokens_on_a_gpu(kind: str, name: str, folder: Callable[..., Path]) -> None:
-    """As on the CPU; steps replay graphs."""
+    """The tokens of the CPU; decode steps replay graphs."""
     engine = Engine(load(folder(kind, name), "cuda"), max_seq_len=96, max_num_seqs=2)
     for text in engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=COUNT)):
         check_text(case_of(kind, name), text)

@@ -1,4 +1,4 @@
-"""What requests ask for beside tokens: cancelling, log-probabilities, hooks on logits, and where texts end."""
+"""Options of requests: cancelling, log-probabilities, hooks on logits, and stop tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def written(engine: Engine) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2], ids=["running", "in the middle of a prompt", "waiting"])
-def test_a_cancelled_request_leaves_the_others_as_they_are(victim: int, llama: Decoder) -> None:
+def test_cancelled_request_leaves_the_others_alone(victim: int, llama: Decoder) -> None:
     engine = Engine(llama, block_size=4, max_seq_len=96, max_num_seqs=2, max_num_batched_tokens=24)
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[1]]
     for prompt in prompts:
@@ -66,7 +66,7 @@ def test_a_cancelled_request_leaves_the_others_as_they_are(victim: int, llama: D
     assert sorted(engine._scheduler.free_slots) == [0, 1]
 
 
-def test_a_request_that_has_ended_is_not_cancelled(llama: Decoder) -> None:
+def test_ended_request_is_not_cancelled(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96)
     engine.generate([[3]], SamplingParams(max_tokens=1))
     for number in (0, 1, "0"):
@@ -88,7 +88,7 @@ def truth(tokens: Sequence[int]) -> torch.Tensor:
 
 def check(found: Logprobs | None, expected: torch.Tensor, token: int, count: int) -> None:
     assert found is not None
-    # 160 logits of at most some tens, by products of 96 float32 numbers and two layers.
+    # 160 logits of at most some tens, from dot products of 96 float32 numbers in two layers.
     assert math.isclose(found.token, expected[token], abs_tol=2e-4)
     assert len(found.top) == count
     values, order = expected.topk(count)
@@ -98,8 +98,9 @@ def check(found: Logprobs | None, expected: torch.Tensor, token: int, count: int
 
 
 @pytest.mark.parametrize("budget", [8192, 7], ids=["whole prompts", "prompts in parts"])
-def test_logprobs_are_those_of_the_model_in_float64(budget: int, llama: Decoder) -> None:
-    """Of the prompt and of what is drawn, with a request that asks for none, and one for another number of tokens."""
+def test_logprobs_match_the_model_in_float64(budget: int, llama: Decoder) -> None:
+    """For the prompt and for drawn tokens, in a batch with a request without logprobs and one with another number of
+    them."""
     engine = Engine(llama, max_seq_len=160, max_num_batched_tokens=budget)
     asked = {"temperature": 1.5, "max_tokens": 8, "seed": 3}
     plain = engine.add(PROMPTS[0], SamplingParams(**asked))
@@ -121,7 +122,7 @@ def test_logprobs_are_those_of_the_model_in_float64(budget: int, llama: Decoder)
         assert all(each.prompt_logprobs is None for each in mine[1:])
 
 
-def test_logprobs_are_those_of_logits_before_a_hook_writes(llama: Decoder) -> None:
+def test_logprobs_are_of_logits_before_hooks(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=160)
     engine.add(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=3, logprobs=2, logits_hook=bias({7: 1e4})))
     outputs = list(engine.run())
@@ -149,8 +150,8 @@ def test_logprobs_change_no_token_and_survive_preemption(llama: Decoder) -> None
 # Hooks
 
 
-def test_the_hook_of_an_engine_sees_every_row_and_text(llama: Decoder) -> None:
-    """Its logits are those after the tokens it is shown, and a token it forbids in place never comes."""
+def test_engine_hook_sees_every_row_and_sequence(llama: Decoder) -> None:
+    """Its logits follow the tokens that it gets, and a token that it masks in place is never drawn."""
     seen: list[Text] = []
 
     def hook(logits: torch.Tensor, rows: Sequence[Text]) -> None:
@@ -169,8 +170,8 @@ def test_the_hook_of_an_engine_sees_every_row_and_text(llama: Decoder) -> None:
         assert {one.num_prompt_tokens for one in mine} == {len(prompt)}
 
 
-def test_the_hook_of_a_request_is_its_own(llama: Decoder) -> None:
-    """It may return other logits; the other requests write what they write without it."""
+def test_request_hook_affects_only_its_request(llama: Decoder) -> None:
+    """It may return other logits; the other requests generate the same tokens as without it."""
     params = SamplingParams(max_tokens=8)
     engine = Engine(llama, max_seq_len=96)
     engine.add(PROMPTS[0], params)
@@ -185,14 +186,14 @@ def test_the_hook_of_a_request_is_its_own(llama: Decoder) -> None:
     assert found[2] == [7] * 8
 
 
-def test_a_hook_that_returns_another_shape_is_refused(llama: Decoder) -> None:
+def test_hook_that_returns_another_shape_is_refused(llama: Decoder) -> None:
     engine = Engine(llama, max_seq_len=96, logits_hook=lambda logits, rows: logits[:, :5])
     with pytest.raises(ModelError, match=r"logits_hook: expected None or logits of shape \(1, 160\), got \(1, 5\)"):
         engine.generate([[3]])
     assert not engine.busy
 
 
-def test_bias_and_min_p_are_their_formulas() -> None:
+def test_bias_and_min_p_match_their_formulas() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
     given = logits.clone()
     assert bias({4: 1.5, 9: -math.inf})(given, []) is None
@@ -219,11 +220,12 @@ def test_logits_without_hooks_are_not_copied(llama: Decoder) -> None:
     assert sample(logits, [SamplingParams()], [0.0]) == [0]
 
 
-# Where texts end
+# Stop tokens
 
 
-def test_stop_tokens_end_a_text_beside_the_models_own(llama: Decoder) -> None:
-    """`ignore_eos` is about the model's; `min_tokens` forbids both until there are so many tokens."""
+def test_stop_tokens_in_addition_to_the_models_own(llama: Decoder) -> None:
+    """`ignore_eos` concerns the model's EOS tokens; `min_tokens` forbids both kinds until there are that many
+    tokens."""
     expected = text(CASE, tuple(PROMPTS[0]), 24)
     eos, stop = expected[4], expected[7]
     assert expected.index(eos) == 4
@@ -266,7 +268,7 @@ def test_wrong_params_are_named(options: dict[str, object], message: str) -> Non
         SamplingParams(**options)  # type: ignore[arg-type]
 
 
-def test_a_stop_token_that_no_token_is_is_refused(llama: Decoder) -> None:
+def test_stop_token_outside_the_vocabulary_is_refused(llama: Decoder) -> None:
     with pytest.raises(ModelError, match="stop_token_ids: expected tokens from 0 to 159, got"):
         Engine(llama, max_seq_len=96).add([3], SamplingParams(stop_token_ids=(160,)))
 
@@ -278,8 +280,8 @@ def test_the_examples_of_the_page_run() -> None:
         exec(example.split("```")[0], names)
 
 
-def test_texts_are_those_without_options_behind_all_of_this(llama: Decoder) -> None:
-    """A hook that does nothing changes nothing."""
+def test_options_without_effect_change_no_token(llama: Decoder) -> None:
+    """Hooks that return their logits, logprobs, and no stop tokens."""
     engine = Engine(llama, max_seq_len=96, logits_hook=lambda logits, rows: None)
     params = SamplingParams(max_tokens=12, logprobs=2, logits_hook=lambda logits, rows: logits, stop_token_ids=())
     assert engine.generate(PROMPTS[:2], params) == texts(CASE, 12)[:2]

@@ -1,4 +1,4 @@
-"""The scheduler of requests, without a model: what it hands out has one owner, and all requests end."""
+"""The scheduler of requests, without a model: blocks and slots have one owner, and all requests end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(number: int, prompt: int, max_tokens: int) -> Request:
 
 
 def check(scheduler: Scheduler, num_blocks: int, num_slots: int) -> None:
-    """Every block and slot is free or has one owner; a running request has room for what is computed of it."""
+    """Every block and slot is free or has one owner; a running request has blocks for its computed tokens."""
     blocks = [block for each in scheduler.running for block in each.blocks]
     assert sorted(blocks + scheduler.free_blocks) == list(range(num_blocks))
     slots = [each.slot for each in scheduler.running]
@@ -48,10 +48,10 @@ def check(scheduler: Scheduler, num_blocks: int, num_slots: int) -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @given(data=st.data())
-def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> None:
-    """Through prompts in parts, steps, preemptions, texts that step back and requests that are cancelled.
+def test_blocks_and_slots_have_one_owner(kind: str, data: st.DataObject) -> None:
+    """Through chunked prompts, decode steps, preemptions, rollbacks and cancelled requests.
 
-    The oldest request always goes on, and no request is overtaken by one that came later.
+    The oldest request always makes progress, and no request is overtaken by a later one.
     """
     config = CONFIGS[kind]
     num_slots = data.draw(st.integers(1, 4), label="max_num_seqs")
@@ -61,7 +61,7 @@ def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> Non
     scheduler = Scheduler(config, num_blocks, BLOCK_SIZE, num_slots, budget)
     requests = [request(i, *size) for i, size in enumerate(sizes)]
     scheduler.waiting.extend(requests)
-    held: dict[Request, tuple[int, int]] = {}  # what the cache holds of a request: its slot and how many tokens
+    held: dict[Request, tuple[int, int]] = {}  # the cached part of a request: its slot and its number of tokens
     backs, cancelled = 4, set()
     for _ in range(1000):
         steps = scheduler.next_step()
@@ -109,8 +109,8 @@ def test_what_is_handed_out_has_one_owner(kind: str, data: st.DataObject) -> Non
     assert kind != "states" or not scheduler.preemptions
 
 
-def test_a_step_takes_prompts_beside_next_tokens() -> None:
-    """A prompt that is computed goes on while the next comes in parts."""
+def test_step_mixes_prompts_and_decode_tokens() -> None:
+    """A computed prompt goes on decoding while the next prompt is chunked."""
     scheduler = Scheduler(CONFIGS["both"], 8, BLOCK_SIZE, 2, 3)
     first, second = request(0, 2, 9), request(1, 7, 2)
     scheduler.waiting.extend([first, second])
@@ -125,8 +125,8 @@ def test_a_step_takes_prompts_beside_next_tokens() -> None:
     assert found == [[(0, 2), (1, 1)], [(0, 1), (1, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 1)]]
 
 
-def test_a_request_waits_for_a_slot() -> None:
-    """Though there are blocks enough for both."""
+def test_request_waits_for_a_slot() -> None:
+    """Though there are enough blocks for both."""
     scheduler = Scheduler(CONFIGS["attention"], 8, BLOCK_SIZE, 1, 8)
     first, second = request(0, 2, 1), request(1, 2, 1)
     scheduler.waiting.extend([first, second])
@@ -136,8 +136,8 @@ def test_a_request_waits_for_a_slot() -> None:
     assert scheduler.next_step() == [(second, 2)]
 
 
-def test_a_preempted_request_stays_before_newcomers() -> None:
-    """Two run in 5 blocks and one waits. The second gives its blocks back, and is admitted again before the third."""
+def test_preempted_request_stays_before_newcomers() -> None:
+    """Two run in 5 blocks and one waits. The second is preempted, and is admitted again before the third."""
     scheduler = Scheduler(CONFIGS["attention"], 5, BLOCK_SIZE, 3, 8)
     requests = [request(0, 4, 10), request(1, 4, 10), request(2, 12, 1)]
     scheduler.waiting.extend(requests)

@@ -1,4 +1,4 @@
-"""Generated mutants that are known to change no result. `python -m tests.mutation` names those that are gone."""
+"""Generated mutants that are known to change no result. `python -m tests.mutation` names those that no longer exist."""
 
 from __future__ import annotations
 

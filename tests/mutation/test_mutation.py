@@ -1,4 +1,4 @@
-"""The tools that break kernels and plans. (Whether the tests notice is for `python -m tests.mutation` to say.)"""
+"""The tools that mutate kernels and plans. (`python -m tests.mutation` says whether the tests notice.)"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ THIS = "tests/mutation/test_mutation.py"
 
 
 def _results(text: str, operator: str) -> list[str]:
-    """`text` with each mutant of an operator in it."""
+    """`text` after each mutation of an operator."""
     return [one.apply(text) for one in operators.mutants_of("test.cu", text) if one.operator == operator]
 
 
@@ -82,16 +82,16 @@ def test_operator(operator: str, statement: str, results: Sequence[str]) -> None
         "void f(const float* x, int64_t n);",
     ],
 )
-def test_what_is_no_code_is_left_alone(text: str) -> None:
+def test_comments_and_strings_are_left_alone(text: str) -> None:
     assert operators.mutants_of("test.cu", text) == []
 
 
-def test_what_the_host_compiles_is_code() -> None:
+def test_host_only_code_is_mutated() -> None:
     text = "#if PYOPS_HIP\nint a = 1;\n#elif PYOPS_HOST\nint a = 2;\n#else\nint a = 3;\n#endif\nint b = 4;"
     assert [one.text for one in code.tokens(text) if one.kind == "number"] == ["2", "4"]
 
 
-def test_names_survive_what_changes_no_code() -> None:
+def test_names_survive_edits_that_change_no_code() -> None:
     """Comments, line breaks, and edits elsewhere in the file."""
     before = "void f() { if (a < b) x = 1; }"
     after = "void g(int n);\n// f\nvoid f() {\n    if (a <\n        b)  // always\n        x = 1;\n}"
@@ -112,7 +112,7 @@ def _text(mutant: Mutant) -> str:
 
 
 def test_every_kernel_has_mutants() -> None:
-    """But those that call one function of a header."""
+    """Except for kernels that only call one function of a header."""
     kernels = [file for file in kernels_cu.names() if file.endswith(".cu")]
     without = {file for file in kernels if not operators.mutants_of(file, kernels_cu.read(file))}
     of_fp4 = {"quantize/scaled_fp4_quant.cu", "quantize/silu_and_mul_nvfp4_quant.cu"}
@@ -131,8 +131,8 @@ def test_declarations() -> None:
     assert [one.name for one in code.declarations(code.tokens(text))] == ["a_t", "B", "C", "d", "", "e"]
 
 
-def test_the_kernels_that_use_a_declaration() -> None:
-    """By its name, or by way of another declaration."""
+def test_kernels_that_use_a_declaration() -> None:
+    """By its name, or through another declaration."""
     assert choose.kernels_with("sampling/softmax.cu", "softmax") == {"sampling/softmax.cu"}
     assert choose.kernels_with("sampling/philox.cuh", "philox") <= choose.kernels_with("sampling/philox.cuh", "")
     with_mask = choose.kernels_with("include/mma.cuh", "mma_m16n8k16")
@@ -140,7 +140,7 @@ def test_the_kernels_that_use_a_declaration() -> None:
     assert "norm/rms_norm.cu" not in with_mask
 
 
-def test_semantic_mutants_stand_once() -> None:
+def test_semantic_mutants_occur_once() -> None:
     mutants, problems = anchored(SEMANTIC)
     assert not problems, "\n".join(problems)
     assert len({one.name for one in mutants}) == len(mutants)
@@ -151,7 +151,7 @@ def test_semantic_mutants_stand_once() -> None:
     assert {one.file.split("/")[1] for one in functions} == packages
 
 
-def test_semantic_mutants_that_do_not_stand_are_listed() -> None:
+def test_missing_semantic_mutants_are_listed() -> None:
     written = [Semantic("include/row.cuh", "why", "no such = code;", ";"), Semantic("no/file.cu", "why", "x", "y")]
     mutants, problems = anchored(written)
     assert mutants == []
@@ -174,7 +174,7 @@ def test_semantic_mutants_that_do_not_stand_are_listed() -> None:
         ("self._pairs.clear()", "pass", (), "names no file of tests"),
     ],
 )
-def test_mutants_of_python_that_are_none_are_listed(old: str, new: str, tests: tuple[str, ...], problem: str) -> None:
+def test_invalid_python_mutants_are_listed(old: str, new: str, tests: tuple[str, ...], problem: str) -> None:
     mutants, problems = anchored([Semantic("pyops/integrations/vllm/parts/_replaced.py", "why", old, new, tests)])
     assert mutants == []
     assert problem in problems[0]
@@ -202,7 +202,7 @@ print(mutant.within, mutant.is_plan, before, held(5), run("power_of_two"), tunin
 """
 
 
-def test_a_mutant_of_python_is_in_the_process_and_in_those_that_it_starts(tmp_path: Path) -> None:
+def test_python_mutant_reaches_child_processes(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHANGED, str(tmp_path / "site")],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
@@ -226,7 +226,7 @@ def _some(count: int, file: str, operator: str) -> list[Mutant]:
 
 
 def test_sample() -> None:
-    """The same for the same seed; operators and files take turns."""
+    """The same for the same seed; operators and files alternate."""
     mutants = _some(50, "a.cu", "constant") + _some(2, "a.cu", "barrier") + _some(5, "b.cu", "index")
     chosen = sample(mutants, 4, seed=3)
     assert chosen == sample(mutants, 4, seed=3) != sample(mutants, 4, seed=4)
@@ -270,8 +270,8 @@ def test_changes_of_a_plan() -> None:
         assert one.within == "example.plan"
 
 
-def test_another_value_of_a_constant() -> None:
-    """No truth is doubled, which would be the same to a kernel."""
+def test_changed_constant_differs() -> None:
+    """True is not doubled, because a kernel would see no change."""
     (function,) = ast.parse(PLAN).body
     assert isinstance(function, ast.FunctionDef)
     (doubled,) = (one.new for one in plans.changed("plan.py", PLAN, function) if one.new.endswith("(rows)"))
@@ -283,7 +283,7 @@ def test_plans_of_every_op_have_mutants() -> None:
     assert {name for one in plans.mutants() for name in plans.ops_of(one)} == registry.keys()
 
 
-def test_score() -> None:
+def test_score_counts_killed_mutants() -> None:
     assert score(Counter(killed=19, survived=1, equivalent=7, invalid=3)) == 0.95
     assert score(Counter(killed=1, timeout=1)) == 0.5
     assert score(Counter(invalid=1)) == 1.0
@@ -342,8 +342,8 @@ print(told)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks are ended as Linux ends them")
-def test_no_time_and_not_all_tests(tmp_path: Path) -> None:
-    """A run whose time is over ends like any other; one that lacks tests judges nothing, and says why."""
+def test_no_time_and_missing_tests(tmp_path: Path) -> None:
+    """A run out of time ends normally; a run without all tests judges nothing, and says why."""
     (tmp_path / "test_right.py").write_text("def test() -> None:\n    pass\n")
     (tmp_path / "test_wrong.py").write_text("import no_such_module\n")
     done = subprocess.run(

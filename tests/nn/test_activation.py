@@ -58,7 +58,7 @@ def test_equal_to_eager_torch(name: str, dtype: torch.dtype) -> None:
 
 
 def _swigluoai(x: Tensor) -> Tensor:
-    """As transformers has it in GptOssExperts, in float64."""
+    """The formula of GptOssExperts in transformers, in float64."""
     gate, up = x.double()[..., ::2].clamp(max=7.0), x.double()[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
@@ -83,17 +83,17 @@ def test_one_rounding_from_float64(name: str, dtype: torch.dtype) -> None:
         x = torch.randn(shape).to(dtype) * 4
         result = of_all_methods(make(), x)
         assert result.dtype == dtype
-        # Half a unit of rounding, and in float32 a few more of the operations.
+        # Half an ulp of rounding, and in float32 a few ulps of the operations.
         rtol = {torch.float32: 2**-20, torch.float16: 2**-11 + 2**-20, torch.bfloat16: 2**-8 + 2**-20}[dtype]
         rtol += (
             1.702 * max(x.abs().flatten().tolist(), default=0.0) * 2**-24
-        )  # what an argument's rounding makes of an exponential
+        )  # for the rounding of an exponential's argument
         atol = {torch.float32: 1e-30, torch.float16: 2.0**-25, torch.bfloat16: 1e-30}[dtype]  # half a subnormal
         torch.testing.assert_close(result.double(), expected(x), rtol=rtol, atol=atol)
 
 
 def test_new_gelu() -> None:
-    """GPT-2's, whose cube transformers takes by another function: close, not equal."""
+    """GPT-2's; transformers computes the cube by another function: close, not equal."""
     x = torch.randn(7, 33) * 3
     expected = transformers.activations.NewGELUActivation()(x.double())
     torch.testing.assert_close(of_all_methods(layers.NewGELU(), x).double(), expected, rtol=1.3e-6, atol=1e-6)
@@ -104,7 +104,7 @@ def test_new_gelu() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_xielu(dtype: torch.dtype) -> None:
-    """State and result of transformers'."""
+    """State and result equal those of transformers."""
     theirs = transformers.activations.XIELUActivation(dtype=dtype)
     ours = layers.XIELU(dtype=dtype)
     assert set(ours.state_dict()) == set(theirs.state_dict()) == {"alpha_p", "alpha_n", "beta", "eps"}
@@ -121,7 +121,7 @@ def test_xielu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("sparsity", [0.5, 0.95])
 def test_gelu_and_mul_sparse(sparsity: float, approximate: str) -> None:
-    """As Gemma 3n has it."""
+    """As in Gemma 3n."""
     config = transformers.Gemma3nTextConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, activation_sparsity_pattern=[sparsity]
     )
@@ -153,14 +153,14 @@ def test_any_strides(layer: Any) -> None:
         (lambda: layers.SiluAndMul().forward_cuda(torch.zeros(2, 3)), "silu_and_mul: input: expected a last dimension"),
     ],
 )
-def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
     assert issubclass(OpError, ValueError)
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_the_kernels_compute_the_same() -> None:
+def test_kernels_compute_the_same() -> None:
     x = torch.randn(3, 32, dtype=torch.bfloat16)
     for layer in (layers.SiluAndMul(), layers.FatreluAndMul(0.25), layers.FastGELU(), layers.XIELU()):
         with testing.cpu("kernels"):

@@ -1,4 +1,4 @@
-"""torch.compile of a model made of layers: one graph, for any number of tokens, with the results of eager calls."""
+"""torch.compile of a model of layers: one graph for any number of tokens, with the results of eager calls."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_one_graph_for_all_batches(platform: Any, how: str) -> None:
     assert called == ({f"pyops.{op}" for op in ops} if platform == "cuda" else set())
 
 
-def test_the_two_ways_agree() -> None:
+def test_native_methods_and_ops_agree() -> None:
     models = []
     for platform in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -109,9 +109,9 @@ def test_the_two_ways_agree() -> None:
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 @pytest.mark.slow
-def test_inductor_fuses_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gated MLP after a norm, off by the default of a model that inductor compiles."""
-    # For one kernel, torch's headers take longer to precompile than to compile, and so do its trials of vector ISAs.
+def test_inductor_fuses_disabled_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gated MLP after a norm; a model that inductor compiles disables them by default."""
+    # For one kernel, precompiling torch's headers and trying vector ISAs take longer than compiling.
     monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", False)
     monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
     torch.manual_seed(0)
@@ -234,7 +234,8 @@ def test_mixers_are_one_graph(decodes: bool) -> None:
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-        # First come numbers that are no size of a weight, for which torch would take them, and never a single prompt.
+        # The first batch has numbers that equal no size of a weight, which torch would identify, and more than one
+        # prompt.
         for lengths in ([1, 4, 6, 3, 5, 2], [1, 5, 2], [1, 3, 2, 4]):
             starts = torch.tensor([0, *lengths]).cumsum(0).int()
             states = [torch.randn(8, 16, 2), torch.randn(8, 24, 2)], [torch.randn(8, 16, 4), torch.randn(8, 4, 4, 4)]
@@ -250,7 +251,7 @@ def test_mixers_are_one_graph(decodes: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="inductor needs a C compiler")
 def test_cuda_graphs() -> None:
-    """`mode="reduce-overhead"` captures the kernels; replays give what eager calls give."""
+    """`mode="reduce-overhead"` captures the kernels; replays equal eager calls."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     with torch.device("cuda"), set_custom_ops("all"):
@@ -267,7 +268,7 @@ def test_cuda_graphs() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_of_segments_and_of_short_convolutions() -> None:
+def test_graph_of_segments_and_short_convolutions() -> None:
     """Attention in segments and the short convolution read no lengths on the host."""
     torch.manual_seed(0)
     with torch.device("cuda"), set_custom_ops("all"):

@@ -54,7 +54,7 @@ def relu3() -> type[CustomOp]:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Where a configuration names ops of which no instance is made."""
+    """Configurations may name ops without an instance."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="custom_ops: ")
         yield
@@ -79,7 +79,7 @@ CASES = [
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(("entries", "mode", "backend", "default_on", "on"), CASES)
-def test_which_ops_are_on(
+def test_enabled_ops(
     entries: str, mode: int, backend: str, default_on: bool, on: list[int], relu3: type[CustomOp]
 ) -> None:
     assert len(CASES) == 16
@@ -101,13 +101,13 @@ def test_which_ops_are_on(
 
 
 @pytest.mark.parametrize("entries", ["all,none", "all,+rms_norm,all", ["none", "none"], "rms_norm", "+", "-", "*all"])
-def test_entries_that_are_refused(entries: str | list[str]) -> None:
+def test_bad_entries_are_refused(entries: str | list[str]) -> None:
     with pytest.raises(ValueError, match="custom_ops: expected"), set_custom_ops(entries):
         pass
 
 
 @pytest.mark.usefixtures("quiet")
-def test_an_op_on_and_off_is_refused_when_it_is_asked_for() -> None:
+def test_op_both_on_and_off_is_refused_when_asked_for() -> None:
     with set_custom_ops("+rms_norm,-rms_norm"):
         assert SiluAndMul().enabled()
         with pytest.raises(ValueError, match="custom_ops: rms_norm is both"):
@@ -123,7 +123,7 @@ def test_elements_are_split_on_commas() -> None:
     assert CompilationConfig(mode=CompilationMode.VLLM_COMPILE).custom_ops == ["none"]
 
 
-def test_without_a_configuration_all_are_on() -> None:
+def test_all_are_on_without_a_configuration() -> None:
     before = get_compilation_config()
     assert before.custom_ops == ["all"]
     assert RMSNorm.enabled()
@@ -133,18 +133,18 @@ def test_without_a_configuration_all_are_on() -> None:
     assert get_compilation_config() is before
 
 
-def test_entries_without_effect_are_warned_of_once() -> None:
+def test_entries_without_effect_warn_once() -> None:
     with pytest.warns(UserWarning, match="custom_ops") as caught, set_custom_ops("+nothing,-gelu_new,-rms_norm"):
         RMSNorm(16)
     assert [str(warning.message) for warning in caught] == [
         "custom_ops: gelu_new is not present in the model, its entry has no effect",
         "custom_ops: nothing does not exist or was not imported, its entry has no effect",
     ]
-    with set_custom_ops("+nothing"):  # nothing was made
+    with set_custom_ops("+nothing"):  # no layer was made
         pass
 
 
-def test_a_class_without_a_name_is_warned_of_once() -> None:
+def test_class_without_a_name_warns_once() -> None:
     class Nameless(CustomOp):
         def forward_native(self) -> str:
             return "native"
@@ -153,7 +153,7 @@ def test_a_class_without_a_name_is_warned_of_once() -> None:
         with pytest.warns(UserWarning, match="Nameless is not registered"):
             made = Nameless()
         assert made() == "native"
-        assert not Nameless.enabled()  # and says nothing more
+        assert not Nameless.enabled()  # and warns no more
     assert config.disabled_custom_ops == {"Nameless": 1}
 
 
@@ -174,7 +174,7 @@ METHODS = {"cuda": "cuda", "rocm": "hip", "cpu": "cpu", "tpu": "tpu", "xpu": "xp
 
 @pytest.mark.parametrize("platform", METHODS)
 def test_dispatch(platform: Any) -> None:
-    """To the method of the platform; what is not given falls back as it should."""
+    """To the method of the platform; a missing method falls back as it should."""
 
     @CustomOp.register("each_has_its_own")
     class Each(CustomOp):
@@ -263,7 +263,7 @@ def test_register() -> None:
 
 
 def test_out_of_tree_rotary_embedding() -> None:
-    """As a plugin does it."""
+    """Registered as a plugin does it."""
 
     @RotaryEmbedding.register_oot
     class DummyRotaryEmbedding(RotaryEmbedding):
@@ -275,7 +275,7 @@ def test_out_of_tree_rotary_embedding() -> None:
     assert type(made) is DummyRotaryEmbedding
     assert made.addition_config
     assert op_registry_oot == {"RotaryEmbedding": DummyRotaryEmbedding}
-    # The configuration still knows it by the name of the op.
+    # The configuration still uses the name of the op.
     assert DummyRotaryEmbedding.name == "rotary_embedding"
     with set_custom_ops("all,-rotary_embedding"):
         assert not RotaryEmbedding(16, 16, 16, 16, True, torch.float16).enabled()
@@ -303,12 +303,12 @@ def test_forms_of_register_oot(form: str) -> None:
     class Other(RMSNorm):
         pass
 
-    assert type(Other(4)) is Other  # the class of that name alone is replaced
+    assert type(Other(4)) is Other  # only the class of that name is replaced
     with pytest.raises(ValueError, match="duplicate op name: RMSNorm is replaced by Mine"):
         RMSNorm.register_oot(Other)
 
 
-def test_what_cannot_replace_a_class() -> None:
+def test_bad_replacements_are_refused() -> None:
     with pytest.raises(TypeError, match="register_oot: expected a class, got 3"):
         RMSNorm.register_oot(3)
     with pytest.raises(TypeError, match="expected a class"):
@@ -346,9 +346,7 @@ def test_pluggable_layers_are_replaced_too() -> None:
         (2, "aot_eager", True, True),
     ],
 )
-def test_the_native_method_of_an_op_that_is_off_is_compiled(
-    mode: int, backend: str, enable: bool, compiled: bool
-) -> None:
+def test_native_method_of_a_disabled_op_is_compiled(mode: int, backend: str, enable: bool, compiled: bool) -> None:
     @CustomOp.register("native")
     class Native(CustomOp):
         def __init__(self) -> None:
@@ -376,7 +374,7 @@ def test_inductor_gets_no_partition_of_graphs(monkeypatch: pytest.MonkeyPatch) -
     assert seen == {"dynamic": True, "backend": "inductor"}
 
 
-def test_a_subclass_may_choose_another_method() -> None:
+def test_subclass_may_choose_another_method() -> None:
     class Reversed(SiluAndMul):
         def __init__(self) -> None:
             super().__init__()
@@ -385,8 +383,8 @@ def test_a_subclass_may_choose_another_method() -> None:
     assert Reversed()(torch.zeros(2)) == "mine"
 
 
-def test_a_weight_that_requires_grad_gets_one() -> None:
-    """Also where no argument does."""
+def test_weight_that_requires_grad_gets_a_gradient() -> None:
+    """Also if no argument requires grad."""
     with set_custom_ops("all", platform="cuda"):
         layer = RMSNorm(8)
     x = torch.arange(16.0).view(2, 8)

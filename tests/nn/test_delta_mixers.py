@@ -1,4 +1,5 @@
-"""Mixers by the gated delta rule against those of transformers with the same weights: prompts, their pieces, steps."""
+"""Mixers with the gated delta rule against transformers with the same weights: prompts, chunked prompts, decode
+steps."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ SIZES: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
-# What a layer of transformers draws its parameters by; the test draws them anew.
+# The generator of transformers' parameters; the test draws them again.
 DRAWN = {"linear_a_log_min": 1.0, "linear_a_log_max": 16.0, "linear_dt_min": 1e-3, "linear_dt_max": 0.1}
 DRAWN |= {"linear_dt_init_floor": 1e-4, "dtype": None, "layer_types": ["linear_attention"]}
 MODES = ["reference", pytest.param("kernels", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler"))]
 
 
 def theirs_and_ours(kind: str) -> tuple[Any, Any]:
-    """Layers with the same random weights: of transformers, and of this library."""
+    """Layers with the same random weights: one of transformers and one of this library."""
     torch.manual_seed(5)
     name = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "olmo_hybrid": "OlmoHybrid"}[kind]
     modeling = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}")
@@ -49,7 +50,7 @@ def theirs_and_ours(kind: str) -> tuple[Any, Any]:
     if kind == "olmo_hybrid":
         ours: Any = layers.OlmoHybridGatedDeltaNetAttention(config, None)
         weights["in_proj_qkvg.weight"] = joined("q_proj", "k_proj", "v_proj", "g_proj")
-        if "conv1d.weight" not in weights:  # of older versions of transformers
+        if "conv1d.weight" not in weights:  # in older versions of transformers
             weights["conv1d.weight"] = joined("q_conv1d", "k_conv1d", "v_conv1d")
     else:
         ours = layers.QwenGatedDeltaNetAttention(config, None, "layer", kind == "qwen3_next")
@@ -61,13 +62,13 @@ def theirs_and_ours(kind: str) -> tuple[Any, Any]:
 
 
 def states() -> tuple[Tensor, Tensor]:
-    """Of five slots, whose contents no sequence without an initial state may read."""
+    """Five state slots. No sequence without an initial state may read their contents."""
     return torch.full((5, 96, 3), torch.nan), torch.full((5, 4, 8, 16), torch.nan)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
-def test_is_that_of_transformers(kind: str, mode: Any) -> None:
+def test_matches_transformers(kind: str, mode: Any) -> None:
     theirs, ours = theirs_and_ours(kind)
     texts = [torch.randn(length, 32) for length in LENGTHS]
     expected = torch.cat([theirs(text[None])[0] for text in texts])
@@ -75,7 +76,7 @@ def test_is_that_of_transformers(kind: str, mode: Any) -> None:
     with testing.cpu(mode):
         for method in (ours.forward_native, ours.forward_cuda):
             torch.testing.assert_close(method(torch.cat(texts), None, None, starts), expected, rtol=1e-4, atol=1e-5)
-        # In two pieces, and the last two tokens of each one by one.
+        # In two pieces, and the last two tokens of each sequence one by one.
         kept, slots, found = states(), torch.tensor([3, 0, 4]), [[], [], []]
         cuts = [[0, 2, length - 2, length - 1, length] for length in LENGTHS]
         cuts[1] = [0, 1, 1, 2, 3]
@@ -91,8 +92,8 @@ def test_is_that_of_transformers(kind: str, mode: Any) -> None:
     assert bool(torch.stack([kept[0][[1, 2]].isnan().all(), kept[1][[1, 2]].isnan().all()]).all())
 
 
-def test_steps_beside_prompts() -> None:
-    """The first sequence takes a step, the second is a prompt of a slot that is no state yet."""
+def test_decode_steps_next_to_prompts() -> None:
+    """The first sequence takes a decode step, the second is a prompt in a slot without a state."""
     _, ours = theirs_and_ours("qwen3_next")
     text, other, kept = torch.randn(6, 32), torch.randn(4, 32), states()
     expected = ours(text), ours(other)
@@ -104,7 +105,7 @@ def test_steps_beside_prompts() -> None:
     torch.testing.assert_close(y, torch.cat((expected[0][5:], expected[1])), rtol=1e-4, atol=1e-5)
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     config = SimpleNamespace(**SIZES, linear_use_gate=False)
     with pytest.raises(ValueError, match="OlmoHybridGatedDeltaNetAttention: config: expected linear_use_gate"):
         layers.OlmoHybridGatedDeltaNetAttention(config, None)

@@ -86,7 +86,7 @@ def test_prompts_with_initial_states(dtype: torch.dtype, mode: Any) -> None:
 
 
 def test_without_norms_and_states() -> None:
-    """Every method computes alike; the state begins with zeros, and rows of a batch are sequences."""
+    """All methods agree; the state begins with zeros, and rows of a batch are sequences."""
     call = drawn(torch.float32) | {"initial_state": torch.zeros(4, VALUE_HEADS, VALUE_SIZE, KEY_SIZE)}
     call["k"] = normalize(call["k"], dim=-1)
     right, states = truth(call, normalised=False)

@@ -1,4 +1,4 @@
-"""Layers of experts: the same by every method, weights of checkpoints, experts on several ranks."""
+"""MoE layers: all methods agree, checkpoints load, experts on several ranks add up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS, EXPERTS, HIDDEN, CHANNELS = 9, 8, 64, 32
 
 @pytest.fixture(autouse=True)
 def on_cuda() -> Iterator[None]:
-    """Layers are made as where CUDA is: their ops then run their references."""
+    """Make layers as on CUDA; their ops then run their references."""
     with set_custom_ops("all", platform="cuda"):
         yield
 
@@ -68,7 +68,7 @@ def test_methods_agree(options: dict[str, Any]) -> None:
     assert native.abs().max() > 0.1
 
 
-def test_a_layer_by_hand() -> None:
+def test_layer_by_hand() -> None:
     layer, (x, logits) = filled(FusedMoE(EXPERTS, 3, HIDDEN, CHANNELS)), inputs()
     chances, ids = logits.double().softmax(1).topk(3, 1)
     chances = chances / chances.sum(1, keepdim=True)
@@ -84,8 +84,8 @@ def test_a_layer_by_hand() -> None:
         assert (method(x, ids, chances) - exact).abs().max() <= 2.0**-20 * exact.abs().max()
 
 
-def test_what_is_added_to_experts() -> None:
-    """A gate of the layer, shared experts, transforms of the input and of the sum, the scale of the sum; by hand."""
+def test_shared_experts_transforms_and_scale() -> None:
+    """The layer's own gate, shared experts, transforms of the input and of the sum, the scale of the sum; by hand."""
     torch.manual_seed(3)
     wide = 48
     gate, down, up, shared = (
@@ -113,8 +113,8 @@ def test_what_is_added_to_experts() -> None:
         assert isinstance(layer.shared_experts(x), tuple)
 
 
-def test_a_scaled_sum_in_float16() -> None:
-    """Beside shared experts these are divided, as vLLM does it: the model multiplies later."""
+def test_scaled_sum_in_float16() -> None:
+    """Shared experts are divided by the scale, as in vLLM: the model multiplies later."""
     given = {"routed_scaling_factor": 4.0, "apply_routed_scale_to_output": True, "params_dtype": torch.float16}
     x, logits = (one.half() for one in inputs())
     layer = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, **given))
@@ -123,7 +123,7 @@ def test_a_scaled_sum_in_float16() -> None:
     torch.testing.assert_close(layer(x, logits), alone / 4 + x / 4, rtol=2.0**-9, atol=2.0**-10)
 
 
-def test_experts_by_the_table_of_tokens() -> None:
+def test_experts_selected_by_a_token_table() -> None:
     table = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(20)]).int()
     layer = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, scoring_func="sqrtsoftplus", hash_indices_table=table))
     (x, logits), tokens = inputs(), torch.arange(TOKENS) * 2
@@ -158,8 +158,8 @@ def test_switches() -> None:
     assert layer.quant_method._forward_method == layer.quant_method.forward_native
 
 
-def test_the_kernel_of_a_modular_method() -> None:
-    """It is called where the layer is on; where it is off, the method before it computes."""
+def test_kernel_of_a_modular_method() -> None:
+    """It is called if the layer is on; otherwise the previous method computes."""
     calls = []
 
     def kernel(*args: Any, **options: Any) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_the_kernel_of_a_modular_method() -> None:
 
 @pytest.mark.parametrize("ep_size", [None, 2])
 def test_ranks_divide_channels_or_experts(ep_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of a checkpoint, loaded by two ranks, whose results add up to those of one."""
+    """A checkpoint, loaded by two ranks, gives results that add up to those of one rank."""
     whole, given = filled(FusedMoE(EXPERTS, 2, HIDDEN, CHANNELS, has_bias=True)), inputs()
     names = FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", EXPERTS)
     assert len(names) == 3 * EXPERTS
@@ -205,7 +205,7 @@ def test_ranks_divide_channels_or_experts(ep_size: int | None, monkeypatch: pyte
     assert (total - expected).abs().max() <= 2.0**-19 * expected.abs().max()
 
 
-def test_gates_and_ups_by_turns_are_loaded_by_turns() -> None:
+def test_interleaved_gate_and_up_stay_interleaved() -> None:
     layer = FusedMoE(2, 1, 4, 3, activation="swigluoai")
     gate, up = torch.ones(3, 4), torch.full((3, 4), 2.0)
     layer.weight_loader(layer.w13_weight, gate, "gate", "w1", 1)
@@ -233,7 +233,7 @@ def test_gates_and_ups_by_turns_are_loaded_by_turns() -> None:
         ({"zero_expert_type": "identity"}, "zero_expert_type"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], name: str) -> None:
+def test_refused(options: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"FusedMoE: {name}"):
         FusedMoE(**{"num_experts": EXPERTS, "top_k": 2, "hidden_size": HIDDEN, "intermediate_size": CHANNELS} | options)
 

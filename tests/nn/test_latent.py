@@ -1,4 +1,4 @@
-"""Multi-head latent attention as a layer, against transformers' attention of DeepSeek-V3."""
+"""The MLA layer against transformers' attention of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def layer_of(theirs: Any, rope: int) -> MultiHeadLatentAttentionWrapper:
 
 @pytest.mark.parametrize("forward", ["forward_native", "forward_cuda"])
 @pytest.mark.parametrize(("q_lora_rank", "kv_lora_rank", "rope"), [(20, 24, 8), (None, 512, 64)])
-def test_prompts_and_steps_are_those_of_transformers(
+def test_prompts_and_steps_match_transformers(
     forward: str, q_lora_rank: int | None, kv_lora_rank: int, rope: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of 7 tokens, then its next token together with a prompt of 5, in blocks of 4 that lie anywhere.
+    """A prompt of 7 tokens, then its next token together with a prompt of 5, in scattered blocks of 4.
 
-    Keys and values are made of three heads, and then of the fourth.
+    Keys and values are expanded for three heads, and then for the fourth.
     """
     monkeypatch.setattr(latent, "_HEADS_AT_ONCE", 3)
     theirs, angles = attention(q_lora_rank, kv_lora_rank, rope)
@@ -73,7 +73,7 @@ def test_prompts_and_steps_are_those_of_transformers(
             expected.append(theirs(hidden, angles(hidden, torch.arange(count)[None]), mask)[0][0])
         cache = torch.full((6, 4, kv_lora_rank + rope), torch.nan)
         tables = torch.tensor([[4, 1], [0, 3]])
-        cache[tables] = 0.0  # products with unused slots of used blocks have no weight, and must be numbers
+        cache[tables] = 0.0  # unused slots have no weight, but must be finite
         slots = [[16 + i if i < 4 else i for i in range(8)], [0, 1, 2, 3, 12]]
         first = call(
             torch.arange(7),
@@ -100,7 +100,7 @@ def test_prompts_and_steps_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("forward", ["forward_native", "forward_cuda"])
-def test_tokens_without_a_slot_are_not_kept(forward: str) -> None:
+def test_tokens_without_a_slot_are_dropped(forward: str) -> None:
     theirs, _ = attention(20, 24, 8)
     cache = torch.zeros(2, 4, 32)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_tokens_without_a_slot_are_not_kept(forward: str) -> None:
 
 
 def test_prompts_are_traced_as_one_graph() -> None:
-    """Though products write keys next to their rotated elements, in tensors with gaps."""
+    """Though GEMMs write keys next to their rotated elements, in tensors with gaps."""
     query, up, entries = torch.randn(10, 40, 24), torch.randn(40, 28, 32), torch.randn(4, 4, 40)
     texts = torch.tensor([[2, 1, 3]]), torch.tensor([10]), torch.tensor([0, 10])
     attend, call = latent.expanded_attention, (query, up, entries, *texts, 0.2, torch.ones(1))
@@ -126,7 +126,7 @@ def test_prompts_are_traced_as_one_graph() -> None:
         assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(*call), expected)
 
 
-def test_what_is_missing_or_not_supported_is_refused() -> None:
+def test_unsupported_or_missing_arguments_are_refused() -> None:
     theirs, _ = attention(20, 24, 8)
     modules = MLAModules(theirs.kv_a_layernorm, theirs.kv_b_proj, None, theirs.o_proj)
     with pytest.raises(ValueError, match="mla_modules: expected fused_qkv_a_proj with q_lora_rank=20"):

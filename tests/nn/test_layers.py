@@ -1,4 +1,4 @@
-"""Which layers there are."""
+"""The list of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import vllm_signatures
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
 
-# Those of vLLM 0.22, by name and class.
+# The layers of vLLM 0.22, by name and class.
 REGISTERED = {
     one["name"]: cls for cls, one in json.loads(vllm_signatures.TABLE.read_text())["layers"].items() if one["name"]
 }
@@ -31,7 +31,7 @@ def _missing() -> dict[str, str]:
     return {name: cls for name, (cls, _) in layers.MISSING.items()}
 
 
-def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
+def test_every_registered_name_is_there_or_listed_as_missing() -> None:
     own = _own()
     assert {name: cls.__name__ for name, cls in own.items()} | _missing() == REGISTERED
     assert not own.keys() & layers.MISSING.keys()
@@ -56,12 +56,12 @@ def test_every_registered_name_is_there_or_said_to_be_missing() -> None:
         ("nothing", "pyops.nn has no layer nothing"),
     ],
 )
-def test_asking_for_what_is_not_there(name: str, message: str) -> None:
+def test_unknown_layer_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layers.get_layer_class(name)
 
 
-def test_what_is_exported_is_what_modules_export() -> None:
+def test_exports_are_those_of_the_modules() -> None:
     for module in ("activation", "linear", "merged", "rotary"):
         names = importlib.import_module(f"pyops.nn.{module}").__all__
         assert set(names) <= set(layers.__all__)
@@ -85,14 +85,14 @@ def _table() -> str:
     return "\n".join(rows)
 
 
-def test_the_page_lists_the_layers() -> None:
+def test_page_lists_the_layers() -> None:
     assert _docs_section("layers") == _table(), _table()
     reasons = [f"| `{name}` | `{cls}` | {reason} |" for name, (cls, reason) in layers.MISSING.items()]
     assert _docs_section("missing") == "\n".join(["| name | class | why |", "|---|---|---|", *reasons])
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_the_examples_of_the_page_run(number: int) -> None:
+def test_examples_of_the_page_run(number: int) -> None:
     examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert len(examples) == 5
     before = dict(op_registry_oot)

@@ -1,4 +1,4 @@
-"""Linear layers, embedding, head and logits: on one rank, and on two against one."""
+"""Linear layers, embedding, LM head and logits: on one rank, and on two against one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 def filled(layer: Any, seed: int, *shard_ids: Any) -> dict[str, Tensor]:
-    """What a checkpoint holds of `layer`, the whole, after it was loaded; all shards or those of these ids."""
+    """The checkpoint tensors of the whole `layer` after loading; all shards or those with these ids."""
     generator = torch.Generator().manual_seed(seed)
     whole = {}
     sizes = getattr(layer, "output_sizes", None)
@@ -83,13 +83,13 @@ def test_one_rank() -> None:
     close(layer(x)[0], of(whole, x))
 
 
-def test_parameters_have_the_default_dtype_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_have_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
     assert layers.ReplicatedLinear(4, 8).weight.dtype == torch.bfloat16
     assert layers.ReplicatedLinear(4, 8, params_dtype=torch.float16).bias.dtype == torch.float16
 
 
-def test_a_weight_of_the_size_of_a_part_is_not_the_whole() -> None:
+def test_weight_of_the_size_of_a_shard_is_not_the_whole() -> None:
     layer = layers.ReplicatedLinear(4, 2, bias=False)
     whole = torch.arange(16.0).view(4, 4)
     copy_weight(layer, layer.weight, whole, 0, 2, 4)
@@ -108,7 +108,7 @@ def test_embedding() -> None:
     tokens = torch.randint(100, (2, 3))
     assert torch.equal(layer(tokens), functional.embedding(tokens, table))
     assert not layer.weight[100:].any()
-    # Added tokens have rows after those that pad the original ones.
+    # Rows of added tokens come after the padding of the original ones.
     layer = layers.VocabParallelEmbedding(1026, 4, org_num_embeddings=1010)
     assert (layer.org_vocab_size_padded, layer.num_embeddings_padded) == (1024, 1088)
     layer.weight.weight_loader(layer.weight, torch.randn(1010, 4))
@@ -186,7 +186,7 @@ def test_logits() -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -196,7 +196,7 @@ def _load(layer: Any, *loaded: Any) -> None:
 
 
 def _whole_block(x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """Every layer, alike on every number of ranks: what is the same on all of them."""
+    """Every layer, as on any number of ranks: the parts that are equal on all of them."""
     found: dict[str, Tensor] = {}
     gathered = layers.ColumnParallelLinear(8, 6, gather_output=True)
     filled(gathered, 0)
@@ -270,7 +270,7 @@ def _whole_block(x: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _filled_mixer(make: Callable[[], Any]) -> Any:
-    """A mixer whose parameters took their parts of the same random weights on every rank."""
+    """A mixer with parameters that are shards of the same random weights on every rank."""
     group = parallel._group
     layers.set_tensor_parallel_group(None)
     shapes = [parameter.shape for parameter in make().parameters()]
@@ -316,7 +316,7 @@ def _rank(rank: int, size: int, store: str, results: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_match_one(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = _whole_block(*_inputs())
         x = torch.arange(12.0).sin().expand(2, 12)
@@ -334,7 +334,7 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [3, 17])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 def test_gate_linear(out_dtype: torch.dtype | None, count: int) -> None:
-    """Logits in their own dtype; of few tokens, not rounded on the way to float32."""
+    """Logits in their own dtype; at small M, float32 logits without a rounding on the way."""
     layer = layers.GateLinear(64, 8, out_dtype=out_dtype, params_dtype=torch.bfloat16)
     _load(layer, torch.randn(8, 64))
     x = torch.randn(count, 64, dtype=torch.bfloat16)
@@ -345,7 +345,7 @@ def test_gate_linear(out_dtype: torch.dtype | None, count: int) -> None:
     torch.testing.assert_close(logits.double(), x.double() @ layer.weight.double().T, rtol=rtol, atol=1e-4)
 
 
-def test_a_gate_of_float32() -> None:
+def test_float32_gate() -> None:
     layer = layers.GateLinear(64, 8, bias=True, force_fp32_compute=True)
     _load(layer, torch.randn(8, 64))
     layer.bias.data.fill_(1)

@@ -1,4 +1,4 @@
-"""Mixers of state-space models, against transformers and against a loop in float64."""
+"""Mixers of state-space models, against transformers and against a float64 loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ["forward_native", "forward_cuda"]
 
 
 def _fill(module: torch.nn.Module) -> None:
-    """Random weights, with steps and decays of a trained model's size."""
+    """Random weights, with steps and decays of the magnitude of a trained model."""
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 and "bias" not in name else 0.0, 0.5)
 
@@ -133,8 +133,9 @@ def _states(ours: Any, num_slots: int) -> tuple[Tensor, Tensor]:
     return torch.randn(num_slots, channels, taps - 1), torch.randn(num_slots, *ours.state_shape)
 
 
-def test_groups_that_tests_norm_are_those_of_transformers() -> None:
-    """Where transformers has a norm of groups: the one that takes its place elsewhere gives the same."""
+def test_grouped_norm_matches_transformers() -> None:
+    """Other tests replace transformers' norm in versions that ignore groups; in the others, the replacement gives
+    transformers' result."""
     norm = _mamba2()[1].norm
     if isinstance(norm, GroupedNorm):
         pytest.skip("this version of transformers norms all groups as one")
@@ -146,7 +147,7 @@ def test_groups_that_tests_norm_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MIXERS)
-def test_a_prompt(name: str, method: str) -> None:
+def test_one_prompt(name: str, method: str) -> None:
     ours, theirs = MIXERS[name]()
     for length in (1, 7):
         x = torch.randn(length, 8)
@@ -161,7 +162,7 @@ def test_a_prompt(name: str, method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MIXERS)
 def test_sequences_in_pieces(name: str, method: str) -> None:
-    """Sequences in pieces and in steps, together with others, in any slots: as each alone in one piece."""
+    """Sequences in chunks and decode steps, together with others, in any slots: each as if alone in one piece."""
     ours, theirs = MIXERS[name]()
     sequences = [torch.randn(length, 8) for length in (4, 5, 9, 3)]
     slots = torch.tensor([3, 0, 5, 1])
@@ -186,7 +187,7 @@ def test_sequences_in_pieces(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", MIXERS)
-def test_a_sequence_without_a_slot_writes_no_state(name: str, method: str) -> None:
+def test_sequence_without_a_slot_writes_no_state(name: str, method: str) -> None:
     ours, _ = MIXERS[name]()
     states = _states(ours, 3)
     before = [state.clone() for state in states]
@@ -203,8 +204,8 @@ def test_a_sequence_without_a_slot_writes_no_state(name: str, method: str) -> No
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [name for name in MIXERS if "biases" not in name])
-def test_the_kernels_compute_the_same(name: str, dtype: torch.dtype) -> None:
-    """Prompts and steps in one batch, with states in float32."""
+def test_kernels_compute_the_same(name: str, dtype: torch.dtype) -> None:
+    """Prompts and decode steps in one batch, with float32 states."""
     ours = MIXERS[name]()[0].to(dtype)
     ours.A.data = ours.A.data.float()
     conv_state, ssm_state = _states(ours, 4)
@@ -222,7 +223,7 @@ def test_the_kernels_compute_the_same(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(kernels[1], ssm_state, rtol=tolerance, atol=tolerance)
 
 
-def test_mamba_with_norms_is_that_of_falcon_mamba() -> None:
+def test_mamba_with_norms_matches_falcon_mamba() -> None:
     """Norms of time steps, B and C, without weights."""
     torch.manual_seed(0)
     config = FalconMambaConfig(hidden_size=8, state_size=4, conv_kernel=4, expand=2, time_step_rank=3)
@@ -240,7 +241,7 @@ def test_mamba_with_norms_is_that_of_falcon_mamba() -> None:
 
 
 def test_mamba2_without_a_norm() -> None:
-    """The norm is what the gated norm does without its weight: results times silu of their gates."""
+    """The gated norm without normalisation: results times weight-free silu of their gates."""
     ours, _ = _mamba2()
     plain = layers.MambaMixer2(8, 5, 3, 16, True, False, 2, 4, 4, use_rms_norm=False)
     plain.load_state_dict({name: value for name, value in ours.state_dict().items() if name != "norm.weight"})
@@ -251,7 +252,7 @@ def test_mamba2_without_a_norm() -> None:
         gated = plain(x)
         ours.norm.weight.fill_(1.0)
         normed = ours(x)
-    # A norm changes the first eight elements, one group, by one factor of each token.
+    # A norm scales the first eight elements, one group, by one factor per token.
     factor = normed / gated
     torch.testing.assert_close(factor, factor[:, :1].expand_as(factor), rtol=1e-4, atol=1e-4)
 
@@ -285,13 +286,13 @@ def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
         (_call(torch.zeros(0, 8), query_start_loc=torch.tensor([0])), "MambaMixer: query_start_loc: expected at least"),
     ],
 )
-def test_what_is_refused(call: Callable[[], Any], message: str) -> None:
+def test_refused(call: Callable[[], Any], message: str) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         call()
 
 
-def test_decays_of_a_checkpoint_in_16_bits_are_exact() -> None:
-    """``-exp(A_log)`` is rounded to float32, whatever ``A_log`` is."""
+def test_decays_of_a_16_bit_checkpoint_are_exact() -> None:
+    """``-exp(A_log)`` is rounded to float32, for any dtype of ``A_log``."""
     layer = layers.MambaMixer(8, 4, 3, 16, 3, True, True, use_rms_norm=False)
     logarithms = torch.linspace(-2.0, 3.0, 64).view(16, 4).bfloat16()
     layer.A.weight_loader(layer.A, logarithms)

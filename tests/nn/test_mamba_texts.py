@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2 models made of layers write the texts of transformers' models, whatever a prompt is cut into."""
+"""Mamba and Mamba-2 models made of layers generate the tokens of transformers' models, for any chunking of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.transformers_mamba import random_model
 Tensor = torch.Tensor
 PROMPTS = [list(range(5, 25)), [3], [(7 * i) % 96 for i in range(40)]]
 NUM_TOKENS = 64
-CHUNK = 9  # tokens of a piece of a prompt
+CHUNK = 9  # tokens of a chunk
 MAMBA: list[dict[str, Any]] = [
     {"hidden_size": 32, "state_size": 8, "conv_kernel": 4, "time_step_rank": 4},
     {"hidden_size": 24, "state_size": 5, "conv_kernel": 2, "time_step_rank": 3, "use_bias": True},
@@ -61,7 +61,7 @@ class Model:
         return layers.MambaMixer2(*sizes, c.use_conv_bias, c.use_bias, *heads)
 
     def tokens(self, parts: Sequence[Sequence[int]], slots: Tensor, initial: Tensor, num_decodes: int) -> list[int]:
-        """The likeliest token after each part of a sequence."""
+        """The most likely token after each part of a sequence."""
         starts = torch.tensor([0, *map(len, parts)]).cumsum(0)
         hidden = self.embedding[torch.tensor([token for part in parts for token in part])]
         for mixer, norm, states in zip(self.mixers, self.norms, self.states, strict=True):
@@ -70,7 +70,7 @@ class Model:
         return logits.argmax(-1).tolist()
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Keep the states of slots `source`, and restore them in slots `target`."""
+        """Copy the states of slots `source`, and restore them in slots `target`."""
         for state in (state for states in self.states for state in states):
             kept = state[source].clone()
             state.normal_()
@@ -78,7 +78,7 @@ class Model:
 
 
 def _texts(model: Model) -> list[list[int]]:
-    """Greedy texts after the prompts: the prompts in pieces, then steps; states move to other slots half way."""
+    """Greedy tokens after the prompts: prompts in chunks, then decode steps; states move to other slots half way."""
     texts: list[list[int]] = [[] for _ in PROMPTS]
     slots = torch.tensor([4, 0, 2])
     for begin in range(0, max(map(len, PROMPTS)), CHUNK):
@@ -99,7 +99,7 @@ def _texts(model: Model) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "options"), CASES, ids=str)
-def test_texts_are_those_of_transformers(family: str, options: dict[str, Any]) -> None:
+def test_tokens_match_transformers(family: str, options: dict[str, Any]) -> None:
     with torch.no_grad():
         theirs = random_model(family, options)
         texts = _texts(Model(family, theirs, num_slots=6))

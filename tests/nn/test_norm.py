@@ -65,7 +65,7 @@ def test_rms_norm_is_in_place_where_kernels_run_with_a_residual() -> None:
     assert testing.same_bits(total, native[1])
 
 
-def test_rms_norm_is_that_of_llama() -> None:
+def test_rms_norm_matches_llama() -> None:
     theirs = transformers.models.llama.modeling_llama.LlamaRMSNorm(32, EPS).to(torch.bfloat16)
     ours = layers.RMSNorm(32, EPS, dtype=torch.bfloat16)
     torch.nn.init.normal_(theirs.weight)
@@ -75,7 +75,7 @@ def test_rms_norm_is_that_of_llama() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rms_norm_with_the_mean_of_a_part(dtype: torch.dtype) -> None:
+def test_rms_norm_over_a_part_of_the_row(dtype: torch.dtype) -> None:
     layer = _random(layers.RMSNorm(12, EPS, var_hidden_size=8, dtype=dtype))
     x, residual = torch.randn(2, 2, 5, 12).to(dtype)
     z = (x + residual).double()
@@ -104,7 +104,7 @@ def test_gemma_rms_norm(dtype: torch.dtype) -> None:
         assert testing.same_bits(total, x + residual)
     expected = _norm(total.double(), layer.weight.detach().double() + 1)
     torch.testing.assert_close(y.double(), expected, rtol=TOLERANCE[dtype], atol=1e-7)
-    # The next layer's residual is what this one gave.
+    # This layer's residual is the input residual of the next one.
     again, total = of_all_methods(layer, x, total)
     assert total.dtype == (torch.float32 if dtype != torch.bfloat16 else dtype)
     assert again.dtype == dtype
@@ -144,7 +144,7 @@ def test_gated_norms_refuse_another_activation(name: str) -> None:
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32, torch.bfloat16], ids=str)
 def test_fused_rms_norm_gated(dtype: torch.dtype, activation: str, weight_dtype: torch.dtype | None) -> None:
-    """The weight may have another dtype, and there may be none; everything is rounded once."""
+    """The weight may have another dtype, or be absent; everything is rounded once."""
     layer = _random(
         layers.FusedRMSNormGated(24, weight_dtype is not None, EPS, activation, dtype=weight_dtype or torch.float32)
     )
@@ -169,7 +169,7 @@ def test_fused_rms_norm_gated(dtype: torch.dtype, activation: str, weight_dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_minimax_norm_of_one_rank(dtype: torch.dtype) -> None:
-    """Its ranks are those of a test of layers that are divided; its weight is float32 and may be a part."""
+    """Its ranks are tested with the sharded layers; its weight is float32 and may be a shard."""
     layer = _random(layers.MiniMaxText01RMSNormTP(24, EPS))
     q, k = torch.randn(2, 5, 24).to(dtype)
     expected = _norm(q.double(), layer.weight.detach()), _norm(k.double(), layer.weight.detach())
@@ -185,7 +185,7 @@ def test_minimax_norm_of_one_rank(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_mixer2_norm_is_that_of_zamba2(groups: int) -> None:
+def test_mixer2_norm_matches_zamba2(groups: int) -> None:
     theirs = Zamba2RMSNormGated(16, group_size=16 // groups, eps=EPS)
     torch.nn.init.normal_(theirs.weight)
     ours = layers.Mixer2RMSNormGated(16, groups, eps=EPS)
@@ -232,13 +232,13 @@ def test_any_strides() -> None:
         (lambda: layers.Mixer2RMSNormGated(10, 3), "Mixer2RMSNormGated: full_hidden_size: expected a multiple of 3"),
     ],
 )
-def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_the_kernels_compute_the_same() -> None:
+def test_kernels_compute_the_same() -> None:
     x, residual = torch.randn(2, 3, 32)
     for layer, args in (
         (layers.RMSNorm(32), (x,)),

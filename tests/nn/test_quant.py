@@ -1,4 +1,4 @@
-"""fp8 codes and the choice of experts as modules, against float64."""
+"""fp8 quantisation and the choice of experts as modules, against float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = {"tensor": GroupShape.PER_TENSOR, "token": GroupShape.PER_TOKEN}
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", NAMES)
 @pytest.mark.parametrize("bounded", [False, True])
-def test_quant_fp8_finds_scales(dtype: torch.dtype, shape: str, bounded: bool) -> None:
+def test_quant_fp8_with_dynamic_scales(dtype: torch.dtype, shape: str, bounded: bool) -> None:
     if bounded and shape == "tensor":
         with pytest.raises(ValueError, match="QuantFP8: scale_ub"):
             QuantFP8(False, NAMES[shape])(torch.zeros(2, 2), None, torch.ones(1))
@@ -44,7 +44,7 @@ def test_quant_fp8_finds_scales(dtype: torch.dtype, shape: str, bounded: bool) -
         assert scale.shape == ((1,) if shape == "tensor" else (6, 1))
         torch.testing.assert_close(scale.double(), expected.reshape(scale.shape), rtol=2**-22, atol=0.0)
         clipped = (x.double() / scale.double()).clamp(-448, 448)
-        # Half a step of three bits, and that of a subnormal.
+        # Half an ulp of three mantissa bits, and half a subnormal.
         torch.testing.assert_close(values(codes), clipped, rtol=2**-4 + 2**-20, atol=2**-10)
     native, ours = layer.forward_native(x, None, bound), layer.forward_cuda(x, None, bound)
     assert (values(native[0]) != values(ours[0])).float().mean() < 0.02  # by reciprocal, or by division
@@ -85,8 +85,8 @@ def test_quant_fp8_of_groups(shape: tuple[int, ...], ue8m0: bool, column_major: 
         assert testing.same_bits(codes.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_quant_fp8_native_alone() -> None:
-    """A last group that is incomplete, rows of padding, nothing but zeros."""
+def test_quant_fp8_native_only_cases() -> None:
+    """A partial last group, padding rows, rows of zeros."""
     codes, scale = QuantFP8(False, (1, 64)).forward_native(torch.ones(8, 513))
     assert codes.shape == (8, 513)
     assert scale.shape == (8, 9)
@@ -100,8 +100,8 @@ def test_quant_fp8_native_alone() -> None:
     assert scale[0] == 1 / (448 * 512)
 
 
-def test_quant_fp8_of_another_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the device's own is e4m3fnuz: codes up to 224, with and without the kernels."""
+def test_quant_fp8_with_fnuz(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices with e4m3fnuz: values up to 224, with and without the kernels."""
     fnuz = torch.float8_e4m3fnuz
     monkeypatch.setattr("pyops.nn.quant.own_fp8", lambda _: "float8_e4m3fnuz")
     monkeypatch.setattr("pyops.ops.quantize.scaled.own_fp8", lambda _: "float8_e4m3fnuz")
@@ -126,7 +126,7 @@ def test_quant_fp8_of_another_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (codes.dtype, codes.shape) == (fnuz, (9, 64))
 
 
-def test_queries_of_latent_attention() -> None:
+def test_latent_queries() -> None:
     layer = layers.get_layer_class("mla_decode_concat_quant_fp8")(True, GroupShape.PER_TENSOR)
     nope, rope, scale = torch.randn(3, 2, 8), torch.randn(3, 2, 4), torch.tensor([0.01])
     codes = of_all_methods(layer, nope, rope, scale)
@@ -136,7 +136,7 @@ def test_queries_of_latent_attention() -> None:
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_grouped_topk_by_sigmoid_and_bias(renormalize: bool) -> None:
-    """As the paper on DeepSeek-V3 has it, token by token in float64."""
+    """As in the DeepSeek-V3 paper, token by token in float64."""
     logits, bias = torch.randn(33, 16), torch.rand(16) * 0.2
     layer = layers.GroupedTopk(3, renormalize, 4, 2, "sigmoid", 2.5)
     weights, experts = of_all_methods(layer, torch.zeros(33, 8), logits, bias)
@@ -155,10 +155,10 @@ def test_grouped_topk_by_sigmoid_and_bias(renormalize: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grouped_topk_by_softmax(dtype: torch.dtype) -> None:
-    """Groups by their best expert; DeepSeek-V2."""
+    """Groups ranked by their best expert, as in DeepSeek-V2."""
     logits = torch.randn(33, 16).to(dtype)
     weights, experts = of_all_methods(layers.GroupedTopk(2, True, 8, 2), torch.zeros(33, 8), logits)
-    scores = logits.float().softmax(-1)  # float32, whatever the dtype of the logits
+    scores = logits.float().softmax(-1)  # float32 for any dtype of the logits
     groups = scores.view(33, 8, 2).max(-1).values.topk(2).indices
     masked = torch.zeros_like(scores)
     for token in range(33):
@@ -167,9 +167,9 @@ def test_grouped_topk_by_softmax(dtype: torch.dtype) -> None:
     expected = masked.topk(2)
     assert testing.same_bits(scores.gather(1, experts.long()), expected.values)
     torch.testing.assert_close(weights, expected.values / expected.values.sum(-1, keepdim=True))
-    one = layers.GroupedTopk(1, False, 16, 1)  # groups of one expert: their sum of two is one
+    one = layers.GroupedTopk(1, False, 16, 1)  # groups of one expert: the sum of the best two is one score
     assert torch.equal(one(torch.zeros(33, 8), logits, torch.zeros(16))[1][:, 0], scores.argmax(-1).int())
-    many = layers.GroupedTopk(40, False, 40, 40)  # more groups and more experts of a token than the op takes
+    many = layers.GroupedTopk(40, False, 40, 40)  # more groups and more experts per token than the op takes
     _, experts = of_all_methods(many, torch.zeros(33, 8), torch.randn(33, 80))
     assert experts.shape == (33, 40)
     _, experts = of_all_methods(layers.GroupedTopk(2, False, 33, 33), torch.zeros(3, 8), torch.randn(3, 66))
@@ -194,6 +194,6 @@ def test_grouped_topk_by_softmax(dtype: torch.dtype) -> None:
         (lambda: layers.GroupedTopk(1, True, 4, 1)(torch.zeros(3, 1), torch.zeros(2, 8)), "expected 3 tokens"),
     ],
 )
-def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

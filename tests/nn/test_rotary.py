@@ -1,4 +1,4 @@
-"""Rotary embedding as modules: angles against transformers, turns against complex numbers in float64."""
+"""RoPE as modules: angles against transformers, rotations against complex numbers in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX = 64
 
 
 def turned(x: Tensor, angles: Tensor, is_neox: bool) -> Tensor:
-    """x [..., heads, head_size] with its first pairs turned by angles [..., pairs], as complex numbers in float64."""
+    """Rotate the first pairs of x [..., heads, head_size] by angles [..., pairs], as complex numbers in float64."""
     x, pairs = x.double(), angles.shape[-1]
     part, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
     real, imaginary = part.chunk(2, -1) if is_neox else (part[..., ::2], part[..., 1::2])
@@ -39,14 +39,14 @@ def angles_of(positions: Tensor, rotary_dim: int, base: float = 10000.0) -> Tens
     return positions.double()[..., None] * base ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
 
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of angles and numbers of a few units
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # for angles and numbers of a few units
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [16, 6])
 def test_rotary_embedding(dtype: torch.dtype, is_neox: bool, rotary_dim: int) -> None:
-    """In all shapes that queries and keys have: slices of a projection, padded heads, one head of many, none."""
+    """In all shapes of queries and keys: slices of a projection, padded heads, one head of many, none."""
     layer = layers.RotaryEmbedding(16, rotary_dim, MAX, 10000.0, is_neox, dtype)
     assert layer.cos_sin_cache.shape == (MAX, rotary_dim)
     assert layer.cos_sin_cache.dtype == dtype
@@ -74,7 +74,7 @@ def test_rotary_embedding(dtype: torch.dtype, is_neox: bool, rotary_dim: int) ->
                 torch.testing.assert_close(result.double(), expected, rtol=0.0, atol=TOLERANCE[dtype])
 
 
-def test_kernels_turn_in_place() -> None:
+def test_kernels_rotate_in_place() -> None:
     layer = layers.RotaryEmbedding(8, 8, MAX, 1e4, True, torch.float32)
     positions, query, key = torch.arange(3), torch.randn(3, 16), torch.randn(3, 8)
     q, k = layer.forward_cuda(positions, query, key)
@@ -89,7 +89,7 @@ def test_offsets_no_tokens_and_dtypes() -> None:
     moved = of_all_methods(layer, positions, query, key, torch.tensor([4, 0, 9]))
     plain = of_all_methods(layer, torch.tensor([4, 1, 11]), query, key)
     assert all(testing.same_bits(*pair) for pair in zip(moved, plain, strict=True))
-    # The table became that of the queries.
+    # The table was cast to the dtype of the queries.
     assert layer.cos_sin_cache.dtype == torch.float32
     empty = of_all_methods(layer, positions[:0], query[:0], key[:0])
     assert [x.shape for x in empty] == [(0, 16), (0, 8)]
@@ -125,8 +125,8 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_scaled_angles_are_those_of_transformers(name: str) -> None:
-    """At all positions of the table, which has those that the model may use."""
+def test_scaled_angles_match_transformers(name: str) -> None:
+    """At all positions of the table, which are those that the model may use."""
     kind = name.split()[0]
     parameters = {"rope_type": kind, "rope_theta": 500000.0} | SCALED[name]
     layer: Any = layers.get_rope(16, SIZES["max_position_embeddings"], rope_parameters=parameters)
@@ -136,7 +136,7 @@ def test_scaled_angles_are_those_of_transformers(name: str) -> None:
         inv_freq = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
         mscale = 1.0
     else:
-        # transformers counts as trained what the configuration calls max_position_embeddings.
+        # transformers takes max_position_embeddings of the configuration as the trained length.
         config.max_position_embeddings = SCALED[name].get("max_trained_positions", 256)
         inv_freq, mscale = ROPE_INIT_FUNCTIONS[theirs](config, "cpu", seq_len=256)
     table = layer.cos_sin_cache
@@ -150,7 +150,7 @@ def test_scaled_angles_are_those_of_transformers(name: str) -> None:
     of_all_methods(layer, positions, query, query[:, :16])
 
 
-def test_longrope_of_short_texts() -> None:
+def test_longrope_of_short_sequences() -> None:
     sizes = (16, 16, 256, 64, 1e4, True, torch.float32)
     layer = layers.Phi3LongRoPEScaledRotaryEmbedding(*sizes, FACTORS, [9.0] * 8, 1.5, 2.5, max_model_len=64)
     assert not layer.use_long_rope
@@ -163,24 +163,25 @@ def test_longrope_of_short_texts() -> None:
     assert layer.cos_sin_cache.shape == (256, 16)
 
 
-def test_dynamic_scaling_begins_behind_what_was_trained() -> None:
+def test_dynamic_scaling_begins_after_the_trained_length() -> None:
     plain: Any = layers.get_rope(16, 64)
     same: Any = layers.get_rope(16, 64, rope_parameters={"rope_type": "dynamic", "factor": 4.0})
     assert torch.equal(same.cos_sin_cache, plain.cos_sin_cache)
 
 
-def test_a_table_that_is_not_made() -> None:
+def test_absent_table() -> None:
     sizes = 16, 16, 64, 1e4, True, 2.0, torch.float32
     assert layers.DeepseekScalingRotaryEmbedding(*sizes).cos_sin_cache.shape == (128, 16)
     assert not hasattr(layers.DeepseekScalingRotaryEmbedding(*sizes, init_cache=False), "cos_sin_cache")
 
 
-def test_the_other_scalings() -> None:
+def test_other_scalings() -> None:
     alpha: Any = layers.get_rope(16, 64, rope_parameters={"rope_type": "dynamic", "alpha": 3.0})
     base = 10000 * 3.0 ** (16 / 14)
     expected = angles_of(torch.arange(64), 16, base).cos()
     torch.testing.assert_close(alpha.cos_sin_cache[:, :8].double(), expected, rtol=0.0, atol=1e-5)
-    # As its author has it: a base so many times as large, and then all frequencies divided by what is still missing.
+    # As in the author's definition: the base is multiplied, and then all frequencies are divided by the remaining
+    # factor.
     fixed: Any = layers.get_rope(16, 64, rope_parameters={"rope_type": "ntk", "factor": 8.0})
     expected = (angles_of(torch.arange(64), 16, 80000.0) / 8.0 ** (1 / 8)).cos()
     torch.testing.assert_close(fixed.cos_sin_cache[:, :8].double(), expected, rtol=0.0, atol=1e-5)
@@ -227,14 +228,14 @@ def test_mrope(dtype: torch.dtype, section: list[int], interleaved: bool) -> Non
                 torch.testing.assert_close(result.double(), expected, rtol=0.0, atol=TOLERANCE[dtype])
 
 
-def test_mrope_is_that_of_qwen2_vl() -> None:
+def test_mrope_matches_qwen2_vl() -> None:
     section = [2, 3, 3]
     parameters = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e4}
     config = transformers.Qwen2VLTextConfig(hidden_size=32, num_attention_heads=2, rope_parameters=parameters)
     query, key = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16)
     positions = torch.randint(MAX, (3, 5))
     cos, sin = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)(query, positions[:, None])
-    sectioning = getattr(modeling_qwen2_vl, "apply_multimodal_rotary_pos_emb", None)  # in older ones
+    sectioning = getattr(modeling_qwen2_vl, "apply_multimodal_rotary_pos_emb", None)  # in older versions
     if sectioning:
         expected = sectioning(query, key, cos, sin, section)
     else:
@@ -289,8 +290,8 @@ def test_apply_rotary_emb(dtype: torch.dtype, is_neox: bool, fp32: bool) -> None
 
 
 @pytest.mark.parametrize("cls", [layers.RotaryEmbedding, layers.MRotaryEmbedding, layers.Llama3RotaryEmbedding])
-def test_the_native_method_stays_native(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the op that it is made of is configured."""
+def test_native_method_stays_native(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any configuration of the op that it consists of."""
     extra = (2.0, 1.0, 4.0, 32) if cls is layers.Llama3RotaryEmbedding else ()
     with set_custom_ops(["all", "+apply_rotary_emb"], platform="cuda"):
         layer = cls(8, 8, MAX, 1e4, True, torch.float32, *extra)
@@ -306,7 +307,7 @@ def test_the_native_method_stays_native(cls: Any, monkeypatch: pytest.MonkeyPatc
     assert called == ["forward_native"] * 2
 
 
-def test_get_rope_gives_the_same_module() -> None:
+def test_get_rope_returns_the_same_module() -> None:
     arguments = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "dtype": torch.bfloat16}
     first: Any = layers.get_rope(8, 32, **arguments)
     assert layers.get_rope(8, 32, **arguments) is first
@@ -350,19 +351,19 @@ def test_get_rope_gives_the_same_module() -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_frequencies_of_large_bases() -> None:
-    """No worse than float32 can be."""
+    """As exact as float32 allows."""
     exact = 1e7 ** -(torch.arange(0, 128, 2).double() / 128)
     torch.testing.assert_close(rope_tables.frequencies(128, 1e7).double(), exact, rtol=2**-20, atol=0.0)
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_the_kernels_compute_the_same() -> None:
+def test_kernels_compute_the_same() -> None:
     positions, query, key = torch.randint(MAX, (3, 5)), torch.randn(5, 32), torch.randn(5, 16)
     for layer, where in (
         (layers.RotaryEmbedding(16, 16, MAX, 1e4, True, torch.float32), positions[0]),
@@ -377,8 +378,8 @@ def test_the_kernels_compute_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("axes", [1, 3])
-def test_tokens_outside_the_table_stay(axes: int, dtype: torch.dtype) -> None:
-    """Bit for bit, NaN too, and whatever the method, also where torch.compile has traced it."""
+def test_tokens_outside_the_table_are_left_alone(axes: int, dtype: torch.dtype) -> None:
+    """Bit for bit, NaN too, for any method, also traced by torch.compile."""
     torch.compiler.reset()
     layer: Any = layers.get_rope(16, MAX, dtype=torch.float32)
     if axes == 3:
@@ -386,7 +387,7 @@ def test_tokens_outside_the_table_stay(axes: int, dtype: torch.dtype) -> None:
     assert layer.cos_sin_cache.shape[0] == MAX
     bounds = torch.iinfo(dtype)
     positions = torch.tensor([-1, MAX, bounds.min, bounds.max, 3, MAX - 1, 0], dtype=dtype)
-    if axes == 3:  # one position of three is outside
+    if axes == 3:  # one position of three is out of range
         positions = torch.stack((positions, torch.full_like(positions, 5), positions.clamp(0, MAX - 1)))
     query, key = torch.randn(7, 32), torch.randn(7, 16)
     query[0, 3], key[1, 5] = torch.nan, -0.0

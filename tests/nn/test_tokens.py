@@ -1,4 +1,4 @@
-"""What mixes tokens or pixels: convolutions and attention as modules, against torch, transformers and float64."""
+"""Layers that mix tokens or pixels: convolutions and attention, against torch, transformers and float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONVOLUTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
 def test_convolutions(dims: int, options: dict[str, Any]) -> None:
-    """State and result of torch's."""
+    """State and result equal those of torch."""
     cls, theirs_cls = ((layers.Conv2dLayer, torch.nn.Conv2d), (layers.Conv3dLayer, torch.nn.Conv3d))[dims - 2]
     ours, theirs = cls(4, 6, **options), theirs_cls(4, 6, **options)
     ours.load_state_dict(theirs.state_dict())
@@ -65,7 +65,7 @@ def _short_conv(bias: bool) -> tuple[layers.ShortConv, Lfm2ShortConv]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_short_conv_is_that_of_lfm2(bias: bool) -> None:
+def test_short_conv_matches_lfm2(bias: bool) -> None:
     ours, theirs = _short_conv(bias)
     with torch.no_grad():
         x = torch.randn(1, 7, 8)
@@ -74,8 +74,8 @@ def test_short_conv_is_that_of_lfm2(bias: bool) -> None:
         torch.testing.assert_close(ours(short[0]), theirs(short)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_short_conv_goes_on_from_its_cache() -> None:
-    """Sequences in pieces, together with others, in any slots: as each alone in one piece."""
+def test_short_conv_continues_from_its_cache() -> None:
+    """Sequences in pieces, together with others, in any slots: each as if alone in one piece."""
     ours, _ = _short_conv(True)
     sequences = [torch.randn(length, 8) for length in (1, 2, 5, 9, 4)]
     slots = torch.tensor([3, 0, 5, -1, 1])
@@ -109,7 +109,7 @@ def test_short_conv_goes_on_from_its_cache() -> None:
 @pytest.mark.parametrize("run", [pytest.param("kernels", marks=NEEDS_COMPILER), "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_short_conv_by_its_op(dtype: torch.dtype, run: str) -> None:
-    """As by its native method, with states in either layout, and without."""
+    """Equals its native method, with states in either layout, and without states."""
     ours = _short_conv(True)[0].to(dtype)
     starts, slots = torch.tensor([0, 1, 1, 7, 12, 13]), torch.tensor([3, 0, 5, -1, 1], dtype=torch.int32)
     initial, x = torch.tensor([True, True, False, True, True]), torch.randn(13, 8).to(dtype)
@@ -175,7 +175,7 @@ def test_mm_encoder_attention_in_segments(dtype: torch.dtype, lengths: list[int]
 
 
 @NEEDS_COMPILER
-def test_the_kernels_compute_the_same() -> None:
+def test_kernels_compute_the_same() -> None:
     layer = layers.MMEncoderAttention(2, 16)
     q, k, v = torch.randn(3, 1, 5, 2, 16)
     starts = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -214,6 +214,6 @@ CONFIG = SimpleNamespace(conv_L_cache=1, conv_bias=False)
         ),
     ],
 )
-def test_what_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()

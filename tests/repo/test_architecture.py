@@ -1,4 +1,4 @@
-"""The rules of the house, held by reading the tree."""
+"""The rules of the source tree: layers and imports, sizes of files, portable kernels."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from tests.mutation.choose import kernels_of, sources_of
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "pyops" / "_core"
-# What of the root belongs to the project, besides the files that lie in it.
+# The folders of the project; its root may hold others.
 FOLDERS = ("pyops", "kernels_cu", "tests", "benchmarks", "docs", ".ci")
 KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
 HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
 
 def _order(package: ModuleType) -> list[str]:
-    """The modules that the docstring of a package lists, each after all that it may import."""
+    """The modules in the order of a package's docstring, in which a module imports only earlier ones."""
     lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_]+( [a-z_]+)*   +\S", line)]
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 
 ORDER = _order(pyops._core)
-# What stands on the ops: {package: modules in the order in which they may import each other}.
+# The packages above the ops: {package: modules in the order in which they may import each other}.
 ABOVE = {
     package.__name__: _order(package)
     for package in (pyops.fused, pyops.models, pyops.nn, pyops.integrations.vllm, pyops.integrations.transformers)
 }
-# `import pyops` loads `pyops.fused`: its functions are names of pyops.
+# `import pyops` loads `pyops.fused`, because its functions are names of pyops.
 ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE} - {"fused"}
-# What stands on `_core`: a package for each family of ops, and the test harness.
+# The packages directly above `_core`: one for each family of ops, and the test harness.
 FAMILIES = sorted((ROOT / "pyops" / "ops").glob("*/*.py"))
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
 
@@ -56,7 +56,7 @@ def _code(name: str) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Modules and names that a file imports when it runs, wherever in it, as absolute dotted names."""
+    """Modules and names that a file imports anywhere at run time, as absolute dotted names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [
         node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
@@ -79,12 +79,12 @@ def _modules(folder: Path) -> list[str]:
     return sorted([*packages, *(path.stem for path in folder.glob("*.py") if path.stem != "__init__")])
 
 
-def test_every_core_module_has_its_place() -> None:
+def test_every_core_module_is_listed() -> None:
     assert sorted(ORDER) == _modules(CORE)
 
 
 @pytest.mark.parametrize("module", ORDER)
-def test_core_imports_only_what_comes_before(module: str) -> None:
+def test_core_imports_only_earlier_modules(module: str) -> None:
     package = CORE / module
     files = sorted(package.glob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
     found = {name for path in files for name in _imports(path) if name.startswith("pyops")}
@@ -96,7 +96,7 @@ def test_core_imports_only_what_comes_before(module: str) -> None:
 
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())
 def test_families_import_only_the_core(path: Path) -> None:
-    """And what families share, and what else is in their own package."""
+    """A family also imports what families share, and modules of its own package."""
     own = {name for name in _imports(path) if name.startswith("pyops")}
     allowed = ("pyops._core.", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
     assert all(name.startswith(allowed) for name in own), own
@@ -112,7 +112,7 @@ def _lines(path: Path) -> int:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "pyops").rglob("*.py")), ids=lambda path: path.relative_to(ROOT / "pyops").as_posix()
 )
-def test_files_and_classes_fit_in_a_head(path: Path) -> None:
+def test_files_and_classes_are_short(path: Path) -> None:
     assert _lines(path) <= 350
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ClassDef):
@@ -120,15 +120,15 @@ def test_files_and_classes_fit_in_a_head(path: Path) -> None:
             assert node.end_lineno - node.lineno < 200, node.name
 
 
-def test_a_call_is_read_in_six_files() -> None:
+def test_call_path_is_six_files() -> None:
     assert sum(_lines(CORE / f"{name}.py") for name in CALL_PATH) <= 1200
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `_core/(\w+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
 
 
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_the_harness_knows_no_op(path: Path) -> None:
-    """It imports the core and itself; hypothesis only where the strategies are."""
+def test_harness_knows_no_op(path: Path) -> None:
+    """It imports the core and itself, and hypothesis only in the strategies."""
     imported = _imports(path)
     own = {name for name in imported if name.startswith("pyops")}
     assert all(name.startswith(("pyops._core.", "pyops.testing.")) for name in own), own
@@ -137,8 +137,8 @@ def test_the_harness_knows_no_op(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("package", "module"), [(name, module) for name, order in ABOVE.items() for module in order])
-def test_what_stands_on_the_ops_imports_what_comes_before(package: str, module: str) -> None:
-    """And the core and the ops; integrations and layers no models."""
+def test_packages_above_the_ops_import_in_order(package: str, module: str) -> None:
+    """They import the core and the ops; integrations and layers import no models."""
     path = ROOT.joinpath(*package.split("."), module)
     files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     own = {name for file in files for name in _imports(file) if name.startswith("pyops")}
@@ -149,18 +149,18 @@ def test_what_stands_on_the_ops_imports_what_comes_before(package: str, module: 
 
 
 @pytest.mark.parametrize("package", ABOVE)
-def test_every_module_that_stands_on_the_ops_has_its_place(package: str) -> None:
+def test_every_module_above_the_ops_is_listed(package: str) -> None:
     assert sorted(ABOVE[package]) == _modules(ROOT.joinpath(*package.split(".")))
 
 
-def test_only_models_stand_on_the_layers() -> None:
+def test_only_models_import_layers() -> None:
     for path in (ROOT / "pyops").rglob("*.py"):
         if path.parent.name not in ("nn", "models"):
             assert not any(re.match(r"pyops\.nn\b", name) for name in _imports(path)), path
 
 
-def test_ops_do_without_what_stands_on_them() -> None:
-    """`import pyops` does not load it."""
+def test_ops_import_nothing_above_them() -> None:
+    """`import pyops` loads nothing above the ops."""
     above = tuple(f"pyops.{name}" for name in sorted(ABOVE_FOLDERS))
     done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith({above})]"
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
@@ -173,8 +173,8 @@ def test_kernel_has_one_entry_named_as_its_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_may_be_started_early(name: str) -> None:
-    """Its first statement waits for the kernel before it, so launches overlap."""
+def test_kernel_waits_for_the_kernel_before(name: str) -> None:
+    """Its first statement is the wait of programmatic dependent launch, so launches may overlap."""
     assert source.signature(name).overlaps
 
 
@@ -185,7 +185,7 @@ def test_every_kernel_is_launched() -> None:
 
 
 def test_every_header_is_included() -> None:
-    """By a kernel or a header, or at least by a kernel that a test holds."""
+    """By a kernel or a header, or at least by a kernel in a test."""
     texts = {name: _code(name) for name in kernels_cu.names()}
     texts |= {
         str(path): path.read_text(encoding="utf-8")
@@ -200,7 +200,7 @@ def test_every_header_is_included() -> None:
 
 
 def test_headers_lie_with_their_family() -> None:
-    """`include/` holds what kernels of two families or more use, and a family's folder what its kernels alone use."""
+    """`include/` holds headers of two or more families; a header of one family lies in that family's folder."""
     families: dict[str, set[str]] = {name: set() for name in HEADERS}
     for kernel in KERNELS:
         for name in sources_of(kernel) & set(HEADERS):
@@ -212,15 +212,15 @@ def test_headers_lie_with_their_family() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_uses_only_portable_names(name: str) -> None:
-    """What one architecture or compiler calls its own has a name in the headers."""
+    """Names of a single architecture or compiler are wrapped in headers."""
     portable = {"__global__", "__shared__", "__restrict__", "__syncthreads", "__constant__"}
-    portable |= {"__grid_constant__", "__align__"}  # of tensor maps, and of the shared memory that they fill
+    portable |= {"__grid_constant__", "__align__"}  # for tensor maps, and for the shared memory that they fill
     assert not re.search(r"\b(asm|warpSize)\b", _code(name))
     assert set(re.findall(r"\b__\w+", _code(name))) <= portable
 
 
 def _shared_constants() -> set[str]:
-    """The constants that have one meaning in all kernels, from their table in docs/kernels.md."""
+    """The constants with one meaning in all kernels, from their table in docs/kernels.md."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     section = page.split("### Constants with one meaning\n", 1)[1].split("\n#", 1)[0]
     return set(re.findall(r"^\| `(\w+)` \| .", section, re.MULTILINE))
@@ -228,7 +228,7 @@ def _shared_constants() -> set[str]:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_constant_is_explained(name: str) -> None:
-    """Where the kernel begins, or in the table of the constants that have one meaning in all kernels."""
+    """At the top of the kernel, or in the table of docs/kernels.md."""
     comment = kernels_cu.read(name).split("\n\n#include", 1)[0]
     shared = _shared_constants()
     for op in pyops.registry.values():
@@ -243,7 +243,7 @@ def test_every_constant_is_explained(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_cu" / "host").iterdir()), ids=lambda path: path.name)
 def test_emulation_is_plain(path: Path) -> None:
-    """ASCII, in files that fit in a head; each is described, and includes are of its own folder or the system's."""
+    """ASCII, in short files; each is described, and includes only its own folder or the system's headers."""
     text = path.read_text(encoding="utf-8")
     assert text.isascii()
     assert len(text.splitlines()) < 300
@@ -260,7 +260,7 @@ def test_source_is_plain(name: str) -> None:
 
 
 def test_nothing_names_a_machine() -> None:
-    """No absolute path of somebody's machine in anything that is committed."""
+    """No committed file has an absolute path of somebody's machine."""
     files = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".git")]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     path_of_a_machine = re.compile(r"(?<![\w.])/(home|root|Users|work|workspace)/\w")
@@ -271,8 +271,8 @@ def test_nothing_names_a_machine() -> None:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_constants_of_a_struct_stand_before_what_instantiates_its_templates(name: str) -> None:
-    """NVRTC 12.4 makes a member template where it is called, and does not know constexpr functions that come later."""
+def test_struct_constants_stand_before_their_templates_use(name: str) -> None:
+    """NVRTC 12.4 instantiates a member template at its call, and does not know constexpr functions that come later."""
     for struct in re.findall(
         r"^(?:template <.*>\s*)?struct \w+[^;{]*\{\n.*?^\};", _code(name), re.MULTILINE | re.DOTALL
     ):

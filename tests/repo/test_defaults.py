@@ -1,4 +1,4 @@
-"""What torch's default dtype and default device decide here: nothing but where and as what layers are made."""
+"""The effects of torch's default dtype and default device: only the dtype and device with which layers are made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.calls import example
 
 PACKAGE = Path(pyops.__file__).parent
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
-# Functions of torch that make a tensor of the default dtype, or on the default device, unless they are told another.
+# Functions of torch that make a tensor of the default dtype or on the default device, unless told otherwise.
 MAKERS = {
     f"torch.{name}"
     for name in (
@@ -35,7 +35,7 @@ MAKERS = {
 
 @contextmanager
 def defaults(dtype: torch.dtype = torch.float32, device: str | None = None) -> Iterator[None]:
-    """While it lasts, these are torch's defaults."""
+    """A context with these defaults of torch."""
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
     try:
@@ -53,7 +53,7 @@ DEFAULTS: list[Any] = [
 
 
 def _makers() -> Iterator[tuple[str, set[str | None]]]:
-    """(place, names of keywords) of every call in the package that makes a tensor."""
+    """(position, keywords) of every call in the package that makes a tensor."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS:
@@ -61,8 +61,8 @@ def _makers() -> Iterator[tuple[str, set[str | None]]]:
                 yield place, {keyword.arg for keyword in node.keywords}
 
 
-def test_every_tensor_is_made_of_a_named_dtype_on_a_named_device() -> None:
-    """Layers are made on the default device, as torch.nn's are, where vLLM and torch.device(...) want them."""
+def test_every_new_tensor_has_a_named_dtype_and_device() -> None:
+    """Layers are made on the default device, like torch.nn's, because vLLM and `with torch.device(...)` expect it."""
     found = list(_makers())
     assert len(found) > 100
     assert [place for place, given in found if "dtype" not in given and None not in given] == []
@@ -78,7 +78,7 @@ def _results(op: Op, args: list[Any]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("op", OPS)
 def test_ops_do_not_depend_on_defaults(op: Op) -> None:
-    """The example's arguments have the same bits, and so have the results of the reference."""
+    """The example's arguments and the reference's results have the same bits under any defaults."""
     case = axes.covering(op, 1)[0]
     args = example(op, **case)
     right = _results(op, args)
@@ -114,8 +114,8 @@ ROPES: list[Any] = [
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_layers_compute_by_their_own_dtypes(default: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of rotary embedding have the dtype that they are asked for, and a forward the device of its input."""
+def test_layers_compute_in_their_own_dtypes(default: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """RoPE tables have the requested dtype, and a forward runs on the device of its input."""
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(5)
     for rope in ROPES:

@@ -1,4 +1,4 @@
-"""What the pages say is true: links, commands, examples, figures, the tables of ops, switches, errors and extras."""
+"""The pages are true: links, commands, examples, figures, tables of ops, switches, errors and extras."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-def test_the_page_of_ops_is_fresh() -> None:
+def test_page_of_ops_is_up_to_date() -> None:
     assert page("ops.md") == table.page() + "\n", "python -m pyops list --markdown > docs/ops.md"
 
 
-def test_the_readme_fits_a_minute() -> None:
+def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 135
 
 
-def test_the_readme_counts_the_ops_of_every_family() -> None:
+def test_readme_counts_the_ops_of_every_family() -> None:
     shown = re.findall(r"^\| \[(\w+)\]\(docs/ops\.md#(\w+)\) \| (\d+) \|", README, flags=re.MULTILINE)
     assert shown == [(name, name, str(len(ops))) for name, ops in table.families().items()]
 
 
-def test_the_readme_counts_what_stands_in_for_vllm() -> None:
+def test_readme_counts_the_replacements_of_vllm_ops() -> None:
     for version, of in (("0.16", r" \[ops\]\(docs/integrations\.md\) of vLLM 0\.16"), ("0.22", r" of 0\.22")):
         states = re.fullmatch(r"(\d+) ops: (\d+) served, .*, 0 missing", coverage.text(version).splitlines()[-1])
         assert states
@@ -73,7 +73,7 @@ def test_the_readme_counts_what_stands_in_for_vllm() -> None:
     assert int(layers) == rows.count("\n| `")
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+def test_figures_of_the_readme_match_the_results() -> None:
     results = readme.read(RESULTS)
     mend = f"python -m benchmarks --readme {RESULTS.relative_to(ROOT)}"
     assert readme.replaced(README, "speed", readme.block(results, RESULTS)) == README, mend
@@ -96,7 +96,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(linked), target
 
 
-def test_measurements_that_code_cites_are_on_the_page_named() -> None:
+def test_measurements_cited_in_code_are_on_their_page() -> None:
     cited = re.compile(r'(docs/performance(?:/\w+)?\.md)(?:[,:] "([^"]+)")?')
     for folder in ("pyops", "kernels_cu", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.*"):
@@ -146,7 +146,7 @@ def test_command_lines_parse(page: Path) -> None:
                 command_line.parser().parse_args(words[words.index("pyops") + 1 :])
 
 
-def test_the_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks("sh", page("switches.md")) if block.startswith("python -m pyops list"))
     for line in block.splitlines():
         _, _, _, *words = shlex.split(line, comments=True)
@@ -156,20 +156,20 @@ def test_the_command_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_examples_print_what_the_readme_says() -> None:
-    """In processes of their own, because ops list all kernels that the process holds."""
+def test_readme_examples_print_the_documented_output() -> None:
+    """In separate processes, because ops list all kernels of their process."""
     assert_prints("import torch\nimport pyops", "cuda ['norm/", "cpu ", torch.cuda.is_available())
     cupy = pytest.importorskip("cupy")
     assert_prints("import cupy", "cupy [1", "numpy [1", cupy.is_available())
 
 
 @pytest.mark.gpu
-def test_the_examples_print_on_a_gpu_what_the_readme_says() -> None:
-    test_the_examples_print_what_the_readme_says()
+def test_readme_examples_print_the_documented_output_on_a_gpu() -> None:
+    test_readme_examples_print_the_documented_output()
 
 
 def assert_prints(start: str, on_gpu: str, without: str, gpu: bool) -> None:
-    """The example that begins with `start` prints what stands in the README, as code that begins so."""
+    """The example that begins with `start` prints the output that the README shows."""
     (example,) = (block for block in blocks("python") if block.startswith(start))
     assert len(example.splitlines()) <= 10
     promised = [re.findall(rf"`({re.escape(words)}[^`]*)`", README) for words in (on_gpu, without)]
@@ -180,8 +180,8 @@ def assert_prints(start: str, on_gpu: str, without: str, gpu: bool) -> None:
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.slow
-def test_the_op_of_the_readme_works_and_its_fault_is_named() -> None:
-    """In processes of their own, because an op stays registered."""
+def test_op_of_the_readme_works_and_its_fault_is_named() -> None:
+    """In separate processes, because an op stays registered."""
     (op,) = (block for block in blocks("python") if "kernel = Kernel(" in block)
     assert len(op.splitlines()) <= 25
     bound = "if (i < numel) "
@@ -204,15 +204,15 @@ def run_python(text: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["host.md", "testing.md"])
-def test_the_examples_of_the_harness_run(name: str) -> None:
+def test_harness_examples_run(name: str) -> None:
     (block,) = blocks("python", page(name))
     exec(block, {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("block", blocks("python", page("integrations.md")))
 @pytest.mark.slow
-def test_the_examples_of_integrations_run(block: str) -> None:
-    """In processes of their own, because namespaces of torch.ops are the process's."""
+def test_integration_examples_run(block: str) -> None:
+    """In separate processes, because namespaces of torch.ops belong to the process."""
     done = run_python(block)
     assert done.returncode == 0, done.stderr
 
@@ -251,8 +251,8 @@ for dtype in ("float32", "float16", "bfloat16"):
 
 
 @pytest.mark.slow
-def test_the_op_of_add_an_op_works(tmp_path: Path) -> None:
-    """In another process, because an op stays registered."""
+def test_op_of_add_an_op_works(tmp_path: Path) -> None:
+    """In a separate process, because an op stays registered."""
     (kernel,) = blocks("cuda", page("add_an_op.md"))
     module, result = blocks("python", page("add_an_op.md"))
     (tmp_path / "scale.cu").write_text(kernel)
@@ -267,7 +267,7 @@ def test_the_op_of_add_an_op_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_files_of_models_are_described_in_their_order() -> None:
+def test_files_of_models_are_described_in_order() -> None:
     rows = re.findall(r"^\| `(\w+)\.py` \|", page("models.md"), flags=re.MULTILINE)
     listed = re.findall(r"^((?:\w+ )+) +\S", str(pyops.models.__doc__), flags=re.MULTILINE)
     assert rows == " ".join(listed).split()
@@ -286,7 +286,7 @@ def test_every_error_is_described() -> None:
     assert rows == {name: one.__bases__[0].__name__ for name, one in exported.items()}
 
 
-def test_the_error_that_is_shown_is_the_one_that_comes() -> None:
+def test_documented_error_is_the_one_raised() -> None:
     x = torch.zeros(2, 4096)
     with pytest.raises(pyops.OpError) as caught:
         pyops.rms_norm(torch.empty_like(x), x, torch.ones(4095), 1e-6)
@@ -295,7 +295,7 @@ def test_the_error_that_is_shown_is_the_one_that_comes() -> None:
 
 
 def test_every_header_is_described() -> None:
-    """In one of the two tables, by the folder that it lies in."""
+    """In the table of the folder that contains it."""
     vocabulary, own = page("kernels.md").split("\n## The vocabulary\n")[1].split("\n### Headers of one family\n")
     rows = re.findall(r"^\| (`\w+\.cuh`.*?) \|", vocabulary, re.MULTILINE)
     found = {f"include/{header}" for row in rows for header in re.findall(r"`(\w+\.cuh)`", row)}
@@ -304,7 +304,7 @@ def test_every_header_is_described() -> None:
     assert found == {name for name in kernels_cu.names() if name.endswith(".cuh")}
 
 
-def test_headers_that_differ_between_compilers_are_named() -> None:
+def test_compiler_specific_headers_are_named() -> None:
     tests = re.compile(r"\bPYOPS_(CUDA|HIP|HOST)\b|__CUDA_ARCH__|__HIP")
     found = {name.rpartition("/")[2] for name in kernels_cu.names() if tests.search(kernels_cu.read(name))}
     (sentence,) = re.findall(r"What differs between them lives in (\w+) headers \(([^)]+)\)", page("kernels.md"))
@@ -313,7 +313,7 @@ def test_headers_that_differ_between_compilers_are_named() -> None:
     assert len(found) == 16
 
 
-def test_every_extra_is_described_and_every_extra_named_exists() -> None:
+def test_every_extra_is_described_and_exists() -> None:
     extras = PROJECT["optional-dependencies"].keys()
     assert sorted(re.findall(r"^\| `(\w+)` \|", page("install.md"), flags=re.MULTILINE)) == sorted(extras)
     for path in (*PAGES, *NOTEBOOKS):
@@ -321,8 +321,8 @@ def test_every_extra_is_described_and_every_extra_named_exists() -> None:
             assert set(named.split(",")) <= extras, path
 
 
-def test_no_pip_line_installs_the_project_of_another() -> None:
-    """The name pyops on PyPI."""
+def test_no_pip_line_installs_another_project() -> None:
+    """PyPI's `pyops` is another project."""
     for path in (*PAGES, *NOTEBOOKS):
         for words in re.findall(r"pip install ([^`\n&]*)", path.read_text()):
             assert not re.search(r"(?<![\w./-])pyops(?![\w-])", words), (path, words)

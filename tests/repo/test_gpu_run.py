@@ -1,4 +1,4 @@
-"""`python -m tests.gpu` without a GPU: shares of the time, commands that are cut, what is made of their output."""
+"""`python -m tests.gpu` without a GPU: shares of time, interrupted commands, summaries of their output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def python(code: str) -> list[str]:
 
 
 class Clock:
-    """A monotonic clock that moves when it is told to."""
+    """A monotonic clock that a test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -71,15 +71,15 @@ def answering(monkeypatch: pytest.MonkeyPatch, text: str, status: str = "passed"
 
 
 @pytest.mark.parametrize(("code", "status"), [("print('fine')", "passed"), ("exit('broken')", "failed")])
-def test_a_command_ends(tmp_path: Path, code: str, status: str) -> None:
+def test_command_ends(tmp_path: Path, code: str, status: str) -> None:
     done = gpu.run(python(code), 60, tmp_path / "log")
     assert done.status == status
     assert done.text.strip() in ("fine", "broken")
     assert done.text in (tmp_path / "log").read_text()
 
 
-def test_a_command_that_is_cut_may_sum_up(tmp_path: Path) -> None:
-    # What is started in the background may ignore interrupts, and so do its children.
+def test_interrupted_command_may_print_its_summary(tmp_path: Path) -> None:
+    # Background processes may ignore interrupts, and so do their children.
     code = (
         "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try:\n print('begun', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n print('ended')"
@@ -89,7 +89,7 @@ def test_a_command_that_is_cut_may_sum_up(tmp_path: Path) -> None:
     assert done.seconds < 30
 
 
-def test_a_command_that_ignores_the_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_that_ignores_the_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_GRACE_S", 0.2)
     code = (
         "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
@@ -99,20 +99,20 @@ def test_a_command_that_ignores_the_interrupt_is_killed(tmp_path: Path, monkeypa
     done = gpu.run(python(code), 2, tmp_path / "log")
     assert done.status == "cut"
     assert done.seconds < 30
-    assert int(done.text) != os.getpgid(0)  # the group that is killed is the command's own
+    assert int(done.text) != os.getpgid(0)  # the killed group belongs to the command alone
 
 
 # The budget
 
 
-def test_shares_are_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_of_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, given = Clock(monkeypatch), dict[str, float]()
     parts = {name: clock.part(name, lambda seconds: seconds, given) for name in gpu.SHARES}
     list(gpu.run_all(parts, 10))
     assert given == {name: pytest.approx(600 * share) for name, share in gpu.SHARES.items()}
 
 
-def test_time_left_over_goes_to_the_parts_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_time_goes_to_later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, given = Clock(monkeypatch), dict[str, float]()
     parts = {name: clock.part(name, lambda _: 0, given) for name in gpu.SHARES}
     list(gpu.run_all(parts, 10))
@@ -120,13 +120,13 @@ def test_time_left_over_goes_to_the_parts_after(monkeypatch: pytest.MonkeyPatch)
     assert given["owed"] == pytest.approx(600 * 0.15 / 0.6)
 
 
-def test_no_part_has_less_than_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_a_part_is_never_negative(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, given = Clock(monkeypatch), dict[str, float]()
     list(gpu.run_all({name: clock.part(name, lambda _: 1000, given) for name in gpu.SHARES}, 10))
     assert list(given.values())[1:] == [0, 0, 0]
 
 
-def test_a_part_that_raises_has_failed_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_raises_has_failed_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
     def broken(seconds: float) -> Part:
@@ -140,7 +140,7 @@ def test_a_part_that_raises_has_failed_and_the_others_go_on(monkeypatch: pytest.
 # The parts
 
 
-def test_the_suite_names_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_suite_names_failed_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = "...F\n=== short test summary info ===\nFAILED tests/a.py::test_b - assert 0\n1 failed, 7 passed in 3.20s\n"
     commands = answering(monkeypatch, text, "cut")
     part = gpu.suite(60, tmp_path)
@@ -158,7 +158,7 @@ def test_the_suite_names_what_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ("Fatal Python error\n", "failed", "no summary"),
     ],
 )
-def test_the_suite_is_counted(
+def test_suite_counts_its_tests(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, status: str, summary: str
 ) -> None:
     answering(monkeypatch, text, status)
@@ -173,7 +173,7 @@ def test_without_xdist_the_suite_runs_in_one_process(monkeypatch: pytest.MonkeyP
     assert "-n" not in commands[0]
 
 
-def test_rows_that_are_owed() -> None:
+def test_rows_owed_to_a_gpu_are_parsed() -> None:
     assert gpu.owed(PAGE) == [
         ("one", "3 us", "python -m benchmarks rms_norm"),
         ("two | three", "less", 'PYOPS_SYNC=1 python3 -c "print(1 | 2)"'),
@@ -188,9 +188,7 @@ def test_rows_of_the_page_are_well_formed() -> None:
         assert gpu.with_this_python(command) != command, "begin the command with python"
 
 
-def test_commands_that_are_owed_run_and_their_last_lines_are_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_owed_commands_run_and_keep_their_last_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text(PAGE.replace("-m benchmarks rms_norm", "-c \"print('x\\n' * 50 + 'the time')\""))
     monkeypatch.setattr(gpu, "PERFORMANCE", page)
@@ -204,14 +202,14 @@ def test_commands_that_are_owed_run_and_their_last_lines_are_kept(
     assert "\n3\n" in text
 
 
-def test_nothing_may_be_owed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_page_without_owed_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "PERFORMANCE", tmp_path / "performance.md")
     gpu.PERFORMANCE.write_text("# Performance\n")
     part = gpu.pay(10, tmp_path)
     assert (part.status, part.summary) == ("passed", "nothing is owed")
 
 
-def test_benchmarks_are_summed_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmarks_are_summarised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = "### Targets: 3 of 4 hold\n- skipped vllm: import vllm._C (rms_norm)\n### Targets: 1 of 1 hold\n"
     commands = answering(monkeypatch, text)
     part = gpu.benchmarks(100, tmp_path)
@@ -239,7 +237,7 @@ TOOL = "{0}: 0 findings, {1} processes failed, {2} of 96 tests, 31 s\n"
         ),
     ],
 )
-def test_the_sanitizer_is_summed_up(
+def test_sanitizer_is_summarised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, came: str, status: str, summary: str
 ) -> None:
     monkeypatch.setattr(gpu.shutil, "which", lambda name: name)
@@ -260,15 +258,15 @@ def test_without_a_revision_the_sanitizer_samples(monkeypatch: pytest.MonkeyPatc
     assert gpu.sanitize(300, tmp_path, None).status == "absent"
 
 
-# What has changed
+# Selection by changes
 
 
-def test_a_changed_kernel_chooses_its_ops() -> None:
+def test_changed_kernel_selects_its_ops() -> None:
     assert gpu.tests_of(["kernels_cu/attention/merge_attn_states.cu"]) == "merge_attn_states or test_attention"
     assert gpu.tests_of(["docs/kernels.md", "pyops/_core/op.py"]) == ""
 
 
-def test_a_changed_header_chooses_who_includes_it() -> None:
+def test_changed_header_selects_its_includers() -> None:
     chosen = gpu.tests_of(["kernels_cu/quantize/fp4.cuh"]).split(" or ")
     assert {"scaled_fp4_quant", "silu_and_mul_scaled_fp4_experts_quant", "test_quantize"} <= set(chosen)
     assert "rms_norm" not in chosen
@@ -276,18 +274,18 @@ def test_a_changed_header_chooses_who_includes_it() -> None:
     assert {"rms_norm", "paged_attention_v1", "test_sampling"} <= set(indirectly)
 
 
-def test_a_changed_family_chooses_its_ops() -> None:
+def test_changed_family_selects_its_ops() -> None:
     chosen = gpu.tests_of(["pyops/ops/rotary/tables.py"]).split(" or ")
     family = {name for name, op in pyops.registry.items() if op.reference.__module__.startswith("pyops.ops.rotary.")}
     assert set(chosen) == {*family, "test_rotary"}
 
 
-def test_a_kernel_that_no_example_launches_chooses_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_an_example_selects_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_launched", lambda: iter([("rms_norm", "norm", "kernels_cu/norm/rms_norm.cu")]))
     assert gpu.tests_of(["kernels_cu/attention/mla_decode.cu"]) == "test_attention"
 
 
-def test_every_op_has_a_kernel_that_chooses_it() -> None:
+def test_every_op_has_a_kernel_that_selects_it() -> None:
     every = gpu.tests_of(f"kernels_cu/{name}" for name in kernels_cu.names()).split(" or ")
     assert set(every) > set(pyops.registry)
 
@@ -301,17 +299,17 @@ def test_without_git_all_tests_are_sampled(monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu.expression_of(None) is None
 
 
-# All of it
+# The whole run
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu, "device_name", lambda: None)
     assert gpu.main([]) == 2
     assert "torch sees none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "code"), [("passed", 0), ("cut", 0), ("absent", 0), ("failed", 1)])
-def test_the_report(
+def test_report_contents(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str, code: int
 ) -> None:
     def part(name: str, seconds: float, *_: Any) -> Part:
@@ -336,7 +334,7 @@ def test_the_report(
     assert "## owed" not in (out / "report.md").read_text()
 
 
-def test_chosen_tests_are_printed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_selected_tests_are_printed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--print-tests", "-k", "rms_norm"]) == 0
     assert gpu.main(["--print-tests"]) == 0
     assert capsys.readouterr().out.splitlines() == ["rms_norm", "all tests"]

@@ -1,4 +1,4 @@
-"""`import pyops` needs numpy and nothing else, and says at the call what is missing."""
+"""`import pyops` needs only numpy; a call says which package is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ assert pyops.registry["rms_norm"].call is pyops.rms_norm
 """)
 
 
-def test_the_harness_without_torch_and_hypothesis() -> None:
+def test_harness_without_torch_and_hypothesis() -> None:
     printed = run("""
 import numpy, pyops.testing
 assert not BLOCKED & set(sys.modules)
@@ -90,7 +90,7 @@ for name in ("nn.custom_op", "nn"):
 """)
 
 
-def test_transformers_is_named_where_it_is_wanted() -> None:
+def test_transformers_is_named_where_it_is_needed() -> None:
     run("""
 BLOCKED.clear()
 BLOCKED |= {"transformers"}
@@ -141,15 +141,16 @@ print((times[2] - times[1]) / (times[1] - times[0]))
 
 
 def test_import_is_fast(tmp_path: Path) -> None:
-    """From byte code, which pip makes when it installs. It takes some four times as long as to import numpy.
+    """From byte code, which pip writes at installation. It takes some four times as long as importing numpy.
 
-    Processor time of one thread, beside other work of the same process: a busy machine makes both longer.
+    Processor time of one thread is compared with that of other work in the same process, because a busy machine slows
+    both.
     """
     byte_code = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     assert min(float(run(TIMES, **byte_code)) for _ in range(5)) < 6
 
 
-def test_a_numpy_call_without_torch_names_the_pip_line() -> None:
+def test_numpy_call_without_torch_names_the_pip_line() -> None:
     run("""
 import numpy, pyops
 x = numpy.ones((2, 8), numpy.float32)
@@ -170,7 +171,7 @@ else:
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_kernels_on_the_cpu_need_numpy_alone() -> None:
+def test_kernels_on_the_cpu_need_only_numpy() -> None:
     run("""
 import os
 os.environ["PYOPS_CPU"] = "kernels"
@@ -203,7 +204,7 @@ else:
 """)
 
 
-def test_a_device_without_cupy_names_the_pip_line() -> None:
+def test_device_without_cupy_names_the_pip_line() -> None:
     run("""
 import pyops
 from pyops._core import device, lazy
@@ -218,7 +219,7 @@ for ask in (lambda: lazy.cupy.__version__, lambda: device.get(0), device.count, 
 """)
 
 
-def test_what_a_broken_torch_says_is_not_hidden() -> None:
+def test_error_of_a_broken_torch_is_not_hidden() -> None:
     run("""
 class Broken:
     def find_spec(self, name, path=None, target=None):
@@ -233,7 +234,7 @@ except ModuleNotFoundError as error:
 """)
 
 
-def test_doctor_without_anything_reports_and_fails() -> None:
+def test_doctor_without_any_package_reports_and_fails() -> None:
     run("""
 from pyops.__main__ import main
 from pyops._core.host import toolchain
@@ -246,7 +247,7 @@ assert main(["list"]) == 0 and main(["show", "rms_norm"]) == 0 and main(["source
 
 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
-def test_doctor_is_content_with_numpy_and_a_compiler() -> None:
+def test_doctor_passes_with_numpy_and_a_compiler() -> None:
     printed = run("""
 from pyops.__main__ import main
 assert main(["doctor"]) == 0

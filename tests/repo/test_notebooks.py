@@ -1,4 +1,4 @@
-"""The notebooks run, without Jupyter, and what they show is what comes out where there is no GPU.
+"""The notebooks run, without Jupyter, and their stored outputs match a run without a GPU.
 
 ``python -m tests.repo.test_notebooks`` stores their outputs again: what a cell prints, and its figures as SVG.
 A cell tagged ``varies`` prints what its machine has, and what it prints is not compared.
@@ -30,7 +30,7 @@ NEEDS = {
     "quantised": ["gguf", "matplotlib"],
     "write_and_test_a_kernel": ["matplotlib"],
 }
-# Text stays text, so that a page can colour it. Nothing depends on the day or on chance.
+# Text in figures stays text, so that a page can colour it. Nothing depends on the date or on randomness.
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "pyops"}
 
 
@@ -56,7 +56,7 @@ def printed(text: str) -> list[dict[str, Any]]:
 
 
 def figures() -> list[dict[str, Any]]:
-    """The figures that a cell has left, which are then closed."""
+    """The figures that a cell has made; they are then closed."""
     if (plt := sys.modules.get("matplotlib.pyplot")) is None:
         return []
     found = []
@@ -71,7 +71,7 @@ def figures() -> list[dict[str, Any]]:
 
 
 def compared(cells: list[dict[str, Any]], outputs: list[list[dict[str, Any]]]) -> list[list[str]]:
-    """What must be equal of each cell: which outputs there are, and the texts without addresses unless they vary."""
+    """The compared part of each cell: the kinds of outputs, and the texts without addresses unless they vary."""
     texts = []
     for cell, shown in zip(cells, outputs, strict=True):
         varies = "varies" in cell["metadata"].get("tags", [])
@@ -94,17 +94,17 @@ def named(paths: list[Path]) -> list[Any]:
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("path", named(NOTEBOOKS))
 @pytest.mark.slow
-def test_notebook_shows_what_comes_out(path: Path) -> None:
+def test_notebook_matches_its_stored_output(path: Path) -> None:
     outputs = assert_runs(path)
     assert sum(map(bool, outputs)) >= 4
     cells = code_cells(json.loads(path.read_text(encoding="utf-8")))
-    if "g++" in toolchain.toolchains() and not torch.cuda.is_available():  # lines of faults are told as they are there
+    if "g++" in toolchain.toolchains() and not torch.cuda.is_available():  # fault messages need their line numbers
         stored = compared(cells, [cell["outputs"] for cell in cells])
         assert compared(cells, outputs) == stored, "python -m tests.repo.test_notebooks"
 
 
 @pytest.mark.parametrize("path", named(NOTEBOOKS))
-def test_notebook_holds_outputs_and_is_small(path: Path) -> None:
+def test_notebook_has_outputs_and_is_small(path: Path) -> None:
     cells = code_cells(json.loads(path.read_text(encoding="utf-8")))
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert sum(bool(cell["outputs"]) for cell in cells) >= 4
@@ -118,12 +118,12 @@ def test_notebook_runs_kernels(path: Path) -> None:
     assert pyops.rms_norm.compiled()
 
 
-def test_there_are_notebooks() -> None:
+def test_notebooks_exist() -> None:
     assert {path.stem for path in NOTEBOOKS} >= {*NEEDS, "first_op"}
 
 
 def refresh(path: Path) -> None:
-    """Store what the cells show now."""
+    """Store the present outputs of the cells."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     for number, (cell, shown) in enumerate(zip(code_cells(notebook), run(notebook), strict=True), start=1):
         cell.update(execution_count=number, outputs=shown)

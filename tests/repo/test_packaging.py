@@ -48,7 +48,7 @@ def test_pip_lines_name_the_distribution(tmp_path: Path, monkeypatch: pytest.Mon
     assert errors.pip_line("cuda13") == 'pip install "pyops-kernels[cuda13]"'
 
 
-def test_the_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     module, _, function = PROJECT["project"]["scripts"]["pyops"].partition(":")
     monkeypatch.setattr(sys, "argv", ["pyops", "list"])
     handled: list[int] = []
@@ -59,7 +59,7 @@ def test_the_script_runs_the_command_line(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def _source(folder: Path) -> Path:
-    """A copy of what is packed: a build leaves files next to what it builds."""
+    """A copy of the packaged sources, because a build writes files next to them."""
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("setuptools is too old to build this project")
     source = folder / "source"
@@ -72,7 +72,7 @@ def _source(folder: Path) -> Path:
 
 
 def _pip(source: Path, *words: str, python: Path = Path(sys.executable)) -> None:
-    """Run a command of pip on the project in `source`, by any Python, with this Python's packages."""
+    """Run a pip command on the project in `source`, by any Python, with this Python's packages."""
     command = [python, "-m", "pip", *words, "--no-build-isolation", "--no-deps", "--no-index"]
     packages = {"PYTHONPATH": sysconfig.get_path("purelib")}
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False, env=os.environ | packages)
@@ -102,7 +102,7 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_type_checkers_find_an_editable_install(
     editable: Path, tmp_path: Path, checker: str, option: str, refusal: str
 ) -> None:
-    """From the folder of a user, and with the signatures of the ops."""
+    """From a user's folder, with the signatures of the ops."""
     try:
         importlib.import_module(checker)
         subprocess.run([sys.executable, "-m", checker, "--version"], check=True, capture_output=True, timeout=60)

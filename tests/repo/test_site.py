@@ -1,4 +1,4 @@
-"""The documentation site: the reference has every name, notebooks their outputs, and links lead to pages."""
+"""The documentation site: the reference has every name, notebooks have their outputs, and links lead to pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SITE = ROOT / "docs" / "site"
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module that makes the pages. MkDocs imports it as this does, by its folder."""
+    """The module that makes the pages, imported from its folder as MkDocs does."""
     own = [path.stem for path in SITE.glob("*.py")]
     monkeypatch.syspath_prepend(str(SITE))
     yield importlib.import_module("pages")
@@ -33,7 +33,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def entries(site: ModuleType, folder: str) -> list[str]:
-    """The names that the pages below `folder` document."""
+    """The names that the pages in `folder` document."""
     texts = [page.text for page in site.generated() if page.uri.startswith(folder)]
     return re.findall(r"^::: (\S+)$", "\n".join(texts), re.MULTILINE)
 
@@ -64,7 +64,7 @@ def test_every_other_name_is_in_the_reference(site: ModuleType) -> None:
     }
 
 
-def test_a_page_of_the_reference_tells_what_the_docstring_does_not(site: ModuleType) -> None:
+def test_reference_page_adds_to_the_docstring(site: ModuleType) -> None:
     (norm,) = (page.text for page in site.generated() if page.uri == "reference/ops/norm.md")
     entry = norm[norm.index("::: pyops.rms_norm\n") :].split("\n::: ")[0]
     assert "- **Element types** float32, float16, bfloat16\n" in entry
@@ -89,7 +89,7 @@ def test_notebooks_show_their_outputs(site: ModuleType) -> None:
 
 
 def test_links_of_every_page_lead_to_pages(site: ModuleType) -> None:
-    """MkDocs checks the links; this checks what they are made of, where there is no MkDocs."""
+    """MkDocs checks the links; this checks their sources, without MkDocs."""
     generated = {page.uri: page for page in site.generated()}
     files = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*") if path.is_file()}
     there = {*generated, *files, *(f"results/{plot.name}" for plot in site.PLOTS)}
@@ -105,34 +105,34 @@ def test_links_of_every_page_lead_to_pages(site: ModuleType) -> None:
             assert Path(found).resolve().relative_to("/").as_posix() in there, (uri, target)
 
 
-def test_code_keeps_what_looks_like_a_link(site: ModuleType) -> None:
+def test_links_in_code_are_left_alone(site: ModuleType) -> None:
     text = "[a](docs/host.md#use)\n```cpp\n[&](int)\n```\n[b](https://c)\n````text\n```\n[d](LICENSE)\n````\n[e](docs/notebooks)"
     assert site.with_links(text, "README.md", "notebooks/x.md") == text.replace("docs/host.md", "../host.md").replace(
         "docs/notebooks", "README.md"
     )
 
 
-def test_the_first_page_has_a_plot_for_light_and_for_dark(site: ModuleType) -> None:
+def test_first_page_has_a_light_and_a_dark_plot(site: ModuleType) -> None:
     home = site.home((ROOT / "README.md").read_text())
     for theme in ("light", "dark"):
         assert f"/speed-{theme}.svg#only-{theme})" in home
     assert "<picture>" not in home
 
 
-def test_kernels_link_to_what_they_include(site: ModuleType) -> None:
+def test_kernels_link_to_their_headers(site: ModuleType) -> None:
     pages = {page.path: page.text for page in site.generated()}
     assert {f"kernels_cu/{name}" for name in kernels_cu.names()} <= pages.keys()
     assert "Includes [norm.cuh](../include/norm.cuh)." in pages["kernels_cu/norm/rms_norm.cu"]
 
 
-def test_the_site_names_no_host() -> None:
+def test_site_names_no_host() -> None:
     """It has no address, and its pages load nothing from elsewhere."""
     text = (ROOT / "mkdocs.yml").read_text()
     assert not re.search(r"^(site_url|repo_url|repo_name|site_author)|https?://", text, re.MULTILINE)
     assert re.search(r"^  font: false$", text, re.MULTILINE)
 
 
-def test_docstrings_get_an_entry_for_each_name(site: ModuleType) -> None:
+def test_every_name_has_its_docstring_entry(site: ModuleType) -> None:
     pytest.importorskip("griffe")
     docstrings = importlib.import_module("docstrings")
     text = """First line, as `rms_norm` and `pyops.layer_norm` do; `own` and ``rms_norm`` stay::

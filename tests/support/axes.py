@@ -1,8 +1,8 @@
-"""What an op's example can be varied by.
+"""The axes along which an op's example varies.
 
-An axis is a keyword-only parameter of an op's example. Values that compile into a kernel are parametrised: every one is
-another specialisation. Values that do not are drawn by hypothesis. `Literal[...]` and `bool` annotations speak for
-themselves; any other axis is named here once, for every op.
+An axis is a keyword-only parameter of an op's example. Tests are parametrised over values that compile into a kernel,
+because each value is another specialisation; hypothesis draws the other values. Annotations `Literal[...]` and `bool`
+list their own values; the values of any other axis are listed here once, for every op.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ COMPILED: dict[str, tuple[Any, ...]] = {
     "head_dim": (64, 128, 256),
     "head_size": (128, 64, 256),
     "vocab_size": (4000, 128256, 17, 2**20),
-    # What tests of the family vary; here for benchmarks.
+    # Values for the tests of one family; they are here because benchmarks use them, too.
     "num_heads": (6,),
     "num_kv_heads": (2,),
     "block_size": (16,),
     "dim": (64,),
     "num_experts": (3,),
-    "output_size": (136, 64),  # the kernel of few rows of codes takes a multiple of the second one
+    "output_size": (136, 64),  # the small-M kernel of packed weights takes a multiple of 64
     "input_size": (160,),
 }
 
-# Axis -> the values that are run, where they are fewer.
+# Axis -> the values that are run, where not all of them are.
 RUN: dict[str, tuple[Any, ...]] = COMPILED | {
     "hidden_size": (64, 769, 4096),
     "head_size": (64,),
@@ -48,13 +48,13 @@ RUN: dict[str, tuple[Any, ...]] = COMPILED | {
     "output_size": (136,),
 }
 
-# Axis -> what hypothesis draws.
+# Axis -> the strategy that hypothesis draws from.
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "num_tokens": st.integers(1, 40) | st.sampled_from([131, 132, 133, 257]),
     "min_seq_len": st.just(0),
     "max_seq_len": st.sampled_from([128, 1, 77, 200]),
 }
-# Where a token is no row of a matrix, or a long one, and more of them are no other case.
+# Few tokens where rows are long or the op has no hidden_size: more tokens would test nothing new.
 _FEWER: dict[str, st.SearchStrategy[Any]] = {"num_tokens": st.integers(1, 12) | st.just(33)}
 _LONG = 1024  # elements
 
@@ -92,9 +92,9 @@ def combinations(op: Op, table: dict[str, tuple[Any, ...]] = COMPILED) -> Iterat
 
 
 def sample(op: Op, max_cases: int | None) -> list[Axes]:
-    """`max_cases` of the combinations that are run, always the same ones; all of them for None.
+    """`max_cases` of the combinations that are run, the same ones at each call; all of them for None.
 
-    Every two values of two axes come together in one of them, unless that takes more.
+    All the cases together cover every pair of values of two axes; `max_cases` keeps the first ones.
     """
     if max_cases is None:
         return list(combinations(op, RUN))
@@ -102,7 +102,7 @@ def sample(op: Op, max_cases: int | None) -> list[Axes]:
 
 
 def covering(op: Op, max_cases: int | None) -> list[Axes]:
-    """`sample`, and more combinations where a value of an axis would have no part in any."""
+    """`sample`, and more combinations until every value of every axis occurs."""
     chosen = sample(op, max_cases)
     seen = {item for case in chosen for item in case.items()}
     for case in _pairwise(op):
@@ -114,7 +114,7 @@ def covering(op: Op, max_cases: int | None) -> list[Axes]:
 
 @cache
 def _pairwise(op: Op) -> tuple[Axes, ...]:
-    """Combinations that hold every pair of values: the one with the most pairs that are new comes next."""
+    """Combinations that cover every pair of values, chosen greedily by the number of new pairs."""
 
     def pairs(case: Axes) -> set[Any]:
         return set(pairs_of(case.items(), 2)) or {tuple(case.items())}
@@ -132,15 +132,15 @@ def _pairwise(op: Op) -> tuple[Axes, ...]:
 
 
 def fullest(op: Op) -> Axes:
-    """The first combination with everything switched on: no optional tensor that the example can give is missing."""
+    """The bool axes, all on, so that the example gives every optional tensor."""
     return {axis: values[-1] for axis, values in compiled(op).items() if values == (False, True)}
 
 
 def takes_any_size(op: Op) -> bool:
-    """Whether rows of the op may have any size."""
+    """Whether the op takes rows of any size."""
     return compiled(op).get("hidden_size") == COMPILED["hidden_size"]
 
 
 def name(axes: Axes) -> str:
-    """The combination as a test's id."""
+    """The combination as a test id."""
     return "-".join(f"{axis}={value}" for axis, value in axes.items())

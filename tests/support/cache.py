@@ -1,4 +1,4 @@
-"""Values, codes and hostile indices for the tests of cache ops, and which ops these are."""
+"""Values, fp8 encodings and hostile indices for the tests of cache ops, and the list of these ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyops._core.host.toolchain import toolchains
 on_host = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 FNUZ = torch.float8_e4m3fnuz
-# Kinds of a cache with the codes that it may have: bytes, but for FNUZ.
+# kv_cache_dtype -> the element types of a cache with it: bytes, except for FNUZ.
 CODES = pytest.mark.parametrize(("kind", "code"), [*KINDS.items(), ("fp8", FNUZ), ("fp8_e4m3", FNUZ)])
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 HOSTILE = (-1, -2, -(2**31), -(2**63), INT32_MAX, INT64_MAX, INT64_MAX - 15, 2**62)
@@ -43,7 +43,8 @@ def ints(values: Any, dtype: torch.dtype = torch.int64, where: str = "cpu") -> t
 
 
 def quantised(x: torch.Tensor, scale: float, kind: torch.dtype) -> torch.Tensor:
-    """Codes by torch's own conversion, the quotient from float64; NaN is 0x7f, or 0x80 where that is no zero."""
+    """fp8 values by torch's own conversion of a float64 quotient. NaN becomes 0x7f, or 0x80 where 0x80 is not a
+    zero."""
     quotient = (x.double() / float(numpy.float32(scale))).float()
     largest = torch.finfo(kind).max
     codes = quotient.clamp(-largest, largest).to(kind).view(torch.uint8)
@@ -51,7 +52,7 @@ def quantised(x: torch.Tensor, scale: float, kind: torch.dtype) -> torch.Tensor:
 
 
 def as_given(cache: torch.Tensor, code: torch.dtype) -> torch.Tensor:
-    """A cache of bytes as a call gets it: that its codes are FNUZ, it says itself."""
+    """A byte cache as a call takes it; for FNUZ its dtype tells the encoding."""
     return cache.view(code) if code == FNUZ else cache
 
 

@@ -1,4 +1,4 @@
-"""What the tests of every op share: devices, the examples' arguments, calls that may be refused, other libraries."""
+"""Helpers for tests of every op: devices, example arguments, calls that may be refused, other array libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pyops.testing.calls import clones, named, replaced, run
 
 
 class Host(str):
-    """The device "cpu", where tensors run the kernels on the host backend."""
+    """The device "cpu", with tensors that run kernels on the host backend."""
 
 
-# Every op on CPU tensors and, where there is a device, on its tensors. With plain "cpu" the wrapper runs the reference,
-# so that the same tests hold the references and the dispatch to their promises.
+# Every op on CPU tensors, and on GPU tensors where there is a device. With plain "cpu" the wrapper runs the reference,
+# so these tests check references and dispatch as well.
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 HOST = pytest.param(Host("cpu"), id="host", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler"))
 KERNELS = [HOST, CUDA]
@@ -37,7 +37,9 @@ def example(op: Op, device: str = "cpu", seed: int = 0, **axes: Any) -> list[Any
 
 
 def run_accepted(op: Op, args: Sequence[Any], layouts: dict[str, Layout]) -> dict[str, torch.Tensor]:
-    """The results under these layouts. An op may refuse gaps between rows, by name; it may not refuse an offset."""
+    """The results of a call with these layouts. An op may refuse gaps between rows, by name; it may not refuse an
+    offset.
+    """
     while True:
         try:
             return run(op, args, layouts)
@@ -49,7 +51,7 @@ def run_accepted(op: Op, args: Sequence[Any], layouts: dict[str, Layout]) -> dic
 
 
 def run_in_place(op: Op, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The results of one call for each pair of output and input that may be one tensor, made with them being one."""
+    """The results of in-place calls, one for each pair of output and input that may be the same tensor."""
     results = {}
     for output, source in op.declaration.in_place.items():
         results[output] = named(op, args)[source].clone()
@@ -58,7 +60,7 @@ def run_in_place(op: Op, args: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 
 def refusal(op: Op, args: Sequence[Any], call: Callable[..., None] | None = None) -> pyops.OpError:
-    """The OpError the call must raise, naming an argument of the op, without a byte of any argument written."""
+    """The OpError that the call raises. It names an argument of the op, and no byte of any argument was written."""
     values = [arg for arg in args if isinstance(arg, torch.Tensor)]
     before = [value.clone() for value in values]
     with pytest.raises(pyops.OpError) as caught:

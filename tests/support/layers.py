@@ -1,4 +1,4 @@
-"""What tests of layers share: a layer computes alike by every method that may be its forward."""
+"""Shared by tests of layers: all forward methods of a layer give the same result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _copy(arg: Any) -> Any:
 
 
 def of_all_methods(layer: CustomOp, *args: Any) -> Any:
-    """The result of `layer` by `forward_native`, which wrote no argument; all other methods gave the same bits."""
+    """The result of `layer.forward_native`. It wrote no argument, and every other forward method gave the same bits."""
     given = fresh(args)
     result = layer.forward_native(*given)
     for arg, before in zip(given, args, strict=True):
@@ -40,7 +40,7 @@ def of_all_methods(layer: CustomOp, *args: Any) -> Any:
 
 
 def tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result, however it is nested."""
+    """The tensors of a nested result."""
     if isinstance(result, torch.Tensor):
         return [result]
     return [] if result is None else [tensor for part in result for tensor in tensors(part)]

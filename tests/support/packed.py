@@ -1,4 +1,4 @@
-"""Packed weights made from the definitions of their formats, by code of the tests' own: numpy and loops over tiles."""
+"""Packed weights, written from the definitions of their formats independently of pyops: numpy and loops over tiles."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def words_of_fields(fields: Any, bits: int) -> Tensor:
 
 
 def gptq(codes: Tensor, bits: int) -> Tensor:
-    """[K bits / 32, N]: a column is a string of codes."""
+    """[K bits / 32, N]: a column is one string of bits."""
     each = (codes.numpy()[..., None] >> numpy.arange(bits) & 1).transpose(0, 2, 1)  # [K, bits, N]
     return words_of_bits(each.reshape(-1, 32, codes.shape[1]).transpose(0, 2, 1))
 
 
 def gptq_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """[groups, N bits / 32]: a row is a string of zero points."""
+    """[groups, N bits / 32]: a row is one string of zero points."""
     return gptq(zeros.T.contiguous(), bits).T.contiguous()
 
 
@@ -49,7 +49,7 @@ def awq(codes: Tensor, bits: int = 4) -> Tensor:
 
 
 def marlin(codes: Tensor, bits: int, is_a_8bit: bool = False, sparse: bool = False) -> Tensor:
-    """[K / 16, N bits / 2]: tiles, lane by lane."""
+    """[K / 16, N bits / 2]: tiles in lane order."""
     (rows, columns), q = codes.shape, codes.numpy()
     tile_k, tile_n = (32, 32) if is_a_8bit else (16, 64)
     found: list[Any] = []
@@ -73,7 +73,7 @@ def marlin(codes: Tensor, bits: int, is_a_8bit: bool = False, sparse: bool = Fal
 
 
 def blocks(rows: Tensor, order: list[int]) -> Tensor:
-    """Columns of each block of len(order) in this order."""
+    """The columns of each block of len(order), permuted by `order`."""
     return rows.view(*rows.shape[:-1], -1, len(order))[..., order].reshape(rows.shape)
 
 
@@ -110,7 +110,7 @@ def n32k16_columns(entries: Tensor) -> Tensor:
 
 
 def places_24(kept: Tensor) -> Tensor:
-    """[K / 32, 2 N] int16 of four bits for each quad of rows, [K / 4, N]."""
+    """[K / 32, 2 N] int16 metadata of four bits for each quad of rows, from [K / 4, N]."""
     quads, columns = kept.shape
     words = (kept.view(quads // 4, 4, columns).numpy() << numpy.array([0, 4, 8, 12])[:, None]).sum(1)  # [K / 16, N]
     found = numpy.zeros(words.size, "uint16")

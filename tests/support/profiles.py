@@ -1,6 +1,6 @@
-"""How much the tests try.
+"""Test profiles: how many examples, variants and compiles a run takes.
 
-`PYOPS_TEST_PROFILE` names a profile. Without it the profile is ``ci`` where ``CI=true``, and ``dev`` otherwise.
+`PYOPS_TEST_PROFILE` names a profile. The default is ``ci`` with ``CI=true``, else ``dev``.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Profile:
-    """How much is tried of what could be tried; None for all of it."""
+    """How many of the possible cases are tried; None for all of them."""
 
-    examples: int  # that hypothesis draws
-    combinations: int | None = None  # of an op's axes, each with other kernels; more where that takes all values
-    varied: int | None = None  # combinations that run under every schedule, and in any layout
-    sizes: int | None = None  # of rows
+    examples: int  # examples of hypothesis
+    combinations: int | None = None  # combinations of an op's axes; more where covering every value takes more
+    varied: int | None = None  # combinations that run under every schedule and in any layout
+    sizes: int | None = None  # row sizes
     candidates: int | None = None  # configs that a plan could choose
-    variants: int | None = None  # of the parameters of a test that is not made for every op, in a run of everything
-    slow: bool = True  # tests that take seconds and are about no op
-    compiles: dict[str, int] = field(default_factory=dict)  # architecture -> specialisations of each op, by NVRTC
+    variants: int | None = None  # variants of each test that is not made for every op, in a run that names no test
+    slow: bool = True  # whether tests run that take seconds and are about no op
+    compiles: dict[str, int] = field(default_factory=dict)  # architecture -> specialisations by NVRTC of each op
 
 
 PROFILES = {
-    # Every op, and one variant of any other test; minutes on two cores, with nothing in the caches.
+    # Every op, and one variant of any other test: minutes on two cores with empty caches.
     "dev": Profile(3, 3, 1, 2, 1, 1, False, {"sm_80": 0, "sm_90": 1, "sm_100": 0}),
     "ci": Profile(6, 6, 2, 4, 1, 6, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
-    # What a GPU runs, where nothing takes long but compiling.
+    # On a GPU only compiling takes long.
     "gpu": Profile(10, 24, 4, None, 3, None, True, {"sm_80": 1, "sm_90": 2, "sm_100": 1}),
     "nightly": Profile(1000),
 }
@@ -41,7 +41,7 @@ PROFILE = PROFILES[NAME]
 
 
 def sample(values: Iterable[T], max_values: int | None, seed: Any) -> list[T]:
-    """At most so many of the values, in their order, always the same ones for a seed; all of them for None."""
+    """At most `max_values` of the values, in order, the same ones for a seed; all of them for None."""
     every: Sequence[T] = list(values)
     if max_values is None or len(every) <= max_values:
         return list(every)
@@ -49,7 +49,7 @@ def sample(values: Iterable[T], max_values: int | None, seed: Any) -> list[T]:
 
 
 def varied(cases: Sequence[T], max_cases: int | None, seed: Any, parts: Callable[[T], Iterable[Any]]) -> list[T]:
-    """At most so many of the cases, in their order: those with the most `parts` that no other chosen one has."""
+    """At most `max_cases` of the cases, in order: those with the most `parts` that no chosen case has yet."""
     if max_cases is None or len(cases) <= max_cases:
         return list(cases)
     left = list(range(len(cases)))
@@ -65,5 +65,5 @@ def varied(cases: Sequence[T], max_cases: int | None, seed: Any, parts: Callable
 
 
 def few(values: Iterable[T], count: int) -> list[T]:
-    """So many of a test's variants, which are much alike; all of them where the profile does not limit variants."""
+    """`count` of a test's similar variants; all of them where the profile does not limit variants."""
     return sample(values, None if PROFILE.variants is None else count, "few")

@@ -1,4 +1,5 @@
-"""The truth of quantising ops, in numpy: float64 arithmetic, rounded to float32 where the definition does."""
+"""The independent truth for quantising ops, in numpy: float64 arithmetic, rounded to float32 where the definition
+is."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ E4M3 = pytest.mark.parametrize("kind", LARGEST)
 
 @pytest.fixture(autouse=True)
 def _quietly() -> Any:
-    """Divisions by zero and overflows are part of the truth."""
+    """Silence numpy: divisions by zero and overflows are part of the truth."""
     with numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -30,7 +31,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", 
 
 
 def new(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Memory to be written, of bytes that are no right answer."""
+    """An output to be written, filled with bytes that are never a right answer."""
     size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
     return torch.full((size,), 0x55, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
@@ -40,11 +41,11 @@ def exact(x: Any) -> Any:
 
 
 def f32(x: Any) -> Any:
-    """float64 values rounded to float32. (A quotient or product of two float32 is then rounded as if once.)"""
+    """float64 values rounded to float32. (A quotient or product of two float32 then has a single rounding.)"""
     return numpy.asarray(x, "float64").astype("float32").astype("float64")
 
 
-# The value of every code of e4m3fn without a sign; of e4m3fnuz, whose bias is one more, it is half as much.
+# Magnitudes of all e4m3fn encodings; those of e4m3fnuz are half as large, because its exponent bias is one more.
 _VALUES = numpy.array(
     [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)]
 )
@@ -62,7 +63,7 @@ def nearest(x: Any, values: Any) -> tuple[Any, Any]:
 
 
 def fp8(x: Any, nan: int = 0x7E, kind: torch.dtype = FP8) -> Any:
-    """Codes of e4m3; those of e4m3fnuz up to the type's own largest."""
+    """e4m3 encodings; those of e4m3fnuz saturate at the type's own maximum."""
     code, negative = nearest(x, _VALUES[:127] if kind is FP8 else _VALUES / 2)
     if kind is FNUZ:
         negative &= code != 0
@@ -84,7 +85,7 @@ def absmax(x: Any) -> Any:
 
 
 def saturated(x: Any, kind: torch.dtype) -> Any:
-    """Codes of e4m3 that are no larger than quantisation makes them."""
+    """e4m3 encodings within the range that quantisation produces."""
     return fp8(numpy.clip(x, -LARGEST[kind], LARGEST[kind]), kind=kind)
 
 
@@ -112,7 +113,7 @@ def token_int8(x: Any) -> tuple[Any, Any]:
 
 
 def token_azp(x: Any) -> tuple[Any, Any, Any]:
-    """Row by row."""
+    """Quantise row by row."""
     codes, scales, zeros = [], [], []
     for row in x.reshape(-1, x.shape[-1]):
         numbers = row[~numpy.isnan(row)]
@@ -151,7 +152,7 @@ def grouped(
 
 
 def same(actual: torch.Tensor, expected: Any) -> None:
-    """Codes by their bits; scales as numbers."""
+    """Quantized values by their bits, scales as numbers."""
     found = actual.cpu()
     if found.dtype in LARGEST:
         found = found.view(torch.uint8)

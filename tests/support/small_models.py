@@ -1,4 +1,4 @@
-"""Small models of every family: as transformers has them, with random weights, what they write, and their folders."""
+"""Small models of every family: transformers' models with random weights, their greedy tokens, and their folders."""
 
 from __future__ import annotations
 
@@ -187,10 +187,10 @@ PROMPTS: list[list[int]] = [list(range(5, 25)), [3], [(7 * i) % 160 for i in ran
 
 @cache
 def reference(case: str) -> Any:
-    """A model of transformers whose random weights make clear choices; biases and norms are random too."""
+    """A model of transformers with random weights that make clear choices; biases and norms are random, too."""
     family, options = CASES[case]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**SIZES | deepcopy(options))  # it writes to its rope_parameters
+    config = getattr(transformers, f"{family}Config")(**SIZES | deepcopy(options))  # the config mutates its options
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks")):
@@ -205,7 +205,7 @@ def reference(case: str) -> Any:
 
 @cache
 def text(case: str, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What transformers' model writes, greedily, after the prompt."""
+    """The tokens that transformers' model generates greedily after the prompt."""
     written = reference(case).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
     return written[0, len(prompt) :].tolist()
 
@@ -217,7 +217,7 @@ def texts(case: str, count: int) -> list[list[int]]:
 def folders(
     tmp_path_factory: pytest.TempPathFactory, reference: Callable[[str], Any] = reference
 ) -> Callable[[str], Path]:
-    """The folder of a case, in which its model, of transformers', is saved once."""
+    """The folder of a case, with its model saved once by transformers."""
     saved: dict[str, Path] = {}
 
     def get(case: str) -> Path:
@@ -230,7 +230,7 @@ def folders(
 
 
 def teacher_forced(runner: Runner, prompt: Sequence[int], following: Sequence[int]) -> torch.Tensor:
-    """Logits after the prompt, by prefill, and after each token that follows, by decode steps."""
+    """Logits after the prompt, by prefill, and after each following token, by decode steps."""
     blocks = list(range(-(-(len(prompt) + len(following)) // runner.block_size)))[::-1]
     found = [runner.run([Part(prompt, 0, blocks)])]
     for i, token in enumerate(following):

@@ -1,4 +1,4 @@
-"""State-space models of transformers with random weights, which tests compare with."""
+"""State-space models of transformers with random weights, the truth of other tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GroupedNorm(torch.nn.Module):
 
 
 def heed_groups(model: torch.nn.Module) -> None:
-    """Give mixers of Mamba-2 a norm that heeds groups; transformers 5.17 takes all groups as one, 5.23 does not."""
+    """Give mixers of Mamba-2 a norm with groups; transformers 5.17 takes all groups as one, 5.23 does not."""
     for mixer in list(model.modules()):
         norm = getattr(mixer, "norm", None)
         heeds = not hasattr(mixer, "n_groups") or hasattr(norm, "group_size") or hasattr(norm, "n_groups")
@@ -32,7 +32,7 @@ def heed_groups(model: torch.nn.Module) -> None:
 
 
 def random_model(family: str, options: dict[str, Any], seed: int = 1) -> Any:
-    """A model of that family whose random weights make clear choices; biases and norms are random too."""
+    """A model of that family with random weights that make clear choices; biases and norms are random, too."""
     torch.manual_seed(seed)
     kind = getattr(transformers, f"{family}ForCausalLM")
     model = kind(kind.config_class(**SIZES | options))

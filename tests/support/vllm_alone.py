@@ -1,8 +1,8 @@
-"""What vLLM's tests of this project run in a process of its own: vLLM on a machine that seems to have a GPU.
+"""vLLM on a machine that seems to have a GPU, run in a separate process by the tests of vLLM without libraries.
 
     python -m tests.support.vllm_alone
 
-vLLM finds the plugins and one GPU of compute capability 9.0, and prints one line of JSON about what became of it.
+vLLM finds the plugins and one GPU of compute capability 9.0, and prints its findings as one line of JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-# Packages for GPUs that layers import where they are, and one that vLLM imports without asking. Nothing here calls it.
+# GPU packages that layers import if present, and one that vLLM imports unconditionally. Nothing here calls them.
 ABSENT = {"cuda", "cutlass", "deep_ep", "flashinfer", "mori", "nixl_ep"}
 HUMMING = ("", ".config", ".dtypes", ".layer", ".schema", ".utils", ".utils.weight")
 MODULES = (
@@ -47,9 +47,9 @@ def see_a_gpu() -> None:
 
 
 def imports() -> dict[str, str]:
-    """{module: error} of vLLM's layers, models, engine and worker; without what asks for a package in `ABSENT`.
+    """{module: error} of vLLM's layers, models, engine and worker, except errors about a package in `ABSENT`.
 
-    And without what is for `humming` alone, of which one asks for a module that vLLM 0.22.1 lacks.
+    Modules for `humming` alone are left out; one of them imports a module that vLLM 0.22.1 lacks.
     """
     layers = importlib.import_module("vllm.model_executor.layers")
     found = pkgutil.walk_packages(layers.__path__, "vllm.model_executor.layers.", onerror=lambda name: None)
@@ -61,13 +61,13 @@ def imports() -> dict[str, str]:
             if str(error.name).partition(".")[0] not in ABSENT:
                 failed[name] = repr(error)
         except Exception as error:
-            if "libcuda.so" not in str(error):  # Triton's driver, which is asked when these are imported
+            if "libcuda.so" not in str(error):  # Triton's driver, which these ask for at import
                 failed[name] = repr(error)
     return failed
 
 
 def attention() -> str:
-    """How vLLM would compute attention."""
+    """The attention backends that vLLM would choose."""
     from torch import bfloat16
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.v1.attention import selector

@@ -22,9 +22,9 @@ FLASH_ATTN_FUNCTIONS = ("flash_attn_varlen_func", "get_scheduler_metadata")
 
 @contextmanager
 def cuda_platform(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
-    """vLLM's platform for CUDA, with a device of this capability, instead of the one that vLLM has found.
+    """vLLM's platform for CUDA, with a device of this capability, in place of the detected one.
 
-    Its tensors lie on the CPU.
+    Its tensors are on the CPU.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in COMPILED:
@@ -55,8 +55,8 @@ def cuda_platform(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
 def _do_without_flash_attn() -> None:
     """Without its libraries FlashAttention cannot be imported, and on CUDA no attention layer without it.
 
-    So the module of vLLM that imports two functions of it is imported beside an empty package, and then loses both:
-    a backend that imports them from there cannot be imported, which vLLM takes for an answer.
+    So the module of vLLM that imports two functions of it is imported together with an empty package, and then loses
+    both: a backend that imports them from there fails to import, which vLLM accepts as an answer.
     """
     absent = ModuleType(FLASH_ATTN)
     vars(absent).update(dict.fromkeys(FLASH_ATTN_FUNCTIONS))
@@ -68,8 +68,8 @@ def _do_without_flash_attn() -> None:
 
 
 def block_tables(lengths: list[int], width: int, num_blocks: int) -> torch.Tensor:
-    """[num_seqs, width] int32: different blocks of the cache, in no order, for the tokens of each sequence; 0 after
-    them, as vLLM leaves it."""
+    """[num_seqs, width] int32: different cache blocks in random order for the tokens of each sequence; then 0, as in
+    vLLM."""
     used = [-(-length // BLOCK_SIZE) for length in lengths]
     order = 1 + torch.randperm(num_blocks - 1)[: sum(used)]
     tables = torch.zeros(len(lengths), width, dtype=torch.int32)
@@ -82,7 +82,7 @@ def common_metadata(counts: list[int], lengths: list[int], tables: torch.Tensor,
     """vLLM's metadata of a step with `counts` new tokens at the end of sequences of these lengths.
 
     Args:
-        rows: of the queries, where they are more than the new tokens: they fill up a CUDA graph, whose slots are -1.
+        rows: rows of the queries, if more than the new tokens: padding rows of a CUDA graph, with slots of -1.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -127,7 +127,7 @@ def attention(
     if (slopes := options.get("slopes")) is not None:
         bias = bias + slopes.double()[:, None, None] * (j - at)
     bias = bias.masked_fill(~seen, -torch.inf)
-    if (sinks := options.get("sinks")) is not None:  # one more key of zeros, whose value is zeros
+    if (sinks := options.get("sinks")) is not None:  # one more key of zeros, with a value of zeros
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         bias = torch.cat((bias, sinks.double()[:, None, None].expand(-1, count, 1)), -1)
     found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)

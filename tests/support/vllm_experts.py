@@ -1,4 +1,4 @@
-"""vLLM's modules of experts on this library's ops, and calls of its layers: shared by the tests of experts."""
+"""vLLM's MoE modules on this library's ops, and calls of its layers: shared by the tests of experts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def layer(vllm: Vllm, activation: str = "silu", device: str = "cpu", **others: A
 
 
 def routed(tokens: int = 20, top_k: int = TOP_K, experts: int = EXPERTS) -> tuple[torch.Tensor, ...]:
-    """Rows, weights and experts of tokens, one of which has experts that do not exist."""
+    """Rows, weights and expert ids of tokens; one token has only ids out of range."""
     ids = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(4))
     ids[2] = experts
     return draw(tokens, HIDDEN, dtype=BF16), positive(tokens, top_k, seed=3), ids.int()
@@ -111,7 +111,8 @@ def moved(device: str, *tensors: Any) -> list[Any]:
 def apply(
     vllm: Vllm, kernel: Any, x: Any, w1: Any, w2: Any, weights: Any, ids: Any, expert_map: Any = None, **given: Any
 ) -> torch.Tensor:
-    """What vLLM's layers call, on the device of w1; on a GPU once more as a CUDA graph. Returns the result."""
+    """Call the functions that vLLM's layers call, on the device of w1; on a GPU once more as a CUDA graph. Returns the
+    result."""
     device = w1.device
     x, weights, ids, expert_map = moved(device, x, weights, ids, expert_map)
     vllm.workspace.init_workspace_manager(device)

@@ -1,4 +1,4 @@
-"""vLLM as on a Hopper GPU, with tensors on the CPU: for tests of its parts that run on this library."""
+"""vLLM as on a Hopper GPU, with CPU tensors: for tests of its parts that run on this library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 @contextmanager
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have vLLM's current platform answer as that of CUDA does there. vLLM's custom ops are their PyTorch forms."""
-    # vLLM's modules ask for compiled ops while they are imported on CUDA.
+    """Make vLLM's current platform answer like CUDA there. vLLM's custom ops are their PyTorch forms."""
+    # vLLM's modules ask for compiled ops during their import on CUDA.
     importlib.import_module("vllm.model_executor.layers.quantization.auto_gptq")
     from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.platforms import PlatformEnum, current_platform
@@ -34,7 +34,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
-    """Have vLLM's current platform be a GPU of this compute capability."""
+    """Make vLLM's current platform a GPU of this compute capability."""
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
@@ -43,6 +43,6 @@ def capability(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
 
 
 def keep(monkeypatch: pytest.MonkeyPatch, part: str, *cases: str) -> None:
-    """Have the table of what is faster keep these cases of a part, and nothing else."""
+    """Make the table of faster cases contain these cases of a part, and nothing else."""
     module = importlib.import_module(f"pyops.integrations.vllm.parts.{part}")
     monkeypatch.setattr(module, "keeps", lambda of, case: of == part and case in cases)

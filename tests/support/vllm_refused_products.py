@@ -13,7 +13,8 @@ from tests.support.calls import example
 
 
 def _call(name: str, **changes: Any) -> Callable[[], object]:
-    """A call of the op with its example, where `changes` are other arguments or make them of the example's."""
+    """A call of the op with its example; `changes` are other arguments, or functions that make them from the
+    example's."""
 
     def call() -> object:
         op = pyops.registry[name]

@@ -29,7 +29,7 @@ def signature(function: ast.FunctionDef, *, bound: bool) -> str:
 
 
 def functions(source: str) -> dict[str, str]:
-    """{name: signature} of the functions of a module, those behind a condition included."""
+    """{name: signature} of the functions of a module, also of those under a condition."""
     body = ast.parse(source).body
     nested = [inner for node in body if isinstance(node, ast.If) for inner in node.body]
     found = [node for node in (*body, *nested) if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""The strategies: that they keep their promises, and that what is hostile in them does occur."""
+"""The strategies of pyops.testing: they keep their promises, and their hostile values do occur."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLOATS = (*strategies.DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
 
 
 def occurs(strategy: st.SearchStrategy[Any], predicate: Callable[[Any], bool]) -> Any:
-    """What the strategy draws for which the predicate holds, among its first 500; hypothesis.NoSuchExample if none."""
+    """A value of the strategy that satisfies the predicate, among its first 500; hypothesis.NoSuchExample if none."""
     found = find(strategy, predicate, settings=settings(max_examples=500, database=None), random=random.Random(0))
     assert predicate(found)
     return found
@@ -38,7 +38,7 @@ def test_contents(dtype: str, kind: str) -> None:
     values, size = y.double(), y.double().abs()
     if kind == "nan":
         assert 0 < values.isnan().sum() < values.numel() / 10
-    elif kind == "inf" and not dtype.startswith("float8_e4m3"):  # which have none
+    elif kind == "inf" and not dtype.startswith("float8_e4m3"):  # these have no infinity
         assert (values == float("inf")).any()
         assert (values == -float("inf")).any()
     elif kind == "subnormal":
@@ -65,7 +65,7 @@ def test_contents(dtype: str, kind: str) -> None:
         assert torch.equal(values, x.double())
 
 
-def test_contents_of_what_is_no_float() -> None:
+def test_contents_of_integers() -> None:
     with pytest.raises(ValueError, match="got 'nan' and int32"):
         filled(torch.zeros(2, dtype=torch.int32), "nan")
     with pytest.raises(ValueError, match="got 'strange' and float32"):
@@ -73,7 +73,7 @@ def test_contents_of_what_is_no_float() -> None:
 
 
 @given(layout=strategies.layouts(), shape=strategies.shapes(3), dtype=st.sampled_from(FLOATS))
-def test_a_layout_changes_places_only(layout: Any, shape: tuple[int, ...], dtype: str) -> None:
+def test_layout_keeps_the_values(layout: Any, shape: tuple[int, ...], dtype: str) -> None:
     x = torch.randn(shape).to(getattr(torch, dtype))
     y = layout.place(x)
     assert torch.equal(x.float(), y.float())
@@ -88,7 +88,7 @@ def test_a_layout_changes_places_only(layout: Any, shape: tuple[int, ...], dtype
     assert around.float().isnan().all()
 
 
-def test_tensors_are_what_was_asked_for() -> None:
+def test_tensors_have_the_requested_shape_and_dtype() -> None:
     @given(x=strategies.tensors((3, 5), "bfloat16"), y=strategies.tensors(strategies.shapes(1), st.just("float16")))
     def check(x: torch.Tensor, y: torch.Tensor) -> None:
         assert (x.shape, x.dtype) == ((3, 5), torch.bfloat16)
@@ -131,7 +131,7 @@ def test_ragged_batches(batch: strategies.RaggedBatch) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 200])
-def test_lengths_occur_beside_others(length: int) -> None:
+def test_interesting_lengths_occur(length: int) -> None:
     occurs(strategies.ragged_batches(6, 200), lambda batch: length in batch.seq_lens.tolist()[1:])
 
 
@@ -191,7 +191,7 @@ def test_paged_caches(dtype: str, data: st.DataObject) -> None:
 
 
 def entries(cache: strategies.PagedCache, in_use: bool) -> list[int]:
-    """The entries of the tables that sequences need, or the others."""
+    """The table entries that sequences need, or the others."""
     found = []
     for row, length in zip(cache.block_tables.tolist(), cache.seq_lens.tolist(), strict=True):
         needed = -(-length // cache.block_size)
@@ -209,7 +209,7 @@ HOSTILE: list[Callable[[strategies.PagedCache, list[int]], bool]] = [
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_hostile_entries_occur(hostile: Callable[[strategies.PagedCache, list[int]], bool]) -> None:
-    """After what is used; among what is used only where that was asked for."""
+    """After the used entries always, and among them only where asked for."""
     small = {"head_size": 16, "max_seqs": 3, "max_seq_len": 40}
     occurs(strategies.paged_caches(**small), lambda cache: hostile(cache, entries(cache, in_use=False)))
     occurs(strategies.paged_caches(broken=True, **small), lambda cache: hostile(cache, entries(cache, in_use=True)))
@@ -235,14 +235,14 @@ def test_hostile_entries_occur(hostile: Callable[[strategies.PagedCache, list[in
         lambda cache: any(length and length % cache.block_size == 0 for length in cache.seq_lens.tolist()),
         lambda cache: len(set(entries(cache, True))) < len(entries(cache, True)),  # shared
         lambda cache: entries(cache, True) != sorted(entries(cache, True)),  # shuffled
-        lambda cache: set(entries(cache, True)) & set(entries(cache, False)),  # a block of others
+        lambda cache: set(entries(cache, True)) & set(entries(cache, False)),  # a block of other sequences
     ],
 )
 def test_hostile_caches_occur(predicate: Callable[[strategies.PagedCache], bool]) -> None:
     occurs(strategies.paged_caches(head_size=16, max_seqs=3, max_seq_len=40), lambda cache: bool(predicate(cache)))
 
 
-def test_caches_that_cannot_be() -> None:
+def test_impossible_caches() -> None:
     with pytest.raises(ValueError, match='expected "flash" or "packed", got "sparse"'):
         occurs(strategies.paged_caches(layout="sparse"), bool)
     with pytest.raises(ValueError, match="expected a multiple of 8 for packed keys"):
@@ -250,7 +250,7 @@ def test_caches_that_cannot_be() -> None:
 
 
 def code_of(weight: strategies.QuantisedWeight, k: int, n: int) -> float:
-    """One code, by the definition of the format."""
+    """One quant, by the definition of the format."""
     if weight.format == "awq":
         nibble = (0, 4, 1, 5, 2, 6, 3, 7)[n % 8]
         return (int(weight.weight[k, n // 8]) >> 4 * nibble) & 15
@@ -310,7 +310,7 @@ def test_kinds_of_weights_occur(predicate: Callable[[strategies.QuantisedWeight]
     occurs(strategies.quantised_weights(), predicate)
 
 
-def test_a_format_that_is_none() -> None:
+def test_unknown_format() -> None:
     with pytest.raises(ValueError, match="got 'gguf'"):
         occurs(strategies.quantised_weights(["gguf"]), bool)
 
@@ -325,7 +325,7 @@ except ImportError as error:
 """
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_packages_are_named() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("MissingDependencyError pyops.testing.strategies needs hypothesis, which is not")
     assert "[test]" in done.stdout

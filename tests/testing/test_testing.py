@@ -1,4 +1,5 @@
-"""The harness itself: what the comparison lets pass, what watched memory notices, and what a whole check finds."""
+"""The test harness: which differences comparisons accept, which writes canaries notice, and which faults a whole check
+finds."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def _next(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """The value so many units in the last place further from zero."""
+    """The value that is this many ulps further from zero."""
     words = torch.int32 if x.element_size() == 4 else torch.int16
     return (x.view(words) + steps).view(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [1.0, 1.984375, -3.5, 1024.0, 3e-5])
-def test_units_in_the_last_place(dtype: torch.dtype, value: float) -> None:
+def test_ulps(dtype: torch.dtype, value: float) -> None:
     x = torch.full((3,), value, dtype=dtype)
     units = 16 if dtype == torch.float32 else 1
     assert_close(x, x.clone(), 0)
@@ -84,7 +85,7 @@ def test_flushed_denormals_pass() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8])
-def test_codes(dtype: torch.dtype) -> None:
+def test_fp8_values(dtype: torch.dtype) -> None:
     codes = torch.arange(-100, 100).repeat(50).to(torch.int8)
     x = codes.float().to(dtype) if dtype != torch.int8 else codes
     step = x.view(torch.uint8).clone()
@@ -100,7 +101,7 @@ def test_codes(dtype: torch.dtype) -> None:
     for count, by, ulps in ((1, 1, 0), (1, 2, 1), (13, 1, 1)):
         with pytest.raises(AssertionError):
             assert_close(x, moved(count, by), ulps)
-    # If all may be off by a thousandth of the largest, 100, they lie so near to a tie in one of five, or of ten.
+    # If all results may be off by a thousandth of the largest, 100, one in five, or in ten, is near a tie.
     right, wrong = (1900, 2100) if dtype == torch.int8 else (900, 1100)
     assert_close(x, moved(right, 1), 1, atol=2.0**-10)
     with pytest.raises(AssertionError):
@@ -115,11 +116,11 @@ def test_fp8_signs_and_nan() -> None:
             assert_close(x, torch.tensor(wrong).to(torch.float8_e4m3fn), 1)
     nan, other = (torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fnuz) for code in (0x80, 0))
     assert_close(nan, nan.clone(), 0)
-    with pytest.raises(AssertionError):  # what would be -0 is no zero
+    with pytest.raises(AssertionError):  # -0 instead of 0 is wrong
         assert_close(nan, other, 1)
 
 
-def test_shape_and_dtype_count() -> None:
+def test_shape_and_dtype_must_match() -> None:
     x = torch.zeros(2, 3)
     for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float16)):
         with pytest.raises(AssertionError):
@@ -159,7 +160,7 @@ def test_numpy_views_share_memory() -> None:
         assert array.ctypes.data == value.data_ptr()
 
 
-# An op with one fault each, which the tests of every op must find.
+# Ops with one fault each, which the tests of every op must find.
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def _args() -> list[Any]:
     return [torch.zeros(3, 5), torch.randn(3, 5)]
 
 
-def test_a_write_beside_the_output_is_found(declared: Any) -> None:
+def test_write_next_to_the_output_is_found(declared: Any) -> None:
     def writes_beside(out: Tensor, input: Tensor) -> None:
         out.copy_(input)
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
@@ -192,7 +193,7 @@ def test_a_write_beside_the_output_is_found(declared: Any) -> None:
         run(declared(writes_beside), _args())
 
 
-def test_a_written_input_is_found(declared: Any) -> None:
+def test_written_input_is_found(declared: Any) -> None:
     def writes_input(out: Tensor, input: Tensor) -> None:
         out.copy_(input)
         input[1, 2] = 0
@@ -201,7 +202,7 @@ def test_a_written_input_is_found(declared: Any) -> None:
         run(declared(writes_input), _args())
 
 
-def test_an_element_left_out_is_found(declared: Any) -> None:
+def test_unwritten_element_is_found(declared: Any) -> None:
     def leaves_out(out: Tensor, input: Tensor) -> None:
         out[:, :4] = input[:, :4]
 
@@ -210,7 +211,7 @@ def test_an_element_left_out_is_found(declared: Any) -> None:
     assert not same_bits(first, second)
 
 
-def test_a_write_before_a_refusal_is_found(declared: Any) -> None:
+def test_write_before_a_refusal_is_found(declared: Any) -> None:
     def writes_then_refuses(out: Tensor, input: Tensor) -> None:
         out.zero_()
         raise pyops.OpError("writes_then_refuses", "input", "too late")
@@ -219,7 +220,7 @@ def test_a_write_before_a_refusal_is_found(declared: Any) -> None:
         run(declared(writes_then_refuses), _args())
 
 
-def test_a_wrong_result_is_found(declared: Any) -> None:
+def test_wrong_result_is_found(declared: Any) -> None:
     def adds(out: Tensor, input: Tensor) -> None:
         out.copy_(input + 1)
 
@@ -231,7 +232,7 @@ def test_a_wrong_result_is_found(declared: Any) -> None:
         assert_results(op, right, {"out": right["out"] * 1.001})
 
 
-def test_an_unknown_axis_is_named(declared: Any) -> None:
+def test_unknown_axis_is_named(declared: Any) -> None:
     def unknown_axis(out: Tensor, input: Tensor) -> None: ...
 
     op = declared(unknown_axis)
@@ -244,7 +245,7 @@ def test_an_unknown_axis_is_named(declared: Any) -> None:
         axes.compiled(op)
 
 
-# assert_matches_reference, on an op with a kernel: right, and with one fault each.
+# assert_matches_reference, on an op with a kernel: a correct one, and ones with one fault each.
 
 ADD_ONE = """
 #include "number.cuh"
@@ -262,7 +263,7 @@ add_one(float* out, const float* input, int64_t out_stride, int64_t input_stride
 
 @pytest.fixture
 def add_one() -> Callable[..., Any]:
-    """add_one(old, new): an op whose kernel has something in its text replaced."""
+    """add_one(old, new): an op with a kernel in which `old` is replaced by `new`."""
 
     def declare(old: str = "", new: str = "") -> Any:
         assert old in ADD_ONE
@@ -298,7 +299,7 @@ def test_canaries_are_torch_tensors() -> None:
 
 
 @needs_a_compiler
-def test_a_right_kernel_matches(add_one: Any) -> None:
+def test_correct_kernel_matches(add_one: Any) -> None:
     op, x = add_one(), torch.randn(3, 100)
     out, before = torch.zeros_like(x), x.clone()
     assert_matches_reference(op, out, x, warp_sizes=(32, 64))
@@ -311,14 +312,14 @@ def test_a_right_kernel_matches(add_one: Any) -> None:
 @needs_a_compiler
 @given(input=strategies.tensors(dtype="float32", expanded=True), layout=strategies.layouts())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors])
-def test_a_right_kernel_matches_wherever_its_tensors_lie(add_one: Any, input: Any, layout: Layout) -> None:
+def test_correct_kernel_matches_for_any_layout(add_one: Any, input: Any, layout: Layout) -> None:
     seen = []
     op = add_one()
     planned = op.op._plan
     op.plan(lambda out, input, step: seen.append((out, input)) or planned(out, input, step))
     out = layout.place(torch.zeros(input.shape))
     assert_matches_reference(op, out, input, schedules=SCHEDULES[:1])
-    # The kernel met these strides, and this alignment.
+    # The kernel got these strides, and this alignment.
     assert {(a.strides, b.strides) for a, b in seen} == {(out.stride(), input.stride())}
     alignments = [min(16, value.data_ptr() & -value.data_ptr()) for value in (out, input)]
     assert alignments in [[a.alignment, b.alignment] for a, b in seen]
@@ -343,8 +344,8 @@ FAULTS = [
 
 @needs_a_compiler
 @pytest.mark.parametrize(("old", "new", "error", "message"), FAULTS)
-def test_a_wrong_kernel_does_not(add_one: Any, old: str, new: str, error: Any, message: str) -> None:
-    """The last is a race between blocks, whose result is right under the first schedule."""
+def test_wrong_kernel_fails(add_one: Any, old: str, new: str, error: Any, message: str) -> None:
+    """The last one is a race between blocks, with a right result under the first schedule."""
     x = torch.randn(1, 100)
     with pytest.raises(error, match=message) as caught:
         assert_matches_reference(add_one(old, new), torch.empty_like(x), x)
@@ -354,7 +355,7 @@ def test_a_wrong_kernel_does_not(add_one: Any, old: str, new: str, error: Any, m
 
 @needs_a_compiler
 @pytest.mark.parametrize("result", [0.0, float("nan"), 2.0])
-def test_an_output_left_out_is_found_whatever_it_should_be(add_one: Any, result: float) -> None:
+def test_unwritten_output_is_found_for_any_right_value(add_one: Any, result: float) -> None:
     op, x = (
         add_one("if (column < row_size) out", "if (column < row_size && column != 3) out"),
         torch.full((1, 5), result - 1),
@@ -364,7 +365,7 @@ def test_an_output_left_out_is_found_whatever_it_should_be(add_one: Any, result:
 
 
 @needs_a_compiler
-def test_a_warp_size_is_told(add_one: Any) -> None:
+def test_warp_size_is_named(add_one: Any) -> None:
     op = add_one("+ step", "+ step + (WARP_SIZE == 64)")
     x = torch.zeros(1, 5)
     assert_matches_reference(op, x, x.clone())
@@ -372,7 +373,7 @@ def test_a_warp_size_is_told(add_one: Any) -> None:
         assert_matches_reference(op, x, x.clone(), warp_sizes=(32, 64))
 
 
-def test_what_cannot_be_checked_is_refused(add_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_checks_are_refused(add_one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     op, x = add_one(), torch.zeros(2, 3)
     with pytest.raises(TypeError, match="op: expected what @op made of a reference, got <built-in"):
         assert_matches_reference(len, x, x)
@@ -388,13 +389,13 @@ def test_what_cannot_be_checked_is_refused(add_one: Any, monkeypatch: pytest.Mon
 
 
 @needs_a_compiler
-def test_a_refused_call_is_no_wrong_result(add_one: Any) -> None:
+def test_refused_call_is_no_wrong_result(add_one: Any) -> None:
     with pytest.raises(pyops.OpError, match="add_one: out: expected shape"):
         assert_matches_reference(add_one(), torch.zeros(2, 4), torch.zeros(2, 3))
 
 
 @pytest.mark.gpu
-def test_on_the_device_first(add_one: Any) -> None:
+def test_runs_on_the_device_first(add_one: Any) -> None:
     x = torch.randn(1, 100, device="cuda")
     assert_matches_reference(add_one(), torch.empty_like(x), x)
     with pytest.raises(AssertionError, match=r"on the GPU$"):

@@ -1,4 +1,4 @@
-"""The emulator reads halves of registers from number 128 on whole, as CDNA does: `repairs`."""
+"""Checks that 16-bit operands from register 128 on are read whole, as CDNA does (`repairs` fixes it)."""
 
 from __future__ import annotations
 

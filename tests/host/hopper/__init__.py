@@ -1,4 +1,4 @@
-"""Kernels for Hopper that the tests of the host backend run: right, and with faults injected."""
+"""Kernels for Hopper that the tests of the host backend run: correct ones, and with faults injected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STAGES = 4
 
 
 def text_of(name: str) -> str:
-    """The text of a kernel next to this file."""
+    """The text of a kernel in this folder."""
     return (Path(__file__).parent / f"{name}.cu").read_text(encoding="utf-8")
 
 
 def mapped(name: str, array: Array, box: tuple[int, ...], swizzle: int = 0, **wrong: Any) -> TensorMap:
-    """The map of an array by its name; `wrong` replaces what the map would say."""
+    """The tensor maps of arrays by name; `wrong` replaces parts of a map."""
     kind = dtypes.of(array.dtype.name)
     assert kind is not None
     what = {"sizes": array.shape[::-1], "strides": array.strides[-2::-1], "box": box, "swizzle": swizzle} | wrong
@@ -63,7 +63,7 @@ def products(a: Array, b: Array, depth: int) -> Array:
 
 
 def _cut_products(sums: Array, a: Array, b: Array) -> Array:
-    """sums + a b^T of fp8: terms in multiples of 2^-13 of the largest power of two, 14 bits of the result."""
+    """accumulator + a b^T for fp8: terms in multiples of 2^-13 of the largest power of two, 14 bits of the result."""
     least = -6 if a.dtype == ml_dtypes.float8_e4m3fn else -14
 
     def power(x: Array, least: int = -200) -> Array:
@@ -79,7 +79,7 @@ def _cut_products(sums: Array, a: Array, b: Array) -> Array:
 def gemm(
     m: int, n: int, k: int, text: str | None = None, cluster: int = 1, grid: int = 2, **maps: dict[str, Any]
 ) -> tuple[Array, Array]:
-    """(out of gemm.cu, what it is to the bit). `maps` has what the map of a tensor says wrongly."""
+    """(result of gemm.cu, expected result bit for bit). `maps` has wrong parts of tensor maps."""
     rng = numpy.random.default_rng(m + n + k)
     a, b = (rng.standard_normal((rows, k)).astype(bf16) for rows in (m, n))
     out = numpy.full((m, n), numpy.nan, bf16)

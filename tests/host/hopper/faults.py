@@ -1,4 +1,4 @@
-"""Faults of gemm.cu: what is changed, and what each is found as. Which of several kinds depends on the schedule."""
+"""Faults of gemm.cu: the change, and the fault that the host reports. The schedule decides among several kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TILE_TO_LOAD = """            for (int tile = blockIdx.x; tile < tiles; tile +=
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes of the text, (old, new) each, or of what a tensor map says; the kinds of fault, or WRONG_RESULT."""
+    """Changes of the text, (old, new) each, or of a tensor map; the kinds of fault, or WRONG_RESULT."""
 
     kinds: set[str]
     changes: tuple[tuple[str, str], ...] = ()
@@ -137,7 +137,7 @@ FAULTS = {
         {WRONG_RESULT}, (("step * BLOCK_K, column);", "(step ^ 1) * BLOCK_K, column);"),)
     ),
 }
-# The same of clusters of two blocks.
+# The same in clusters of two CTAs.
 FAULTS_OF_CLUSTERS = {
     "arrival at the own block only": Fault(
         {"deadlock"}, (("threadIdx.x % 128 >= CLUSTER", "threadIdx.x % 128 != rank"),)

@@ -1,10 +1,10 @@
-// gemm.cu: out [m, n] = input [m, k] * weight [n, k]^T in bfloat16, with sums in float32.
+// gemm.cu: out [m, n] = input [m, k] * weight [n, k]^T in bfloat16, with float32 accumulators.
 //
-// The plainest kernel that has every part of a fast one on Hopper. A block has three warpgroups and takes tiles of
-// BLOCK_M x BLOCK_N one after another. A thread of the last warpgroup loads pieces of input and weight, BLOCK_K deep,
-// into a ring of STAGES stages: `full` tells that a stage is loaded, `empty` that it has been read. The other two
-// warpgroups multiply 64 rows each and store their part of the tile, through shared memory. CLUSTER blocks, one below
-// another, share the pieces of weight: each block loads a part of a piece for all.
+// The plainest kernel with every part of a fast one on Hopper. It is persistent and warp-specialised: a CTA has three
+// warpgroups and takes tiles of BLOCK_M x BLOCK_N. A thread of the last warpgroup loads k-tiles of BLOCK_K into a ring
+// of STAGES stages: the barrier `full` tells that a stage is loaded, `empty` that it has been read. The other two
+// warpgroups multiply 64 rows each and store their part of the tile through shared memory. The CTAs of a cluster have
+// adjacent row tiles and share the k-tiles of weight: each CTA multicasts a part to all.
 #include "cluster.cuh"
 #include "wgmma.cuh"
 

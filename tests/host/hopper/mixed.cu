@@ -1,8 +1,8 @@
 // mixed.cu: out [128, 128] = a [128, k] * (scale * q [128, k])^T, int8 weights with a scale for each row and 64 columns.
 //
-// A pipeline of another kind than gemm.cu's. TMA loads a, the weights and their scales. Two warpgroups in turns (named
-// barriers 1 and 2) widen the weights into swizzled tiles of bfloat16, by ordinary stores, and multiply them with 64 rows
-// of a each. One lane of a warp waits for its warp, and loads begin before their bytes are announced.
+// A pipeline of another kind than gemm.cu's. TMA loads a, the weights and their scales. Two warpgroups in ping-pong
+// order (named barriers 1 and 2) dequantize the weights into swizzled bfloat16 tiles, by ordinary stores, and multiply
+// them by 64 rows of a each. One lane of a warp waits for its warp, and loads begin before their bytes are announced.
 #include "wgmma.cuh"
 
 constexpr int STAGES = 2, A_BYTES = 64 * 128, Q_BYTES = 128 * 64, SCALE_BYTES = 128 * 4;

@@ -1,6 +1,6 @@
 // one_product.cu: out [64, N] = a [64, K] * b [N, K]^T, K of ROW_BYTES: one chain of wgmma, of element_t.
 //
-// A comes by TMA, or with REGISTERS from `fragments`. B comes in BOXES boxes, or with TRANSPOSED as [K, N].
+// TMA loads A, unless REGISTERS takes it from `fragments`. TMA loads B in BOXES boxes, with TRANSPOSED as [K, N].
 #include "wgmma.cuh"
 
 extern "C" __global__ void LAUNCH_BOUNDS(128, 1)

@@ -1,4 +1,4 @@
-"""PagedCache compared with transformers' DynamicCache: the same calls give the same results."""
+"""PagedCache against transformers' DynamicCache: the same calls give the same results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def states(count: int, batch: int = 3, dtype: torch.dtype = torch.float32, seed:
 
 
 def update(caches: Caches, *given: Any, **options: Any) -> None:
-    """The same tokens for every layer of both; what is given back, and what is kept, is the same."""
+    """Update every layer of both caches with the same tokens; results and contents are the same."""
     new = states(*given, **options)
     for i in range(2):
         found, expected = (cache.update(*new, i) for cache in caches)
@@ -53,7 +53,7 @@ def caches() -> Caches:
     return found
 
 
-CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # and the batch after the call
+CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # the last number is the batch size after the call
     "crop": ("crop", (-2,), 3),
     "crop nothing": ("crop", (0,), 3),
     "crop everything": ("crop", (-6,), 3),
@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], int]] = {  # and the batch after th
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call(case: str, caches: Caches) -> None:
+def test_each_call(case: str, caches: Caches) -> None:
     name, args, batch = CALLS[case]
     for cache in caches:
         getattr(cache, name)(*args)
@@ -82,7 +82,7 @@ def test_a_call(case: str, caches: Caches) -> None:
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_a_call_before_any_token(case: str) -> None:
+def test_call_before_any_token(case: str) -> None:
     found = PagedCache(CONFIG), transformers.DynamicCache(config=CONFIG)
     name, args, _ = CALLS[case]
     for cache in found:
@@ -90,7 +90,7 @@ def test_a_call_before_any_token(case: str) -> None:
     same(found)
 
 
-def test_what_is_refused(caches: Caches) -> None:
+def test_bad_calls_are_refused(caches: Caches) -> None:
     for cache in caches:
         with pytest.raises(ValueError, match="crop"):
             cache.crop(4)
@@ -100,7 +100,7 @@ def test_what_is_refused(caches: Caches) -> None:
 
 
 def test_another_dtype(caches: Caches) -> None:
-    """Keys and values are promoted, each for themselves."""
+    """Keys and values are promoted independently."""
     update(caches, 1, dtype=torch.bfloat16)
     keys, values = states(1)
     for i in range(2):
@@ -117,8 +117,8 @@ def test_early_initialization() -> None:
     same(found)
 
 
-def test_a_cache_of_fixed_size() -> None:
-    """Beside a StaticCache: it is cropped, reordered and reset; what it cannot keep, it refuses."""
+def test_cache_of_fixed_size() -> None:
+    """Against a StaticCache: crop, reorder and reset; a token that does not fit is refused."""
     caches = PagedCache(CONFIG, 24), transformers.StaticCache(config=CONFIG, max_cache_len=24)
 
     def same() -> None:

@@ -1,4 +1,4 @@
-"""Models that are changed before and after `accelerate`: what they compute is what transformers computes."""
+"""Models that are changed before and after `accelerate` compute the same as in transformers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 def logits(model: Any, past: Any) -> torch.Tensor:
-    """Of two prompts, and of a token after each; of an encoder hidden states, of padded texts or of images."""
+    """Results for two prompts and one more token each; for encoders: hidden states of padded texts or of images."""
     torch.manual_seed(7)
     with torch.no_grad():
         if not model.can_generate():
@@ -76,7 +76,7 @@ def logits(model: Any, past: Any) -> torch.Tensor:
 
 
 def agree(ours: Any, theirs: Any) -> None:
-    """Both compute the same, but for roundings, of bfloat16 where somebody has rounded to it; or neither does."""
+    """Both compute the same up to roundings, in bfloat16 if either rounds to it; or both fail."""
     expected, found = None, None
     with suppress(Exception):
         expected = logits(theirs, transformers.DynamicCache(config=theirs.config))
@@ -92,11 +92,12 @@ def agree(ours: Any, theirs: Any) -> None:
     assert not expected.isfinite().all() or (found - expected).norm() <= close * scale
 
 
-# What becomes of a module. Each takes a model and the name of a module, and gives what undoes it, if it outlives both.
+# Changes of a module. Each takes a model and the name of a module, and returns the function that undoes it, if it
+# outlives both.
 
 
 class Adapter(nn.Module):  # type: ignore[misc]
-    """A module with something added, as adapters are attached: in its place, with it inside."""
+    """Replace a module by one that contains it, as adapters do."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ def unadapt(model: Any, name: str) -> None:
 
 
 def replace(model: Any, name: str) -> None:
-    """By a copy with other weights."""
+    """Replace it by a copy with other weights."""
     module = copy.deepcopy(model.get_submodule(name))
     vars(module).pop("forward", None)
     for part in module.modules():
@@ -132,7 +133,7 @@ def replace(model: Any, name: str) -> None:
 
 
 def duplicate(model: Any, name: str) -> None:
-    """By a copy with other weights that has all that the module has, as adapters keep modules that are trained."""
+    """Replace it by a copy with other weights and all attributes, as adapters do for modules that are trained."""
     module = copy.deepcopy(model.get_submodule(name))
     for parameter in module.parameters():
         parameter.data = 1.2 * parameter.data.flip(0)
@@ -173,7 +174,7 @@ def wrap_forward(model: Any, name: str) -> None:
 
 
 def set_forward(model: Any, name: str) -> None:
-    """As kernels of others are set on a module."""
+    """Set a kernel of another package on a module."""
     module = model.get_submodule(name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +223,7 @@ def move(model: Any, name: str) -> None:
 
 
 def assign(model: Any, name: str) -> None:
-    """Parameters that are others, not the same with other data."""
+    """Replace parameters, not only their data."""
     for part in model.get_submodule(name).modules():
         for each, parameter in list(part._parameters.items()):
             if parameter is not None:
@@ -235,7 +236,7 @@ def write(model: Any, name: str) -> None:
 
 
 def turn_square(model: Any, name: str) -> None:
-    """Square weights read by columns: the same memory."""
+    """Square weights in column-major order: the same memory."""
     for parameter in model.get_submodule(name).parameters():
         if parameter.ndim == 2 and parameter.shape[0] == parameter.shape[1]:
             parameter.data = parameter.data.T
@@ -266,7 +267,7 @@ def quantise(model: Any, name: str) -> None:
 
 
 def set_numbers(model: Any, name: str) -> None:
-    """Settings that modules read when they run."""
+    """Change settings that modules read when they run."""
     for part in model.get_submodule(name).modules():
         for each, value in list(vars(part).items()):
             if type(value) is float and 0 < value < 1:
@@ -312,12 +313,12 @@ CHANGES: list[Change] = [
 
 
 def places(model: Any) -> list[str]:
-    """Names of modules in layers, and of those next to them."""
+    """Names of modules inside layers and next to them."""
     return [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
 
 
 def compared(family: str, changes: Iterable[tuple[Change, int]]) -> None:
-    """One model goes through all changes, another through those that are not `accelerate` or `restore`."""
+    """One model gets all changes, another all except `accelerate` and `restore`."""
     theirs = model_of(family)
     ours, undo = copy.deepcopy(theirs), []
     try:
@@ -325,7 +326,7 @@ def compared(family: str, changes: Iterable[tuple[Change, int]]) -> None:
             names = places(theirs)
             name = names[place % len(names)]
             after = change(ours, name)
-            if after is not None:  # it is done to all models
+            if after is not None:  # all models get this change
                 undo.append(after)
             elif change not in (accelerated, restored):
                 change(theirs, name)
@@ -348,7 +349,7 @@ def test_changes_in_any_order(
     compared(family, [*before, (accelerated, 0), *after, (restored if is_restored else accelerated, 0), *last])
 
 
-# What is said of it
+# Reports of changes
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_changes_in_any_order(
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_the_report_says_what_is_left_alone_since(change: Change, name: str, left: dict[str, str], model: Any) -> None:
+def test_report_names_modules_changed_since(change: Change, name: str, left: dict[str, str], model: Any) -> None:
     accelerate(model)
     assert not report(model).left_alone
     change(model, name)
@@ -374,7 +375,7 @@ def test_the_report_says_what_is_left_alone_since(change: Change, name: str, lef
     ("change", "why"),
     [(hook, "a projection has hooks"), (move, "a projection has other weights"), (set_forward, "another forward")],
 )
-def test_the_report_says_where_products_are_separate(change: Change, why: str, model: Any) -> None:
+def test_report_says_where_projections_are_separate(change: Change, why: str, model: Any) -> None:
     accelerate(model)
     change(model, "model.layers.0.mlp.up_proj")
     change(model, "model.layers.0.self_attn.v_proj")
@@ -382,8 +383,8 @@ def test_the_report_says_where_products_are_separate(change: Change, why: str, m
     assert {name for name, op in ops.items() if why in op} == {"model.layers.0.mlp", "model.layers.0.self_attn"}
 
 
-def test_what_is_undone_is_served_again(model: Any) -> None:
-    """Training, a hook, a wrapper around a forward; and what is set on a module stays when `restore` is called."""
+def test_undone_changes_are_served_again(model: Any) -> None:
+    """Training, a hook, a wrapper around a forward; attributes set on a module stay after `restore`."""
     accelerate(model)
     before = report(model)
     mlp = model.model.layers[0].mlp
@@ -400,8 +401,8 @@ def test_what_is_undone_is_served_again(model: Any) -> None:
     assert vars(restore(model).model.layers[0].mlp)["forward"] is mine
 
 
-def test_a_name_of_the_file_is_another_since(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernels of others are set in the files of transformers."""
+def test_function_of_the_file_replaced_since(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other packages replace functions in the files of transformers."""
     theirs = copy.deepcopy(model)
     accelerate(model)
     turn = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
@@ -412,7 +413,7 @@ def test_a_name_of_the_file_is_another_since(model: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
-def test_another_attention_function_since(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_function_changed_since(name: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.set_attn_implementation(name)
     theirs = copy.deepcopy(model)
     accelerate(model)
@@ -430,7 +431,7 @@ def test_another_attention_function_since(name: str, model: Any, monkeypatch: py
     agree(model, theirs)
 
 
-# What a trial depends on
+# Cached results of a trial
 
 
 class OfLayer(transformers.models.llama.modeling_llama.LlamaRMSNorm):  # type: ignore[misc]
@@ -464,7 +465,7 @@ DIFFERENCES: dict[str, tuple[type, str, Callable[[Any, int], Any]]] = {
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_modules_that_differ_in_more_than_weights(difference: str, model: Any) -> None:
-    """The first layer computes what the op does, the second does not; and the first no longer when it is changed."""
+    """The first layer computes what the op does and the second does not; changed, the first does not either."""
     kind, name, change = DIFFERENCES[difference]
     for i, layer in enumerate(model.model.layers):
         getattr(layer, name).__class__ = kind
@@ -486,7 +487,7 @@ def test_modules_that_differ_in_more_than_weights(difference: str, model: Any) -
 
 
 def test_generation_under_autocast(model: Any) -> None:
-    """It is transformers', its cache included; a PagedCache that is given keeps keys and values of two dtypes."""
+    """transformers serves it with its own cache; a given PagedCache keeps keys and values of two dtypes."""
     theirs = copy.deepcopy(model)
     accelerate(model)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -498,8 +499,8 @@ def test_generation_under_autocast(model: Any) -> None:
         assert torch.equal(given.sequences, expected.sequences)
 
 
-def test_dtypes_that_change_behind_a_prompt(model: Any) -> None:
-    """A prompt under autocast, a step without; what is kept is promoted as transformers' cache promotes it."""
+def test_dtypes_that_change_after_a_prompt(model: Any) -> None:
+    """A prompt under autocast, a step without; the cache is promoted as transformers' cache would be."""
     theirs = copy.deepcopy(model)
     accelerate(model)
     found = []
@@ -515,7 +516,7 @@ def test_dtypes_that_change_behind_a_prompt(model: Any) -> None:
 
 
 def test_dropout_of_an_mlp() -> None:
-    """In training without gradients, as Monte Carlo dropout draws."""
+    """In training mode without gradients, as for Monte Carlo dropout."""
     model = model_of("SeedOss")
     accelerate(model).train()
     x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(1))
@@ -529,7 +530,7 @@ def test_dropout_of_an_mlp() -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"], ["o_proj", "down_proj"]])
 def test_adapters_of_peft(targets: list[str], model: Any) -> None:
-    """Attached before and afterwards, out of use, taken away, merged."""
+    """Attached before and afterwards, disabled, removed, merged."""
     peft = pytest.importorskip("peft")
 
     def adapted(model: Any) -> Any:
@@ -554,8 +555,8 @@ def test_adapters_of_peft(targets: list[str], model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_notices_what_changes(model: Any) -> None:
-    """A projection, a forward and a number are others once the step is compiled."""
+def test_compiled_step_notices_changes(model: Any) -> None:
+    """A projection, a forward and a number change after the step is compiled."""
     torch.compiler.reset()
     theirs = copy.deepcopy(model)
     compiled = torch.compile(accelerate(model), fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Models that are no decoders: norms, gated MLPs and attention of all tokens are served, the rest is left alone."""
+"""Models without a decoder: norms, gated MLPs and bidirectional attention are served, the rest is left alone."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-# {model: how many of its attentions are served}. A layer of ModernBERT has a window; both towers of CLIP see a mask.
+# {model: how many of its attentions are served}. A layer of ModernBERT has a window; both towers of CLIP take a mask.
 SERVED = {"ViT": 2, "Dinov2": 2, "DINOv3ViT": 2, "CLIP": 4, "Wav2Vec2": 2, "Hubert": 2, "ModernBert": 1, "Bert": 2}
 SERVED |= {"Roberta": 2, "Albert": 1, "SiglipVision": 2, "Whisper": 2}
 
 
 def model_of(name: str, **options: Any) -> Any:
-    """A model whose norms and biases are random."""
+    """A model with random biases and norms."""
     torch.manual_seed(1)
     config = f"{name.removesuffix('Encoder')}Config"
     made = getattr(transformers, f"{name}Model")(getattr(transformers, config)(**MODELS[name] | options)).eval()
@@ -64,7 +64,7 @@ def model_of(name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(queries, keys) of each call of the op by an attention."""
+    """Record (queries, keys) of each call of the op by an attention."""
     found, op = [], encoders.attention_varlen
 
     def called(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *args: Any) -> None:
@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def given(model: Any) -> dict[str, torch.Tensor]:
-    """What the model takes."""
+    """The model's inputs."""
     generator, found = torch.Generator().manual_seed(1), {}
     names = inspect.signature(type(model).forward).parameters
     if "pixel_values" in names:
@@ -100,8 +100,8 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_encoder(name: str, calls: list[tuple[int, int]]) -> None:
-    """Two texts are padded, on either side: their padding's own hidden states agree, too."""
+def test_encoder(name: str, calls: list[tuple[int, int]]) -> None:
+    """Two texts are padded, on either side; the hidden states of padding agree, too."""
     model = model_of(name)
     inputs = given(model)
     theirs = results(model, inputs)
@@ -110,10 +110,10 @@ def test_an_encoder(name: str, calls: list[tuple[int, int]]) -> None:
     assert name == "T5Encoder" or "LayerNorm" in kinds
     assert ("DINOv3ViTGatedMLP" in kinds, "ModernBertMLP" in kinds) == (name == "DINOv3ViT", name == "ModernBert")
     assert sum(entry.op == encoders.EncoderAttention.op for entry in report(model).entries) == SERVED.get(name, 0)
-    calls.clear()  # those of trials
+    calls.clear()  # without the calls of trials
     for ours, expected in zip(results(model, inputs), theirs, strict=True):
         assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
-    # Albert's layers are one. The mask of CLIP's texts is causal.
+    # Albert's layers share one module. The mask of CLIP's texts is causal.
     assert len(calls) == SERVED.get(name, 0) + {"Albert": 1, "CLIP": -2}.get(name, 0)
     if "attention_mask" in inputs and name != "CLIP":
         assert set(calls) <= {(14, 11)}
@@ -123,7 +123,7 @@ def test_an_encoder(name: str, calls: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_dtypes_of_an_encoder(name: str, calls: list[tuple[int, int]]) -> None:
-    """As far from float32 with the same weights as the model in bfloat16 was, at most twice; masks of either kind."""
+    """At most twice as far from float32, with the same weights, as the model in bfloat16 was; masks of either kind."""
     model = model_of("Bert", attn_implementation=name).bfloat16()
     inputs = given(model)
     exact, theirs = (results(each, inputs)[0].float() for each in (copy.deepcopy(model).float(), model))
@@ -133,8 +133,9 @@ def test_dtypes_of_an_encoder(name: str, calls: list[tuple[int, int]]) -> None:
     assert calls == [(14, 11)] * 2
 
 
-def test_what_a_mask_hides() -> None:
-    """Keys that it leaves, or None where it is more than padding; one that is written in place is read again."""
+def test_attention_masks() -> None:
+    """The lengths that a mask leaves, or None if it is more than padding; a mask that is written in place is read
+    again."""
     masks, key = Masks(), torch.zeros(2, 1, 3, 8)
     attended = torch.tensor([[1, 1, 1], [0, 1, 0]]).bool()[:, None, None].expand(2, 1, 4, 3).clone()
     additive = torch.where(attended, 0.0, torch.finfo(torch.float32).min)
@@ -143,9 +144,9 @@ def test_what_a_mask_hides() -> None:
         assert found is not None
         assert found is masks.keys(mask, key)
         assert (found.rows.tolist(), found.starts.tolist()) == ([0, 1, 2, 4], [0, 3, 4])  # type: ignore[union-attr]
-    for mask in (attended[1:], attended[1:, :, :1].clone()):  # of all sequences
+    for mask in (attended[1:], attended[1:, :, :1].clone()):  # a mask of all sequences
         assert masks.keys(mask, key).rows.tolist() == [1, 4]  # type: ignore[union-attr]
-    for value in (0.5, -1.0, float("nan")):  # of one query, and of all
+    for value in (0.5, -1.0, float("nan")):  # for one query, and for all
         for queries in (slice(0, 1), slice(None)):
             biased = additive.clone()
             biased[0, 0, queries, 1] = value
@@ -205,7 +206,7 @@ def with_weights(model: Any, inputs: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("call", [causal, in_training, with_gradients, by_autocast, as_a_decoder, with_weights])
 @torch.no_grad()
-def test_what_the_op_does_not_express_is_left_alone(call: Callable[..., Any], calls: list[tuple[int, int]]) -> None:
+def test_unsupported_attention_is_left_alone(call: Callable[..., Any], calls: list[tuple[int, int]]) -> None:
     model = model_of("Bert", attn_implementation="eager" if call is with_weights else "sdpa")
     theirs = call(copy.deepcopy(model), given(model)).last_hidden_state
     accelerate(model)
@@ -215,8 +216,8 @@ def test_what_the_op_does_not_express_is_left_alone(call: Callable[..., Any], ca
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-def test_the_report_says_why_an_attention_is_left_alone() -> None:
-    """A window, relative biases; and what becomes of one that is served."""
+def test_report_says_why_an_attention_is_left_alone() -> None:
+    """For a window and for relative biases; and the line of an attention that is served."""
     left = report(accelerate(model_of("ModernBert"))).left_alone
     why = "no op computes what it asks of its attention function"
     assert [name for name, said in left.items() if said == why] == ["layers.1.attn"]
@@ -231,7 +232,7 @@ def test_the_report_says_why_an_attention_is_left_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_encoder() -> None:
+def test_compiled_encoder() -> None:
     """One graph."""
     torch.compiler.reset()
     model = model_of("ViT")
@@ -244,8 +245,8 @@ def test_a_compiled_encoder() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ViT", "Bert", "SiglipVision", "Whisper"])
-def test_an_encoder_on_a_gpu(name: str, calls: list[tuple[int, int]]) -> None:
-    """As far from float32 with the same weights as the model in bfloat16 was, at most twice."""
+def test_encoder_on_a_gpu(name: str, calls: list[tuple[int, int]]) -> None:
+    """At most twice as far from float32, with the same weights, as the model in bfloat16 was."""
     model = model_of(name).bfloat16().cuda()
     inputs = {key: value.cuda() for key, value in given(model).items()}
     halves = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
@@ -257,21 +258,21 @@ def test_an_encoder_on_a_gpu(name: str, calls: list[tuple[int, int]]) -> None:
     assert len(calls) == SERVED[name]
 
 
-def test_an_encoder_of_another_dtype() -> None:
+def test_encoder_of_another_dtype() -> None:
     model = transformers.ViTModel(transformers.ViTConfig(**IMAGE)).double()
     with pytest.raises(ModelError, match=r"found torch\.float64$"):
         accelerate(model)
 
 
 class ByDimensions(nn.LayerNorm):
-    """A norm that does something else with images."""
+    """A norm that treats images in another way."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = super().forward(x)
         return 2 * found if x.ndim == 4 else found
 
 
-def test_a_norm_that_depends_on_dimensions() -> None:
+def test_norm_that_depends_on_dimensions() -> None:
     norm = ByDimensions(64)
     found = norms.Norm(norm, torch.float32, Trials())
     for shape in ((5, 64), (2, 5, 64), (2, 3, 5, 64), (2, 2, 3, 5, 64)):

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers' models, with the experts of this library."""
+"""Mixtures of experts in transformers' models, served by this library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHOICES = {"Mixtral": "topk_softmax", "Qwen3Moe": "topk_softmax", "GptOss": "top
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one prompt, and of three with padding on the left; by the op, until the model is restored."""
+    """For one prompt, and for three with left padding; by the op, until the model is restored."""
     family, options = CASES[case]
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(**SIZES | options)
@@ -89,7 +89,7 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         why = report(model).left_alone[latent[0]]
         assert "PagedCache: expected keys and values of one shape, got (1, 1, 5, 24) and (1, 1, 5, 8)" in why
     if "window" in case:  # the experts do not break a graph
-        torch.compiler.reset()  # other tests may have used up how often a code object is compiled
+        torch.compiler.reset()  # other tests may have used up the limit of recompiles
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         with torch.no_grad():
             logits = compiled(tokens, use_cache=False).logits
@@ -104,7 +104,7 @@ def test_tokens_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class ScaledRouter(torch.nn.Module):
-    """Logits in the dtype of hidden states; weights in float32, the softmax of all experts times a factor."""
+    """Logits in the dtype of hidden states; float32 weights: the softmax over all experts times a factor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class ScaledRouter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_router_with_a_factor(dtype: torch.dtype) -> None:
-    """Of a choice without groups: the factor counts once, and weights are float32 for bfloat16 logits."""
+def test_router_with_a_factor(dtype: torch.dtype) -> None:
+    """Without groups of experts: the factor is applied once, and weights are float32 for bfloat16 logits."""
     module = ScaledRouter().to(dtype)
     x = torch.randn(9, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
     with torch.no_grad():
@@ -140,8 +140,8 @@ def gpt_oss(**options: Any) -> Any:
     return transformers.GptOssForCausalLM(config).eval()
 
 
-def test_weights_by_inputs_keep_their_shape(tmp_path: Path) -> None:
-    """What is saved is what was there, and what `restore` leaves; weights in other memory are the module's own."""
+def test_transposed_weights_keep_their_shape(tmp_path: Path) -> None:
+    """The state dict has the original weights, and so has the model after `restore`; new memory is the module's own."""
     model = gpt_oss()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     accelerate(model)
@@ -161,8 +161,8 @@ def test_weights_by_inputs_keep_their_shape(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_what_is_computed_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another limit of gpt-oss's activation; weights of experts that are square roots; another number of results."""
+def test_other_formulas_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another limit of gpt-oss's activation; weights that are square roots; another number of results."""
     model, at = gpt_oss(swiglu_limit=3.0), "model.layers.1.mlp"
     router = type(model.model.layers[1].mlp.router)
     original = router.forward
@@ -179,8 +179,8 @@ def test_what_is_computed_otherwise_is_left_alone(monkeypatch: pytest.MonkeyPatc
         assert report(model).left_alone[f"{at}.router"] == why
 
 
-def test_an_approximation_of_an_activation() -> None:
-    """It is not taken for the activation; nor are other numbers of weights, as of LongCat's experts that do nothing."""
+def test_approximate_activation() -> None:
+    """It is not taken for the exact one; nor are other shapes of weights, as LongCat's identity experts have."""
     config = transformers.MixtralConfig(**SIZES | {"num_local_experts": 4, "hidden_act": "gelu_pytorch_tanh"})
     model = transformers.MixtralForCausalLM(config).eval()
     accelerate(model)
@@ -197,7 +197,7 @@ def test_an_approximation_of_an_activation() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_logits_on_a_gpu(case: str) -> None:
-    """As far from float32 as the model in bfloat16 is before, at most twice; every token takes all experts."""
+    """At most twice as far from float32 as the model in bfloat16 was; every token takes all experts."""
     family, options = CASES[case]
     torch.manual_seed(1)
     whole = options | {"num_experts_per_tok": 4, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4}

@@ -1,4 +1,4 @@
-"""Families that the code does not name: tokens as before, and of each is done what the page says."""
+"""Families that the code does not name: the same tokens as before, and the replacements that the page lists."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ COUNT = 16  # tokens that are generated
 
 
 def model_of(family: str, seed: int = 1) -> Any:
-    """A model of random weights, those of norms and biases too."""
+    """A model with random weights, also in norms and biases."""
     torch.manual_seed(seed)
     names = [f"{family}{kind}" for kind in ("TextConfig", "Config", "ForCausalLM", "LMHeadModel")]
     text, plain, *models = (getattr(transformers, name, None) for name in names)
@@ -77,7 +77,7 @@ def model_of(family: str, seed: int = 1) -> Any:
 
 
 def row(family: str, found: Report) -> str:
-    """What a report says, as the row of a family on the page: attention, norms, MLP or experts, sums."""
+    """A report as the row of a family on the page: attention, norms, MLP or experts, residual adds."""
 
     def of(*kinds: str) -> str:
         ops = (entry.op.split(",")[0] or "-" for entry in found.entries if entry.kind.endswith(kinds))
@@ -89,7 +89,7 @@ def row(family: str, found: Report) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_same(family: str) -> None:
-    """After three prompts that are padded on the left, and again when the model is restored."""
+    """After three prompts with left padding, and again after the model is restored."""
     model = model_of(family)
     tokens, mask = prompts()
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
@@ -103,7 +103,7 @@ def test_tokens_are_the_same(family: str) -> None:
 
 
 def seen(model: Any, **options: Any) -> list[torch.Tensor]:
-    """Attention weights and hidden states of a model's call and of `generate`, where there are any."""
+    """Attention weights and hidden states from a model's call and from `generate`, where there are any."""
     tokens, mask = prompts()
     options |= {"output_attentions": True, "output_hidden_states": True}
     with torch.no_grad():
@@ -115,8 +115,8 @@ def seen(model: Any, **options: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "GPTBigCode", "Persimmon"])
-def test_what_is_seen_on_the_way(family: str) -> None:
-    """By "eager", whose attentions give their weights whether they are told that somebody wants them or not."""
+def test_recorded_intermediate_results(family: str) -> None:
+    """Attention "eager" returns its weights whether or not they are asked for."""
     model = model_of(family)
     model.set_attn_implementation("eager")
     theirs = seen(model)
@@ -131,7 +131,7 @@ def test_what_is_seen_on_the_way(family: str) -> None:
 @pytest.mark.parametrize(("family", "dtype"), [("Gemma2", "bfloat16"), ("Phi", "float32")])
 @pytest.mark.slow
 def test_kernels_on_the_host(family: str, dtype: str) -> None:
-    """Soft caps and windows, and queries turned in part, by the kernels themselves."""
+    """Soft caps and windows, and queries rotated in part, by the kernels themselves."""
     model = model_of(family)
     exact = steps(model, transformers.DynamicCache(config=model.config), True)
     accelerate(model.to(getattr(torch, dtype)))
@@ -145,9 +145,9 @@ def test_kernels_on_the_host(family: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_decode_step_is_one_graph() -> None:
-    """By the attention's own forward; it serves the next step, too."""
-    torch.compiler.reset()  # other tests may have used up how often a code object is compiled
+def test_decode_step_is_one_graph() -> None:
+    """With the attention's own forward; the graph serves the next step, too."""
+    torch.compiler.reset()  # other tests may have used up the limit of recompiles
     model = model_of("GPTNeoX")
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), False)
     accelerate(model)
@@ -166,7 +166,7 @@ def test_a_decode_step_is_one_graph() -> None:
 
 
 class Looped(LlamaAttention):  # type: ignore[misc]
-    """Attention that a layer may ask twice, each time for a layer of the cache of its own."""
+    """An attention that a layer may call twice, each time with its own layer of the cache."""
 
     def forward(
         self,
@@ -197,7 +197,7 @@ class Twice(LlamaDecoderLayer):  # type: ignore[misc]
 
 
 def test_layers_that_run_twice() -> None:
-    """Each time over a layer of the cache of its own, which an argument of the attention says."""
+    """Each time with its own layer of the cache, which an argument of the attention selects."""
     model = model_of("Llama")
     model.config.num_hidden_layers = 4
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""Accelerated models whose linear modules hold packed weights, as packages for AWQ and GPTQ have them."""
+"""Accelerated models with packed linear weights, in the modules of packages for AWQ and GPTQ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyops.integrations.transformers import accelerate, report, restore
 from tests.models.test_packed import Case, case_of, check_text
 from tests.models.test_quantized import COUNT, DTYPES, PROMPT, projections
 
-AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where a word of AWQ has its columns
+AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the order of columns in an AWQ word
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -23,7 +23,7 @@ def fields(words: Tensor, bits: int) -> Tensor:
 
 
 class Packed(nn.Module):
-    """A linear module as AutoAWQ, AutoGPTQ or GPTQModel have it: it writes the weight in full and multiplies."""
+    """A linear module like that of AutoAWQ, AutoGPTQ or GPTQModel: it dequantises the whole weight and multiplies."""
 
     bias: Tensor | None
 
@@ -65,7 +65,7 @@ class QuantLinearV2(QuantLinear):
 
 
 class Exllama(QuantLinear):
-    """Codes lie in another order under the same name and shape."""
+    """Quants in another order under the same name and shape."""
 
     def weight(self) -> Tensor:
         weight = super().weight()
@@ -76,7 +76,7 @@ CLASSES = {"awq": WQLinearGemm, "gptq": QuantLinear, "gptq, act-order": QuantLin
 
 
 def model_of(kind: str, replaced: type[Packed] | None = None) -> tuple[Case, Any]:
-    """A model whose projections are such modules; that of one layer's o_proj of another class."""
+    """A model with such projections; one layer's o_proj is of another class."""
     case = case_of(kind)
     model = copy.deepcopy(case.dequantised).to(getattr(torch, DTYPES[case.dequantised.config.model_type]))
     for key, linear in projections(model).items():
@@ -90,29 +90,29 @@ def model_of(kind: str, replaced: type[Packed] | None = None) -> tuple[Case, Any
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_tokens_are_those_of_the_dequantised_model(kind: str) -> None:
+def test_tokens_equal_those_of_the_dequantised_model(kind: str) -> None:
     case, model = model_of(kind)
     made = CLASSES[kind].__name__
     accelerate(model)
     assert report(model).replaced[made] == 14
     assert report(model).ops[made] == ("awq_gemm" if kind == "awq" else "gptq_gemm")
     assert not any("proj" in name for name in report(model).left_alone)
-    if kind != "gptq":  # whose products are checked below
+    if kind != "gptq":  # GPTQ's GEMMs are checked below
         text = model.generate(torch.tensor([PROMPT]), max_new_tokens=COUNT, do_sample=False)[0, len(PROMPT) :].tolist()
         check_text(case, text)
     linear = model.model.layers[0].mlp.down_proj
     x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(1)).to(linear.scales.dtype)
     with torch.no_grad():
         ours = linear(x)
-    assert torch.equal(linear(x), type(linear).forward(linear, x))  # where gradients are enabled
+    assert torch.equal(linear(x), type(linear).forward(linear, x))  # with gradients enabled
     torch.testing.assert_close(ours, linear(x), rtol=2.0**-6, atol=2.0**-6)
     restore(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_modules_of_the_tests_compute_where_their_tensors_are(kind: str) -> None:
-    """On a GPU `accelerate` tries them there."""
+def test_modules_of_the_tests_run_on_their_own_device(kind: str) -> None:
+    """`accelerate` tries them on a GPU."""
     _, model = model_of(kind)
     linear = model.model.layers[0].mlp.down_proj.to("meta")
     assert linear(torch.empty(3, 256, dtype=linear.scales.dtype, device="meta")).shape == (3, linear.scales.shape[1])
@@ -135,7 +135,7 @@ LEFT: dict[str, tuple[str, type[Packed] | None, Callable[[Any], None] | None, st
 
 
 @pytest.mark.parametrize("what", LEFT)
-def test_what_is_not_known_is_left_alone(what: str) -> None:
+def test_unknown_modules_are_left_alone(what: str) -> None:
     kind, replaced, change, why = LEFT[what]
     _, model = model_of(kind, replaced)
     name = "model.layers.1.self_attn.o_proj"
@@ -152,8 +152,8 @@ def test_models_of_float32_are_left_alone() -> None:
     assert set(report(model).left_alone.values()) >= {"its activations are float32, not float16 or bfloat16"}
 
 
-def test_products_do_not_break_a_graph() -> None:
-    torch.compiler.reset()  # other tests may have used up how often a code object is compiled
+def test_packed_projections_do_not_break_a_graph() -> None:
+    torch.compiler.reset()  # other tests may have used up the limit of recompiles
     _, model = model_of("awq")
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Accelerated models of transformers whose linear modules hold fp8 weights."""
+"""Accelerated models of transformers with fp8 linear weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = (BLOCKS, "fp8, one scale", "fp8, by transformers", CHANNELS)
 
 
 def model_of(kind: str, name: str) -> Any:
-    """The model as transformers loads it where a GPU multiplies fp8."""
+    """The model as transformers loads it on a GPU with fp8 GEMMs."""
     case = case_of(kind, name)
     model = copy.deepcopy(case.dequantised).to(getattr(torch, DTYPES[name]))
     for key, linear in linear_modules(model).items():
@@ -43,7 +43,7 @@ def model_of(kind: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in MODELS])
-def test_products_are_exact(kind: str, name: str) -> None:
+def test_fp8_projections_are_exact(kind: str, name: str) -> None:
     case, model = case_of(kind, name), accelerate(model_of(kind, name))
     torch.manual_seed(1)
     for key, module in linear_modules(model).items():
@@ -61,9 +61,9 @@ def test_tokens_are_those_of_the_dequantised_model(kind: str, name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_step_is_one_graph() -> None:
-    """torch.compile traces the quantised products."""
-    torch.compiler.reset()  # other tests may have used up how often a code object is compiled
+def test_decode_step_is_one_graph() -> None:
+    """torch.compile traces the quantised projections."""
+    torch.compiler.reset()  # other tests may have used up the limit of recompiles
     model = accelerate(model_of(BLOCKS, "qwen3"))
     tokens = torch.tensor([PROMPT])
     step = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -115,7 +115,7 @@ def test_gradients_are_left_to_the_module(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_what_is_not_known_is_left_alone(change: Any, why: str | None) -> None:
+def test_unknown_modules_are_left_alone(change: Any, why: str | None) -> None:
     model = model_of(BLOCKS, "llama")
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Attention functions and joined projections on their own, without a model around them."""
+"""Attention functions and merged projections by themselves, without a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.small_models import SIZES
 
 
 def attention(**options: Any) -> tuple[bool, Any, Any]:
-    """(whether the module's own function was called, what `attend` returns, what SDPA does) for 5 tokens."""
+    """(whether the module's own function was called, the result of `attend`, the result of SDPA) for 5 tokens."""
     config = transformers.LlamaConfig(**SIZES)
     config._attn_implementation = "sdpa"
     cache, called = PagedCache(config), []
@@ -47,12 +47,12 @@ def test_causal_attention_is_computed_by_the_ops(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("options", [{"dropout": 0.5}, {"is_causal": False}, {"output_attentions": True}])
-def test_attention_that_the_ops_do_not_compute(options: dict[str, Any]) -> None:
+def test_unsupported_attention_is_left_alone(options: dict[str, Any]) -> None:
     assert attention(**options)[:2] == (True, "the module's own")
 
 
-def test_layers_of_one_step_have_masks_and_windows_of_their_own() -> None:
-    """What one layer finds out about a mask and a window serves those that have both, and no others."""
+def test_layers_of_one_step_have_their_own_masks() -> None:
+    """Lengths derived from a mask and a window are reused only by layers with the same mask and window."""
     config = transformers.LlamaConfig(**SIZES)
     config._attn_implementation = "sdpa"
     cache, generator = PagedCache(config), torch.Generator().manual_seed(1)
@@ -78,8 +78,8 @@ def test_layers_of_one_step_have_masks_and_windows_of_their_own() -> None:
         assert error.abs().max() <= 2.0**-18 * exact[:, :, real].abs().max()
 
 
-def test_projections_on_two_devices_are_not_joined() -> None:
-    """As where a part of the weights is offloaded: every projection keeps the memory that it has."""
+def test_projections_on_two_devices_are_not_merged() -> None:
+    """As where a part of the weights is offloaded: every projection keeps its memory."""
     linears = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4, device="meta")
     assert Joined(*linears).weights == {}
     assert [linear.weight.device.type for linear in linears] == ["cpu", "meta"]

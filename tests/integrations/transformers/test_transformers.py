@@ -1,4 +1,4 @@
-"""Accelerated models of transformers: the tokens and logits of before, with padding, any cache, and compiled."""
+"""Accelerated models of transformers: the same tokens and logits as before, with padding, any cache, and compiled."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
 }
-COUNT = 20  # tokens that are generated: with a prompt of 13, a row of the cache has three blocks then
-PADDING = (6, 0, 12)  # on the left of three prompts of 13
+COUNT = 20  # generated tokens: with a prompt of 13, a row of the cache then has three blocks
+PADDING = (6, 0, 12)  # left padding of three prompts of 13
 OPS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul")
 CACHE_OPS = ("reshape_and_cache_flash", "paged_attention_v1", "paged_attention_varlen")
 
 
 def model_of(case: str, seed: int = 1) -> Any:
-    """A model whose random weights make clear choices; biases and norms are random too."""
+    """A model with random weights that make clear choices; biases and norms are random, too."""
     family, options = CASES[case]
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | options))
@@ -66,7 +66,7 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generated(model: Any, **options: Any) -> list[torch.Tensor]:
-    """What it writes, greedily, after one prompt and after three of different lengths."""
+    """The tokens that it generates greedily, after one prompt and after three of different lengths."""
     options |= {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
     tokens, mask = prompts()
     return [model.generate(tokens[1:2], **options), model.generate(tokens, attention_mask=mask, **options)]
@@ -77,7 +77,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def steps(model: Any, past: Any, padded: bool, step: Any = None) -> torch.Tensor:
-    """Logits after prompts and after each of 12 tokens that follow, by `step` if given: [3, 13, vocabulary]."""
+    """Logits after prompts and after each of 12 following tokens, computed by `step` if given: [3, 13, vocabulary]."""
     tokens, mask = (each.to(model.device) for each in prompts())
     following = tokens.flip(1)
     if not padded:
@@ -97,7 +97,7 @@ def steps(model: Any, past: Any, padded: bool, step: Any = None) -> torch.Tensor
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often ops are called."""
+    """Count the calls of each op."""
     counts: Counter[str] = Counter()
 
     def counting(name: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -115,7 +115,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Close enough for a few dozen roundings of each of some hundred numbers of unit size, in float32."""
+    """Close up to a few dozen roundings in float32 of some hundred numbers of unit size."""
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -125,14 +125,14 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
 def test_tokens_are_the_same(case: str, calls: Counter[str]) -> None:
-    """With the caches that `generate` makes, one that grows and one that does not; every op takes part."""
+    """With the caches of `generate`, one that grows and one of fixed size; every op is called."""
     model = model_of(case)
     before = generated(model)
     accelerate(model)
     calls.clear()
     assert equal(generated(model), before)
     layers, forwards = len(model.model.layers), 2 * COUNT
-    # Of two norms in each layer and one more, three are alone: the first two, and the last.
+    # Of two norms per layer and a last one, three are not fused with a residual: the first two, and the last.
     each = {"rms_norm": 3, "fused_add_rms_norm": 2 * layers - 2, "rotary_embedding": layers, "silu_and_mul": layers}
     each["rms_norm"] += 2 * layers if case == "qwen3" else 0
     expected = {name: count * forwards for name, count in each.items()}
@@ -148,7 +148,7 @@ def test_tokens_are_the_same(case: str, calls: Counter[str]) -> None:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_as_exact_as_before(case: str, padded: bool) -> None:
-    """Prompts and decode steps are at most four times as far from float64 as the model itself was."""
+    """In prefill and decode, logits are at most four times as far from float64 as the model's own were."""
     model = model_of(case)
     double = copy.deepcopy(model).double()
     exact = steps(double, transformers.DynamicCache(config=double.config), padded)
@@ -162,7 +162,7 @@ def test_logits_are_as_exact_as_before(case: str, padded: bool) -> None:
 @pytest.mark.parametrize(("case", "dtype"), [("mistral with a window", "float32"), ("qwen3", "bfloat16")])
 @pytest.mark.slow
 def test_kernels_on_the_host(case: str, dtype: str) -> None:
-    """The kernels themselves read a cache whose blocks overlap: padded prompts, then decode steps."""
+    """The kernels read a cache of overlapping blocks: padded prompts, then decode steps."""
     model = model_of(case)
     exact = steps(copy.deepcopy(model).double(), transformers.DynamicCache(config=model.config), True)
     model.to(getattr(torch, dtype))
@@ -170,7 +170,7 @@ def test_kernels_on_the_host(case: str, dtype: str) -> None:
     accelerate(model)
     with cpu("kernels"):
         ours = steps(model, PagedCache(model.config, 25), True)
-    # Of bfloat16, that the weights are rounded is most of both.
+    # With bfloat16, the rounding of the weights is most of both errors.
     assert (ours - exact).norm() <= (4 if dtype == "float32" else 1.5) * (theirs - exact).norm()
 
 
@@ -198,8 +198,8 @@ def test_every_token_of_a_prompt_with_any_cache(kind: str, calls: Counter[str]) 
 
 
 @pytest.mark.parametrize("case", ["qwen3", "mistral with a window"])
-def test_a_prompt_behind_others(case: str) -> None:
-    """Several tokens for a cache that holds some: the second turn of a talk."""
+def test_prompt_after_cached_tokens(case: str) -> None:
+    """Several tokens for a cache that holds some, as in the second turn of a chat."""
     model = model_of(case)
     tokens, mask = prompts()
     more = tokens.flip(1)[:, :5]
@@ -244,7 +244,7 @@ def test_sampled_tokens_are_the_same(model: Any) -> None:
 
 
 class Unindexed(tuple[Any, ...]):
-    """A tuple that takes no bool for an index, as for torch.compile of torch 2.11, which ends the graph there."""
+    """A tuple that takes no bool as an index, because torch.compile of torch 2.11 breaks the graph there."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, bool):
@@ -254,7 +254,7 @@ class Unindexed(tuple[Any, ...]):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_comparison_is_an_index(dtype: str) -> None:
-    """Of what says how queries and keys are turned, for an attention's own forward and in place."""
+    """Cosines and sines are checked without such a comparison, too, for an attention's own forward and in place."""
     found = rotary.turn_of(transformers.models.llama.modeling_llama.apply_rotary_pos_emb)
     assert found is not None
     turn = found._replace(in_float32=Unindexed(found.in_float32))
@@ -270,8 +270,8 @@ def test_no_comparison_is_an_index(dtype: str) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3", "mistral with a window"])
 @pytest.mark.slow
-def test_a_decode_step_is_one_graph(case: str) -> None:
-    """Which serves the next one too, and another cache."""
+def test_decode_step_is_one_graph(case: str) -> None:
+    """The graph also serves the next step and another cache."""
     model = model_of(case)
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), False)
     accelerate(model)
@@ -290,7 +290,7 @@ def test_a_decode_step_is_one_graph(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_padded_decode_step_compiled(model: Any) -> None:
+def test_padded_decode_step_compiled(model: Any) -> None:
     theirs = steps(model, transformers.StaticCache(config=model.config, max_cache_len=25), True)
     accelerate(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -298,7 +298,7 @@ def test_a_padded_decode_step_compiled(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_compiled_after_weights_have_moved_uses_them(model: Any) -> None:
+def test_compiled_model_uses_weights_moved_before(model: Any) -> None:
     accelerate(model)
     move_weights(model)
     theirs = steps(restore(copy.deepcopy(model)), PagedCache(model.config, 25), False)
@@ -306,11 +306,11 @@ def test_what_is_compiled_after_weights_have_moved_uses_them(model: Any) -> None
     same_logits(steps(model, PagedCache(model.config, 25), False, compiled), theirs)
 
 
-# What others see of the modules
+# Effects that callers see
 
 
 def test_recorded_hidden_states(model: Any) -> None:
-    """They are not written any more once a layer has given them."""
+    """They are not written any more once a layer has returned them."""
     tokens, mask = prompts()
     embeddings = model.get_input_embeddings()(tokens).detach()
     given = embeddings.clone()
@@ -344,7 +344,7 @@ def test_recorded_hidden_states(model: Any) -> None:
         "layers.1.self_attn.o_proj",
     ],
 )
-def test_hooks_see_what_they_saw(name: str) -> None:
+def test_hooks_get_the_same_tensors(name: str) -> None:
     model = model_of("qwen3")
     seen: list[torch.Tensor] = []
 
@@ -360,8 +360,8 @@ def test_hooks_see_what_they_saw(name: str) -> None:
     same_logits(after, before)
 
 
-def test_norms_of_what_lies_in_columns(model: Any) -> None:
-    """As a convolution over tokens leaves hidden states."""
+def test_norm_of_column_major_hidden_states(model: Any) -> None:
+    """As a convolution over tokens leaves them."""
     norm, x = model.model.norm, torch.randn(2, 64, 5).mT
     with torch.no_grad():
         theirs = norm(x)
@@ -379,8 +379,8 @@ def with_another_result(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [the_first_twice, with_another_result])
-def test_layers_are_changed_afterwards(change: Callable[[Any], None], model: Any) -> None:
-    """What one leaves for the next is taken by no other, and not for other hidden states."""
+def test_layers_changed_afterwards(change: Callable[[Any], None], model: Any) -> None:
+    """A fused residual of one layer is used by its successor only, and only for the same hidden states."""
     tokens, _ = prompts()
     other = copy.deepcopy(model)
     change(other)
@@ -404,7 +404,7 @@ def test_attention_weights_are_returned() -> None:
             same_logits(layer.where(real, 0.0), expected.where(real, 0.0))
 
 
-def test_gradients_are_those_of_before(model: Any, calls: Counter[str]) -> None:
+def test_gradients_are_unchanged(model: Any, calls: Counter[str]) -> None:
     tokens, mask = prompts()
 
     def gradients() -> dict[str, torch.Tensor]:
@@ -433,7 +433,7 @@ def test_autocast_is_left_to_the_model(model: Any, calls: Counter[str]) -> None:
 
 
 def test_training_is_left_to_the_model(calls: Counter[str]) -> None:
-    """Dropout, which a trial does not see: the sums, and attention as transformers has it."""
+    """Dropout, which a trial does not show: results, and attention as transformers computes it."""
     model = accelerate(model_of("llama")).train()
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
@@ -486,7 +486,7 @@ def move_weights(model: Any) -> None:
 
 @pytest.mark.parametrize("change", ["move", "load", "again"])
 def test_new_weights_are_used(change: str, model: Any) -> None:
-    """In other memory, written where they are, and after another call."""
+    """In new memory, written in place, and after another call."""
     tokens, _ = prompts()
     other = model_of("llama", seed=2)
     accelerate(model)
@@ -501,7 +501,7 @@ def test_new_weights_are_used(change: str, model: Any) -> None:
         same_logits(model(tokens).logits, other(tokens).logits)
 
 
-def test_a_copy_is_accelerated_too(model: Any, calls: Counter[str]) -> None:
+def test_copy_is_accelerated_too(model: Any, calls: Counter[str]) -> None:
     tokens, _ = prompts()
     accelerate(model)
     other = copy.deepcopy(model)
@@ -515,7 +515,7 @@ def test_a_copy_is_accelerated_too(model: Any, calls: Counter[str]) -> None:
     assert report(model).replaced
 
 
-# What is replaced, and what is not
+# Which modules are replaced
 
 
 def test_report(model: Any) -> None:
@@ -544,7 +544,7 @@ def other_mlp(model: Any) -> None:
 
 
 def bounded_mlp(model: Any) -> None:
-    """By a number that only large hidden states reach, as that of DeepSeek-V4."""
+    """A clamp that only large hidden states reach, as in DeepSeek-V4."""
 
     class Bounded(type(model.model.layers[0].mlp)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -571,7 +571,7 @@ def other_attention(model: Any) -> None:
 
 
 def shared_attention(model: Any) -> None:
-    """Of no layer until it runs, as that of Zamba."""
+    """A layer index that is unknown until it runs, as in Zamba."""
 
     class Shared(type(model.model.layers[0].self_attn)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -618,7 +618,7 @@ PAGED = "not every layer has an attention that reads a PagedCache"
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_what_is_not_known_is_left_alone(change: Callable[[Any], None], left: dict[str, str], model: Any) -> None:
+def test_unknown_modules_are_left_alone(change: Callable[[Any], None], left: dict[str, str], model: Any) -> None:
     change(model)
     before = generated(model)
     accelerate(model)
@@ -628,7 +628,7 @@ def test_what_is_not_known_is_left_alone(change: Callable[[Any], None], left: di
 
 
 def test_projections_of_another_class(model: Any, calls: Counter[str]) -> None:
-    """They are called as they are."""
+    """Their own forward is called."""
 
     class Adapted(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -667,8 +667,8 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
 # The cache
 
 
-def test_which_cache_is_made(model: Any) -> None:
-    """Of generation that the ops do not serve, the one that was made before."""
+def test_choice_of_cache(model: Any) -> None:
+    """Generation that the ops do not serve gets the cache of before."""
     tokens, mask = prompts()
     accelerate(model)
 
@@ -703,7 +703,7 @@ def test_beams_over_a_paged_cache(model: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 50])
-def test_the_cache_of_a_model_that_is_not_accelerated(limit: int | None) -> None:
+def test_cache_of_a_model_that_is_not_accelerated(limit: int | None) -> None:
     model = model_of("mistral with a window")
     tokens, mask = prompts()
     options = {"attention_mask": mask, "max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
@@ -712,8 +712,8 @@ def test_the_cache_of_a_model_that_is_not_accelerated(limit: int | None) -> None
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_layer_takes_its_cache_by_either_name(name: str, model: Any) -> None:
-    """Newer and older versions of transformers name it differently, and so does the code that calls one layer."""
+def test_layer_takes_its_cache_by_either_name(name: str, model: Any) -> None:
+    """Newer and older versions of transformers use different names, and so does code that calls a single layer."""
     accelerate(model)
     past = PagedCache(model.config)
     x, positions = torch.randn(1, 5, model.config.hidden_size), torch.arange(5)[None]
@@ -722,7 +722,7 @@ def test_a_layer_takes_its_cache_by_either_name(name: str, model: Any) -> None:
     assert past.get_seq_length() == 5
 
 
-def test_the_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_grows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_STEP", 16)
     before = generated(model)
     accelerate(model)
@@ -755,7 +755,7 @@ def test_crop_and_reset(limit: int | None, model: Any) -> None:
     assert torch.equal(logits(tokens), first)
 
 
-def test_more_tokens_than_a_cache_has_room_for(model: Any) -> None:
+def test_more_tokens_than_the_cache_holds(model: Any) -> None:
     accelerate(model)
     tokens, _ = prompts()
     past = PagedCache(model.config, 13)
@@ -769,8 +769,8 @@ def test_more_tokens_than_a_cache_has_room_for(model: Any) -> None:
         PagedCache(model.config, 0)
 
 
-def test_a_compiled_step_writes_no_other_row(model: Any) -> None:
-    """Where there is no room for it, a token is not kept."""
+def test_compiled_step_writes_no_other_row(model: Any) -> None:
+    """A token that does not fit is dropped."""
     accelerate(model)
     tokens, _ = prompts()
     past = PagedCache(model.config, 14)
@@ -784,8 +784,8 @@ def test_a_compiled_step_writes_no_other_row(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["right", "hole", "bidirectional", "window"])
-def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[str]) -> None:
-    """It is left to transformers' attention, and so is what comes after it, until the cache is empty again."""
+def test_mask_that_the_ops_do_not_support(kind: str, model: Any, calls: Counter[str]) -> None:
+    """transformers' attention serves it, and all that follows until the cache is empty again."""
     tokens, mask = prompts()
     last = tokens[:, :1]
     mask = {
@@ -817,8 +817,8 @@ def test_a_mask_that_the_ops_do_not_know(kind: str, model: Any, calls: Counter[s
 
 
 @pytest.mark.parametrize("hidden", [4, 13])
-def test_a_step_that_skips_a_token(hidden: int, model: Any, calls: Counter[str]) -> None:
-    """One of the prompt, or its own, after a prompt that the ops have attended to."""
+def test_step_with_a_masked_token(hidden: int, model: Any, calls: Counter[str]) -> None:
+    """It masks a token of the prompt, or its own, after a prompt that the ops have served."""
     tokens, mask = prompts()
     longer = torch.cat((mask, torch.ones_like(mask[:, :2])), -1)
     longer[1, hidden] = 0
@@ -845,7 +845,7 @@ WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
 def test_logits_in_bfloat16(family: str, padded: bool) -> None:
-    """As far from float32 with the same weights as the model in bfloat16 was, at most twice."""
+    """At most twice as far from float32, with the same weights, as the model in bfloat16 was."""
     config = getattr(transformers, f"{family}Config")(**SIZES | WIDE)
     torch.manual_seed(4)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().bfloat16().cuda()
@@ -871,8 +871,8 @@ def test_tokens_on_a_gpu(case: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_decode_step_under_a_cuda_graph() -> None:
-    """As far from float32 as eager steps are, at most twice."""
+def test_decode_step_under_a_cuda_graph() -> None:
+    """At most twice as far from float32 as eager steps are."""
     config = transformers.LlamaConfig(**SIZES | WIDE)
     torch.manual_seed(4)
     model = transformers.LlamaForCausalLM(config).eval().bfloat16().cuda()

@@ -1,6 +1,6 @@
 """vLLM without its compiled libraries, on a machine that seems to have a GPU.
 
-`.ci/run` installs a vLLM and takes its libraries away. Where vLLM has them, or is absent, nothing is tested.
+`.ci/run` installs a vLLM and removes its libraries. If vLLM has them, or is absent, nothing is tested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOUND = find_spec("vllm")
 VLLM = Path(next(iter(FOUND.submodule_search_locations or ()))) if FOUND else None
 if VLLM is None or list(VLLM.glob("_C.*")):
     pytest.skip("needs vLLM without its compiled libraries", allow_module_level=True)
-# Ops of vLLM's libraries for the CPU and for XPUs, which its Python calls on these platforms.
+# Ops of vLLM's libraries for CPUs and XPUs, which its Python calls only on these platforms.
 OTHER_PLATFORMS = re.compile(
     r".*_cpu|.*onednn.*|shm_.*|.*_shm_.*|.*_kernel_impl|cpu_.*|.*_xpu_.*|.*flash_mla.*|convert_.*packed.*|"
     r"activation_lut_bf16|weight_packed_linear|release_dnnl_matmul_handler|prepack_moe_weight|mla_decode_kvcache|"
@@ -53,8 +53,8 @@ def run(site: Path, words: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_vllm_reaches_its_engine(tmp_path: Path) -> None:
-    """All its layers, methods of quantization, four models and the worker: with ops and parts of this library."""
+def test_vllm_imports_its_engine(tmp_path: Path) -> None:
+    """All its layers, methods of quantization, four models and the worker, with ops and parts of this library."""
     found = run(tmp_path, "all")
     assert found["failed"] == {}
     assert found["quantizations"] == {}
@@ -70,7 +70,7 @@ def test_vllm_reaches_its_engine(tmp_path: Path) -> None:
 
 
 def test_every_op_that_vllms_python_calls_is_served() -> None:
-    """By its name and in its namespace, but for those of other platforms."""
+    """By name and namespace, except for those of other platforms."""
     assert VLLM is not None
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(VLLM.rglob("*.py")))
     called = set(re.findall(r"torch\.ops\.(_C|_C_cache_ops|_C_cuda_utils|_C_custom_ar|_moe_C|_rocm_C)\.(\w+)", text))

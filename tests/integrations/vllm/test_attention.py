@@ -33,7 +33,7 @@ def vllm_config() -> Iterator[Any]:
 
 
 def make_layer(heads: tuple[int, int], head_size: int, dtype: torch.dtype, cache: str, **more: Any) -> Any:
-    """vLLM's layer, with an empty cache: every slot holds NaN, or the largest codes."""
+    """vLLM's layer with an empty cache: every slot holds NaN, or the fp8 maximum."""
     from vllm.config import CacheConfig
     from vllm.model_executor.layers.attention import Attention
 
@@ -60,7 +60,7 @@ def make_layer(heads: tuple[int, int], head_size: int, dtype: torch.dtype, cache
 
 
 def run(layer: Any, config: Any, common: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-    """[rows, num_heads, head_size] of one step of the layer, whose metadata its backend's builder makes."""
+    """[rows, num_heads, head_size] of one step of the layer, with metadata by its backend's builder."""
     from vllm.forward_context import set_forward_context
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -85,7 +85,7 @@ def assert_is_attention(
     options: dict[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Each step gives each sequence so many new tokens; every one attends to those of earlier steps."""
+    """Each step gives each sequence these numbers of new tokens; every token attends to those of earlier steps."""
     torch.manual_seed(0)
     layer = make_layer(heads, head_size, dtype, cache, **more)
     layer._k_scale.fill_(scales[0])
@@ -97,7 +97,7 @@ def assert_is_attention(
         lengths = [kv.shape[1] + count for kv, count in zip(old, counts, strict=True)]
         common = common_metadata(counts, lengths, tables, rows=rows)
         tokens = max(rows, sum(counts))
-        # As a projection leaves them: slices of one row each.
+        # As a projection writes them: slices of one row each.
         q, k, v = torch.randn(tokens, heads[0] + 2 * heads[1], head_size).to(dtype).split((heads[0], *heads[1:] * 2), 1)
         out = run(layer, config, common, q, k, v)
         q, k, v, out = (x.split([*counts, tokens - sum(counts)])[: len(counts)] for x in (q, k, v, out))
@@ -109,7 +109,7 @@ def assert_is_attention(
 
 
 def _stored(x: torch.Tensor, scale: float, cache: str) -> torch.Tensor:
-    """What a cache of this type keeps of x."""
+    """x after a round trip through a cache of this type."""
     if not cache.startswith("fp8"):
         return x
     codes = torch.float8_e5m2 if cache == "fp8_e5m2" else torch.float8_e4m3fn
@@ -122,19 +122,19 @@ STEPS = [[37, 5, 1, 18], [1, 40, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 80, 256])
-def test_is_attention(vllm_config: Any, dtype: torch.dtype, head_size: int) -> None:
+def test_layer_matches_torch_attention(vllm_config: Any, dtype: torch.dtype, head_size: int) -> None:
     assert_is_attention(vllm_config, STEPS, head_size=head_size, dtype=dtype)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (16, 1)])
-def test_heads(vllm_config: Any, heads: tuple[int, int]) -> None:
+def test_numbers_of_heads(vllm_config: Any, heads: tuple[int, int]) -> None:
     assert_is_attention(vllm_config, STEPS[1:3], heads=heads)
 
 
 @pytest.mark.parametrize(
     ("cache", "scales"), [("fp8", (0.02, 0.03)), ("fp8_e4m3", (0.25, 1.0)), ("fp8_e5m2", (1.0, 1.0))]
 )
-def test_codes(vllm_config: Any, cache: str, scales: tuple[float, float]) -> None:
+def test_fp8_cache(vllm_config: Any, cache: str, scales: tuple[float, float]) -> None:
     assert_is_attention(vllm_config, STEPS, cache=cache, scales=scales)
 
 
@@ -143,31 +143,31 @@ def test_window(vllm_config: Any) -> None:
     assert_is_attention(vllm_config, STEPS, options={"window": 9}, per_layer_sliding_window=9)
 
 
-def test_soft_cap_and_slopes(vllm_config: Any) -> None:
+def test_soft_cap_and_alibi(vllm_config: Any) -> None:
     slopes = [2.0**-h for h in range(1, 7)]
     options = {"cap": 2.5, "slopes": torch.tensor(slopes)}
     assert_is_attention(vllm_config, STEPS[:3], options=options, logits_soft_cap=2.5, alibi_slopes=slopes)
 
 
 def test_sinks(vllm_config: Any) -> None:
-    """Loaded as bfloat16, as gpt-oss has them."""
+    """Loaded as bfloat16, as in gpt-oss."""
     sinks = torch.linspace(-2, 3, 6).bfloat16()
     options = {"sinks": sinks, "window": 20}
     assert_is_attention(vllm_config, STEPS, options=options, per_layer_sliding_window=20, sinks=sinks)
 
 
 @pytest.mark.parametrize("steps", [STEPS[:1], STEPS[2:]], ids=["prompts", "decode"])
-def test_rows_that_fill_up_a_graph(vllm_config: Any, steps: list[list[int]]) -> None:
+def test_padding_rows_of_a_graph(vllm_config: Any, steps: list[list[int]]) -> None:
     assert_is_attention(vllm_config, steps, rows=64)
 
 
 def test_sequences_without_new_tokens(vllm_config: Any) -> None:
-    """Others have one each, so that the row of a sequence is not that of its number."""
+    """The others have one each, so that a sequence's row differs from its index."""
     assert_is_attention(vllm_config, [[3, 20, 9], [0, 1, 1], [1, 1, 0]])
 
 
 def test_layers_that_share_a_cache(vllm_config: Any) -> None:
-    """The second one attends to the keys and values of the first, whatever its own are."""
+    """The second layer attends to the keys and values of the first, and ignores its own."""
     heads, size = (6, 2), 64
     writer = make_layer(heads, size, torch.bfloat16, "auto")
     shares = {"prefix": "layers.1.attn", "kv_sharing_target_layer_name": writer.layer_name}
@@ -181,7 +181,7 @@ def test_layers_that_share_a_cache(vllm_config: Any) -> None:
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_memory_of_a_cache(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_layout_of_a_cache(layers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come first, with all layers of a block together; then keys before values, and slots or heads."""
     from pyops.integrations.vllm.parts import _paged_attention
 
@@ -194,7 +194,7 @@ def test_memory_of_a_cache(layers: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         assert [names[dim] for dim in order] == ["block", *["layer"] * layers, "part", *inner, "element"]
 
 
-def test_a_group_of_caches_takes_its_own_table(vllm_config: Any) -> None:
+def test_cache_group_uses_its_own_table(vllm_config: Any) -> None:
     """vLLM makes metadata once for groups that differ in their tables and slots alone."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -214,7 +214,7 @@ def test_a_group_of_caches_takes_its_own_table(vllm_config: Any) -> None:
 
 
 def test_scales_that_are_loaded_again(vllm_config: Any) -> None:
-    """As other tensors than those of the first steps."""
+    """In other tensors than those of the first steps."""
     layer = make_layer((6, 2), 64, torch.bfloat16, "fp8")
     common = common_metadata([8], [8], block_tables([8], 8, NUM_BLOCKS))
     for scale in (1.0, 0.02):
@@ -226,7 +226,7 @@ def test_scales_that_are_loaded_again(vllm_config: Any) -> None:
         torch.testing.assert_close(out.double(), right, rtol=1.6e-2, atol=1.6e-2)
 
 
-def test_what_only_other_backends_do_is_refused(vllm_config: Any) -> None:
+def test_features_of_other_backends_are_refused(vllm_config: Any) -> None:
     from vllm.v1.attention.backend import AttentionType
 
     layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
@@ -276,7 +276,7 @@ def choice(platform: Any, **config: Any) -> str:
     ],
     ids=str,
 )
-def test_is_chosen_for(installed: None, platform: Any, config: dict[str, Any]) -> None:
+def test_backend_is_chosen(installed: None, platform: Any, config: dict[str, Any]) -> None:
     assert choice(platform, **config) == "PagedBackend"
 
 
@@ -295,8 +295,8 @@ def test_is_chosen_for(installed: None, platform: Any, config: dict[str, Any]) -
     ],
     ids=str,
 )
-def test_is_not_chosen_for(installed: None, platform: Any, config: dict[str, Any], reason: str) -> None:
-    """vLLM's next backend that is there without compiled libraries is Triton's."""
+def test_backend_is_not_chosen(installed: None, platform: Any, config: dict[str, Any], reason: str) -> None:
+    """The next backend of vLLM that works without compiled libraries is Triton's."""
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -314,7 +314,7 @@ def test_old_devices_and_context_parallelism_are_refused(installed: None, vllm_c
         assert choice(device) == "TritonAttentionBackend"
 
 
-def test_a_model_that_knows_vllms_backends_by_class_has_them(installed: None, platform: Any, vllm_config: Any) -> None:
+def test_model_finds_vllms_backends_by_class(installed: None, platform: Any, vllm_config: Any) -> None:
     for name, backend in (
         ("LlamaForCausalLM", "PagedBackend"),
         ("VoxtralRealtimeGeneration", "TritonAttentionBackend"),
@@ -323,15 +323,15 @@ def test_a_model_that_knows_vllms_backends_by_class_has_them(installed: None, pl
         assert choice(platform) == backend
 
 
-def test_a_backend_that_is_asked_for_is_taken(installed: None, platform: Any) -> None:
+def test_explicit_backend_is_taken(installed: None, platform: Any) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     assert choice(platform, backend=AttentionBackendEnum.TRITON_ATTN) == "TritonAttentionBackend"
     assert choice(platform, backend=AttentionBackendEnum.CUSTOM) == "PagedBackend"
 
 
-def test_uninstalled_is_as_never_installed(platform: Any, vllm_config: Any) -> None:
-    """What vLLM has remembered of its choices is forgotten, both times."""
+def test_uninstall_restores_everything(platform: Any, vllm_config: Any) -> None:
+    """vLLM's cached choices are dropped, both times."""
     from vllm.platforms import cuda
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import get_attn_backend
@@ -347,7 +347,7 @@ def test_uninstalled_is_as_never_installed(platform: Any, vllm_config: Any) -> N
     assert not AttentionBackendEnum.CUSTOM.is_overridden()
 
 
-def test_custom_of_another_plugin_is_left_alone(platform: Any, vllm_config: Any) -> None:
+def test_custom_backend_of_another_plugin_is_left_alone(platform: Any, vllm_config: Any) -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from pyops.integrations.vllm.parts import attention as part
@@ -382,8 +382,8 @@ def test_nothing_is_installed_without_cuda(monkeypatch: pytest.MonkeyPatch) -> N
         ("FULL", 2, False),
     ],
 )
-def test_tables_are_cut_where_no_graph_holds_them(vllm_config: Any, mode: str, query_len: int, is_cut: bool) -> None:
-    """At a power of two, so that lengths that differ a little share plans. Graphs are warmed up with other lengths than
+def test_tables_are_cut_outside_of_graphs(vllm_config: Any, mode: str, query_len: int, is_cut: bool) -> None:
+    """At a power of two, so that slightly different lengths share plans. Graphs are warmed up with other lengths than
     they are captured with, and the plan must be the same."""
     from vllm.config import CUDAGraphMode
 
@@ -399,7 +399,7 @@ def test_tables_are_cut_where_no_graph_holds_them(vllm_config: Any, mode: str, q
     assert widths == (cut if is_cut else dict.fromkeys(cut, 30))
 
 
-def test_drafts_are_captured_too(vllm_config: Any) -> None:
+def test_draft_tokens_are_captured_too(vllm_config: Any) -> None:
     from vllm.config import CUDAGraphMode
 
     from pyops.integrations.vllm.parts._paged_attention import used_columns
@@ -410,7 +410,7 @@ def test_drafts_are_captured_too(vllm_config: Any) -> None:
     assert [used_columns(common_metadata([n], [9], table), vllm_config, BLOCK_SIZE) for n in (1, 4, 5)] == [30, 30, 1]
 
 
-def test_the_same_calls_serve_other_lengths(vllm_config: Any) -> None:
+def test_one_plan_serves_other_lengths(vllm_config: Any) -> None:
     """The run before a capture, the capture, and an eager step make one plan of each op."""
     from vllm.config import CUDAGraphMode
 
@@ -432,10 +432,10 @@ def test_the_same_calls_serve_other_lengths(vllm_config: Any) -> None:
     assert all(plans[0].values())
 
 
-def test_a_cache_that_vllm_frees_is_freed(vllm_config: Any) -> None:
-    """vLLM measures memory with a small cache first; and a layer that has another is on that one from then on."""
+def test_cache_freed_by_vllm_is_freed(vllm_config: Any) -> None:
+    """vLLM first measures memory with a small cache; a layer that then gets another cache uses only that one."""
     layer = make_layer((6, 2), 64, torch.bfloat16, "auto")
-    layer.kv_cache = layer.kv_cache.clone()  # no view of a tensor that would live on
+    layer.kv_cache = layer.kv_cache.clone()  # not a view of a tensor that would stay alive
     tables = block_tables([5], TABLE_WIDTH, NUM_BLOCKS)
     q, k, v = torch.randn(5, 10, 64).bfloat16().split((6, 2, 2), 1)
     common = common_metadata([5], [5], tables)

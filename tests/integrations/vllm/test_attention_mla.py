@@ -1,4 +1,4 @@
-"""vLLM's layer of multi-head latent attention on this library's backends, against torch's attention."""
+"""vLLM's MLA layer on this library's backends, against torch's attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "layers.0.attn"
 
 @pytest.fixture(scope="module", autouse=True)
 def platform() -> Iterator[Any]:
-    """A CUDA platform, whose ops of vLLM are this library's."""
+    """A CUDA platform with this library's ops under vLLM's names."""
     from pyops.integrations.vllm import custom_ops
 
     with cuda_platform() as device, pytest.MonkeyPatch.context() as patch:
@@ -35,7 +35,7 @@ def platform() -> Iterator[Any]:
 
 
 class Projection(torch.nn.Module):
-    """The up-projection of keys and values, as vLLM's linear layers are called."""
+    """The up-projection of keys and values, with the interface of vLLM's linear layers."""
 
     quant_method = None
 
@@ -88,7 +88,7 @@ def make_layer(config: Any, num_heads: int, dtype: torch.dtype, cache: str) -> A
         attn_backend=LatentBackend,
         **sizes,
     )
-    layer.impl.dcp_world_size = 1  # otherwise asked of vLLM's groups of processes, of which there are none
+    layer.impl.dcp_world_size = 1  # otherwise read from vLLM's process groups, which do not exist here
     layer.process_weights_after_loading(dtype)
     shape = LatentBackend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, 1, LATENT + ROPE, cache)
     codes = cache.startswith("fp8")
@@ -97,7 +97,7 @@ def make_layer(config: Any, num_heads: int, dtype: torch.dtype, cache: str) -> A
 
 
 def run(layer: Any, config: Any, common: Any, q: torch.Tensor, c: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """[tokens, num_heads, VALUE] of one step, whose metadata the backend's builder makes."""
+    """[tokens, num_heads, VALUE] of one step, with metadata by the backend's builder."""
     from vllm.forward_context import set_forward_context
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -116,7 +116,7 @@ def drawn(tokens: int, num_heads: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 def expected(layer: Any, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """The newest tokens of one sequence, whose cache holds `entries` [length, LATENT + ROPE]."""
+    """The newest tokens of one sequence, with a cache of `entries` [length, LATENT + ROPE]."""
     weight = layer.kv_b_proj.weight.double().view(layer.num_heads, NOPE + VALUE, LATENT)
     latents, rotated = entries.double().split((LATENT, ROPE), 1)
     nope, values = torch.einsum("hdl,jl->jhd", weight, latents).split((NOPE, VALUE), 2)
@@ -125,7 +125,7 @@ def expected(layer: Any, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor
 
 
 def stored(x: torch.Tensor, layer: Any) -> torch.Tensor:
-    """What the cache keeps of x."""
+    """x after a round trip through the cache."""
     if not layer.kv_cache_dtype.startswith("fp8"):
         return x
     return (x.float() / layer._k_scale_float).to(torch.float8_e4m3fn).double() * layer._k_scale_float
@@ -147,7 +147,7 @@ def set_scale(layer: Any, scale: float) -> None:
     ],
 )
 def test_decode(config: Any, num_heads: int, dtype: torch.dtype, cache: str, scale: float) -> None:
-    """One new token after those that the cache holds, the first one of a sequence among them."""
+    """One new token after the cached ones, also as the first of a sequence."""
     layer = make_layer(config, num_heads, dtype, cache)
     set_scale(layer, scale)
     lengths = [30, 1, 65, 16]
@@ -163,8 +163,8 @@ def test_decode(config: Any, num_heads: int, dtype: torch.dtype, cache: str, sca
         torch.testing.assert_close(out[s, None].double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_decode_with_the_sums_of_ranks(config: Any) -> None:
-    """Where ranks share sequences, queries come in one tensor, and the log of the sum is given back."""
+def test_decode_returns_lse_for_context_parallelism(config: Any) -> None:
+    """Ranks that share sequences get queries in one tensor, and the log-sum-exp is returned."""
     layer = make_layer(config, 4, torch.float16, "auto")
     layer.impl.need_to_return_lse_for_decode = True
     _, c, r = drawn(20, 4, torch.float16)
@@ -182,11 +182,11 @@ def test_decode_with_the_sums_of_ranks(config: Any) -> None:
 @pytest.mark.parametrize(
     ("dtype", "cache"), [(torch.bfloat16, "auto"), (torch.float16, "auto"), (torch.bfloat16, "fp8")]
 )
-def test_prompts_beside_decode(config: Any, dtype: torch.dtype, cache: str) -> None:
-    """Prompts; then the rest of two of them after chunks of what the cache holds, with single tokens.
+def test_prompts_with_decode_tokens(config: Any, dtype: torch.dtype, cache: str) -> None:
+    """Prompts; then the rest of two of them after chunks of cached tokens, with single tokens.
 
-    vLLM takes at most WORKSPACE tokens of the cache at a time: those of the second step come in several chunks, of
-    which the shorter sequence has no tokens in the last.
+    vLLM takes at most WORKSPACE cached tokens at a time: the second step takes several chunks, and the shorter sequence
+    has no tokens in the last one.
     """
     layer = make_layer(config, 4, dtype, cache)
     steps = [[20, 37, 150, 70, 5], [1, 1, 12, 30, 9]]
@@ -198,7 +198,7 @@ def test_prompts_beside_decode(config: Any, dtype: torch.dtype, cache: str) -> N
         out = run(layer, config, common_metadata(counts, lengths, tables), q, c, r)
         new = torch.cat((c, r), 1)
         for s, (rows, entries, result) in enumerate(zip(*(x.split(counts) for x in (q, new, out)), strict=True)):
-            # A prompt meets its own tokens as they are, and those of the cache as it keeps them.
+            # A prompt attends to its own tokens unrounded, and to cached tokens as the cache rounds them.
             own = stored(entries, layer) if counts[s] == 1 else entries.double()
             right = expected(layer, rows, torch.cat((old[s], own)))
             torch.testing.assert_close(result.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -223,7 +223,7 @@ def choice(platform: Any, **config: Any) -> str:
 
 
 @pytest.mark.parametrize("more", [{}, {"kv_cache_dtype": "fp8", "block_size": 64}, {"dtype": torch.float16}], ids=str)
-def test_is_chosen_for(installed: None, platform: Any, more: dict[str, Any]) -> None:
+def test_backend_is_chosen(installed: None, platform: Any, more: dict[str, Any]) -> None:
     assert choice(platform, **more) == "LatentBackend"
 
 
@@ -236,7 +236,7 @@ def test_is_chosen_for(installed: None, platform: Any, more: dict[str, Any]) -> 
     ],
     ids=str,
 )
-def test_is_not_chosen_for(installed: None, platform: Any, more: dict[str, Any], other: str) -> None:
+def test_backend_is_not_chosen(installed: None, platform: Any, more: dict[str, Any], other: str) -> None:
     assert choice(platform, **more) == other
 
 
@@ -253,7 +253,7 @@ def test_prefill_is_chosen_until_it_is_uninstalled(platform: Any, config: Any) -
         get_mla_prefill_backend(config)
 
 
-def test_pages_are_of_64(platform: Any) -> None:
+def test_page_size_is_64(platform: Any) -> None:
     from pyops.integrations.vllm.parts._latent_attention import LatentBackend
 
     assert LatentBackend.get_preferred_block_size(16) == 64

@@ -1,4 +1,4 @@
-"""vLLM's layers of experts on this library's: vLLM's own classes, its choice of a backend, results against float64."""
+"""vLLM's MoE layers on this library: vLLM's own classes and its choice of a backend, with results against float64."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ FP8_KINDS = [
 def test_fp8(
     installed: Vllm, kind: str, weight_key: str, activation_key: str, limit: float | None, device: str
 ) -> None:
-    """Activations are rounded to the codes that vLLM's scheme says, also where gates and ups are clamped."""
+    """Activations are rounded to fp8 by vLLM's scheme, also where gate and up are clamped."""
     x, weights, ids = routed()
     (c1, s1, w1), (c2, s2, w2) = (
         quantised(torch.randn(EXPERTS, *size, generator=torch.Generator().manual_seed(2)) * size[1] ** -0.5, kind)
@@ -121,15 +121,16 @@ def test_fp8(
         assert errors.mean() <= 2.0**-8
     else:
         # fp8 WGMMA keeps 13 bits below the largest term of its accumulator. A hidden activation may round to the next
-        # bfloat16; where that is the largest of its scale, all fp8 values under the scale are rounded anew. The same
-        # sums on the CPU, cut off like that, give the same rows these errors: of up to 1/27, half of them below 2^-8.
+        # bfloat16; if it is the absmax of its group, all fp8 values of that group are rounded under another scale. The
+        # same accumulation on the CPU, truncated in the same way, gives the same rows these errors: up to 1/27, half of
+        # them below 2^-8.
         assert errors.median() <= 2.0**-8
         assert errors.max() <= 2.0**-4
     assert not out[2].any()
 
 
 def rounded(x: torch.Tensor, scheme: tuple[str, Any]) -> torch.Tensor:
-    """Rows as codes of fp8 under the scales of a scheme of vLLM have them."""
+    """Rows rounded to fp8 under the scales of a scheme of vLLM."""
     name, static = scheme
     x = x.to(BF16).float()
     if name == "kFp8Dynamic128Sym":
@@ -144,14 +145,14 @@ def rounded(x: torch.Tensor, scheme: tuple[str, Any]) -> torch.Tensor:
 def experts_of_codes(
     x: Any, w1: Any, w2: Any, weights: Any, ids: Any, limit: float | None, scheme: Any
 ) -> torch.Tensor:
-    """Experts of "silu" whose activations are rounded to codes, gates and ups clamped."""
+    """Experts with "silu"; activations are rounded to fp8, gate and up clamped."""
     choices = [(t, j) for t in range(len(x)) for j in range(ids.shape[1]) if ids[t, j] < len(w1)]
     x, hidden = rounded(x, scheme), []
     for t, j in choices:
         gate, up = (w1[ids[t, j]].double() @ x[t]).chunk(2)
         if limit is None:
             hidden.append(torch.nn.functional.silu(gate) * up)
-        else:  # in eager PyTorch's steps, each in bfloat16
+        else:  # in the steps of eager PyTorch, each in bfloat16
             gate, up = gate.to(BF16).clamp(max=limit), up.to(BF16).clamp(-limit, limit)
             hidden.append((torch.nn.functional.silu(gate) * up).double())
     out = torch.zeros(len(x), w2.shape[1], dtype=torch.float64)
@@ -162,7 +163,7 @@ def experts_of_codes(
 
 @ANY_DEVICE
 def test_int8(installed: Vllm, device: str) -> None:
-    """What vLLM makes of weights that it has quantised itself: activations stay as they are."""
+    """vLLM quantises the weights itself; activations stay as they are."""
     x, weights, ids = routed()
     (c1, s1, _, w1), (c2, s2, _, w2) = (
         coded("int8", sizes, seed)
@@ -179,7 +180,7 @@ def test_int8(installed: Vllm, device: str) -> None:
 
 @ANY_DEVICE
 def test_mxfp4_of_gpt_oss(installed: Vllm, device: str) -> None:
-    """Codes, biases and clamped swiglu as gpt-oss has them; no weight is repacked."""
+    """mxfp4 weights, biases and clamped swiglu as gpt-oss has them; no weight is repacked."""
     x, weights, ids = routed()
     (c1, s1, _, w1), (c2, s2, _, w2) = (
         coded("mxfp4", sizes, seed)
@@ -214,7 +215,7 @@ def test_mxfp4_of_gpt_oss(installed: Vllm, device: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(("tokens", "sorts"), [(1, []), (3, ["moe_align.cu"])])
 def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both products and the sum, which writes the output; one token is not sorted."""
+    """Both GEMMs and the sum that writes the output; one token is not sorted."""
     names: list[str] = []
     launch = HostFunction.launch
 
@@ -236,7 +237,7 @@ def test_launches(installed: Vllm, tokens: int, sorts: list[str], monkeypatch: p
     assert error(out, experts_in_float64(x, w1, w2, weights, ids)) <= 2.0**-7
 
 
-def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
+def test_unsupported_cases_stay_with_vllm(installed: Vllm) -> None:
     unquantized, fp8, theirs = installed.unquantized, installed.fp8, installed.triton_moe.TritonExperts
     supported = installed._modular_experts.PyopsExperts.is_supported_config
     standard = installed.modular_kernel.FusedMoEActivationFormat.Standard
@@ -253,12 +254,12 @@ def test_what_is_not_supported_stays_with_vllm(installed: Vllm) -> None:
     blocks = installed.quant_utils.kFp8Static128BlockSym, installed.quant_utils.kFp8Dynamic128Sym
     config = layer(installed, intermediate_size_per_partition=192)
     assert fp8.select_fp8_moe_backend(config, *blocks)[1] is theirs
-    # What the user names is taken, too.
+    # A backend that the user names is taken, too.
     config = layer(installed, moe_backend="triton")
     assert fp8.select_fp8_moe_backend(config, *blocks) == (fp8.Fp8MoeBackend.TRITON, theirs)
 
 
-def test_the_choice_says_which_experts_are_kept(installed: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_names_the_experts_that_are_kept(installed: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed._modular_experts, "keeps", lambda part, case: (part, case) != ("experts", "bf16"))
     theirs = installed.triton_moe.TritonExperts
     assert installed.unquantized.select_unquantized_moe_backend(layer(installed))[1] is theirs
@@ -277,7 +278,7 @@ def test_uninstall(vllm: Vllm) -> None:
     assert (backend, experts) == (vllm.unquantized.UnquantizedMoeBackend.TRITON, vllm.triton_moe.TritonExperts)
 
 
-def test_a_vllm_without_a_function_is_left_alone(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_without_a_function_is_left_alone(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     before = vllm.fp8.backend_to_kernel_cls
     monkeypatch.delattr(vllm.mxfp4, "make_mxfp4_moe_quant_config")
     with pytest.raises(AttributeError, match="make_mxfp4_moe_quant_config"):

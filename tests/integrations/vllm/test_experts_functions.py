@@ -1,4 +1,4 @@
-"""vLLM's experts of packed weights by this library's functions: vLLM's own preparation of them, against float64."""
+"""vLLM's experts of packed weights by this library's functions: prepared by vLLM, compared with float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["installed", "vllm"]  # fixtures
 @pytest.mark.parametrize("kind", ["gptq", "gptq with order", "awq"])
 @pytest.mark.parametrize("with_map", [False, True])
 def test_4_bits(installed: Vllm, kind: str, with_map: bool, device: str) -> None:
-    """Weights that vLLM repacks for Marlin, by its own preparation of GPTQ and AWQ."""
+    """Weights that vLLM repacks for Marlin in its own preparation of GPTQ and AWQ."""
     x, weights, ids = routed(experts=6 if with_map else EXPERTS)
     expert_map = torch.tensor([3, -1, 0, 2, 1, -1], dtype=torch.int32) if with_map else None
     group, common = 64, {"lm_head_quantized": False, "full_config": {}}
@@ -71,7 +71,7 @@ def test_4_bits(installed: Vllm, kind: str, with_map: bool, device: str) -> None
 
 
 def packed_weights(kind: str, k: int, n: int, group: int) -> dict[str, torch.Tensor]:
-    """Codes, scales, zero points and groups of weights as checkpoints of a kind have them, and w [experts, n, k]."""
+    """Quants, scales, zero points and groups as in checkpoints of a kind, and w [experts, n, k]."""
     found: list[dict[str, torch.Tensor]] = []
     for e in range(EXPERTS):
         codes, zeros = packed.draw(0, 16, k, n, seed=k + e), packed.draw(0, 16, k // group, n, seed=k + 9 + e)
@@ -87,7 +87,7 @@ def packed_weights(kind: str, k: int, n: int, group: int) -> dict[str, torch.Ten
 
 
 def test_functions_of_experts(installed: Vllm) -> None:
-    """`fused_experts` of 4 bits along K; vLLM's own for what is not served."""
+    """`fused_experts` of 4 bits along K; vLLM's own function for other cases."""
     function = importlib.import_module(f"{LAYERS}.fused_moe.fused_moe").fused_experts
     x, weights, ids = routed()
     (c1, s1, z1, w1), (c2, s2, z2, w2) = (
@@ -110,7 +110,7 @@ def functions_of(installed: Vllm) -> Any:
 
 
 def test_marlin_with_the_callers_functions(installed: Vllm) -> None:
-    """What adapters (LoRA) add to the activation and to the sum is called, with vLLM's names of activations."""
+    """Callbacks that adapters (LoRA) add to the activation and to the sum, called with vLLM's names of activations."""
     x, weights, ids = routed()
     (_, of_w1), (_, of_w2) = weight(128, 2 * 64, 1, False, False), weight(64, 128, 50, False, False)
     x, calls = x[:, :128].contiguous(), []

@@ -18,7 +18,7 @@ from tests.support import vllm_signatures
 from tests.support.calls import example
 
 THEIRS: dict[str, str] = json.loads(vllm_signatures.TABLE.read_text())["functions"]
-# {parameter: value} of defaults that are no literals: those where no switch of vLLM is set
+# {parameter: value} of defaults that are no literals: their values with no switch of vLLM set
 _DEFAULTS = {"envs.VLLM_ROCM_FP8_MFMA_PAGE_ATTN": "False"}
 
 
@@ -30,7 +30,7 @@ def _parameters(name: str) -> list[inspect.Parameter]:
 
 
 @pytest.mark.parametrize("name", sorted(THEIRS.keys() & set(custom_ops.__all__)))
-def test_takes_what_0_22_gives(name: str) -> None:
+def test_takes_the_arguments_of_0_22(name: str) -> None:
     """By position and by keyword, with its defaults."""
     ours = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
     theirs = _parameters(name)
@@ -43,7 +43,7 @@ def test_takes_what_0_22_gives(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KEYWORDS))
 def test_keywords_of_other_versions(name: str) -> None:
-    """A call by them is the call by this library's."""
+    """A call with them equals a call with this library's names."""
     op = pyops.registry[name]
     given = dict(zip((p.name for p in op.parameters), example(op, num_tokens=5), strict=True))
     theirs = {ours: other for other, ours in KEYWORDS[name].items()}
@@ -60,13 +60,13 @@ def _int8_codes(y: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_functions_that_allocate(transposed: bool) -> None:
+def test_functions_that_allocate_results(transposed: bool) -> None:
     x = torch.randn(5, 256, dtype=torch.bfloat16)
     codes, scales = custom_ops.silu_and_mul_per_block_quant(x, 64, torch.int8, None, transposed)
     assert scales.stride() == ((1, 5) if transposed else (2, 1))
     y = (torch.nn.functional.silu(x[:, :128]) * x[:, 128:]).float()
     torch.testing.assert_close(scales, y.unflatten(1, (2, 64)).abs().amax(-1) / 127)
-    assert (codes - _int8_codes(y, scales)).abs().max() <= 1  # a product with the reciprocal rounds otherwise
+    assert (codes - _int8_codes(y, scales)).abs().max() <= 1  # a GEMM times the reciprocal rounds differently
 
     weight = torch.ones(256, dtype=torch.bfloat16)
     how = {"is_scale_transposed": transposed, "tma_alignment": 4}
@@ -77,7 +77,7 @@ def test_functions_that_allocate(transposed: bool) -> None:
     assert torch.equal(scales, right)
 
 
-def test_rows_filled_up_with_zeros() -> None:
+def test_padding_rows_are_zeros() -> None:
     x, scale = torch.randn(3, 32, dtype=torch.bfloat16), torch.tensor([20.0])
     wide = torch.zeros(3, 64, dtype=torch.bfloat16)
     wide[:, :32] = x
@@ -93,8 +93,8 @@ def test_rows_filled_up_with_zeros() -> None:
     ("kind", "dtype", "expected"),
     [("uint4b8", torch.float16, torch.float16), ("float4_e2m1f", torch.uint8, torch.bfloat16)],
 )
-def test_new_products_of_8_bit_activations(kind: str, dtype: torch.dtype, expected: torch.dtype) -> None:
-    """They have a row for each choice of an expert, and the dtype of the scales, or bfloat16 under powers of two."""
+def test_new_int8_and_fp8_gemms(kind: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    """A row for each choice of an expert; the dtype of the scales, or bfloat16 with power-of-two scales."""
     lists = pyops.moe_align(torch.zeros(2, 3, dtype=torch.int32), 16, 1)
     a, weight = torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.zeros(1, 4, 128, dtype=torch.int32)
     args = (
@@ -128,7 +128,7 @@ def test_repacking_of_experts() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4_experts_quant", "silu_and_mul_mxfp4_experts_quant"])
 def test_mxfp4_of_experts(name: str) -> None:
-    """Codes and tiles of scales that are new, with rows enough for any distribution."""
+    """Allocated fp4 values and scale tiles, with enough rows for any distribution."""
     codes, scales, x, offsets, tiles, experts = example(pyops.registry[name], num_tokens=9, hidden_size=96)
     getattr(pyops, name)(codes, scales, x, offsets, tiles, experts)
     found, found_scales = getattr(custom_ops, name)(x, offsets, tiles, experts, 3)

@@ -1,4 +1,4 @@
-"""vLLM's linear layers with this library's products: its own layers on CPU tensors, with exact data against float64."""
+"""vLLM's linear layers with this library's GEMMs: CPU tensors with exact data against float64."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CASES = "fp8_channel", "fp8_block", "int8", "w4a16", "w8a16", "bf16"
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, installed on Hopper."""
+    """The module, installed as on Hopper."""
     keep(monkeypatch, "linear", *CASES)
-    # vLLM compiles the PyTorch form of its quantisers, for seconds.
+    # vLLM compiles the PyTorch form of its quantisers, which takes seconds.
     with on_hopper(monkeypatch), torch._dynamo.config.patch(disable=True):
         from pyops.integrations.vllm.parts import linear
 
@@ -33,7 +33,7 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def powers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Scales by which results stay exact."""
+    """Scales that keep results exact."""
     return 2.0 ** draw(-3, 2, *shape, seed=seed).float()
 
 
@@ -41,7 +41,7 @@ def powers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Weight:
-    """Random codes with scales and zero points of groups; `order` has the group of each row."""
+    """Random quants with scales and zero points of groups; `order` gives the group of each row."""
 
     def __init__(self, bits: int, group: int, has_zeros: bool, in_order: bool, k: int = 256, n: int = 128) -> None:
         groups = 1 if group == -1 else k // group
@@ -126,7 +126,7 @@ def apply(method: Any, layer: Any, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_packed_weights(part: Any, method: str, bits: int, group: int, dtype: torch.dtype) -> None:
-    """A checkpoint's tensors through vLLM's layer, whose kernel is ours; equal to float64's results, rounded once."""
+    """A checkpoint's tensors through vLLM's layer with our kernel; equal to float64's results, rounded once."""
     weight = Weight(bits, group, method in ("awq", "compressed zeros"), method != "gptq act order")
     linear, tensors = METHODS[method](weight, group, method)
     (k, n), bias = weight.codes.shape, powers(128, seed=5).to(dtype)
@@ -140,7 +140,7 @@ def test_packed_weights(part: Any, method: str, bits: int, group: int, dtype: to
 
 
 def test_groups_of_another_rank(part: Any) -> None:
-    """Of a weight whose rows several ranks share, g_idx says which of all groups a row has."""
+    """If several ranks share the rows of a weight, g_idx gives a row's group among all groups."""
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
     from vllm.model_executor.parameter import ChannelQuantScaleParameter, PackedvLLMParameter, RowvLLMParameter
     from vllm.scalar_type import scalar_types
@@ -164,7 +164,7 @@ def test_groups_of_another_rank(part: Any) -> None:
 
 
 def of_fp8(rows: int, k: int, group: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 rows that fp8 holds exactly under the scales that are found, powers of two; and these scales."""
+    """bfloat16 rows that fp8 holds exactly under the computed scales, powers of two; and these scales."""
     codes = draw(-8, 9, rows, k // group, group, seed=seed).float()
     codes[..., 0] = 448.0
     scales = powers(rows, k // group, seed=seed + 1)
@@ -186,7 +186,7 @@ def keys() -> Any:
 @pytest.mark.parametrize("activation", ["kFp8DynamicTokenSym", "kFp8StaticTensorSym"])
 @pytest.mark.parametrize("channels", [False, True])
 def test_fp8(part: Any, activation: str, channels: bool) -> None:
-    """Under scales of tokens or of the tensor, those of the weight of columns or one; N that 16 does not divide."""
+    """Activation scales per token or per tensor, weight scales per column or one; N not divisible by 16."""
     m, n, k = 5, 40, 64
     weight_key = keys().kFp8StaticChannelSym if channels else keys().kFp8StaticTensorSym
     kernel = fp8_kernel(getattr(keys(), activation), weight_key, k, n)
@@ -223,7 +223,7 @@ def test_fp8_in_blocks(part: Any) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("static", [True, False])
 def test_int8(part: Any, static: bool, symmetric: bool) -> None:
-    """Dynamic and static, with zero points and without; a layer of two shards under a scale each."""
+    """Dynamic and static, with and without zero points; a layer of two shards with one scale each."""
     from vllm.model_executor.kernels.linear import init_int8_linear_kernel
 
     m, n, k = 4, 48, 32
@@ -250,7 +250,7 @@ def test_int8(part: Any, static: bool, symmetric: bool) -> None:
     assert torch.equal(kernel.apply_weights(layer, x, bias), (x.double() @ values + bias.double()).bfloat16())
 
 
-# Not quantized
+# Unquantized
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_int8(part: Any, static: bool, symmetric: bool) -> None:
     [(1, 1024, True), (1, 520, False), (2, 520, True), (32, 520, True), (33, 520, False), (0, 520, False)],
 )
 def test_unquantized_layers(part: Any, monkeypatch: pytest.MonkeyPatch, tokens: int, k: int, ours: bool) -> None:
-    """vLLM's method of such layers: few tokens by this library, others by torch, whatever comes first."""
+    """vLLM's method of such layers: small M by this library, large M by torch, whichever comes first."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     calls: list[int] = []
@@ -272,7 +272,7 @@ def test_unquantized_layers(part: Any, monkeypatch: pytest.MonkeyPatch, tokens: 
         assert torch.equal(UnquantizedLinearMethod().apply(layer, given, b), right.bfloat16())
     assert len(calls) == 2 * ours
     calls.clear()
-    wide = torch.stack([x, x], -1)[..., 0]  # its elements lie apart, as `linear` does not take them
+    wide = torch.stack([x, x], -1)[..., 0]  # strided elements, which `linear` does not take
     assert torch.equal(UnquantizedLinearMethod().apply(layer, wide, None), right.bfloat16()[0])
     assert not calls
     part.uninstall()
@@ -280,11 +280,11 @@ def test_unquantized_layers(part: Any, monkeypatch: pytest.MonkeyPatch, tokens: 
     assert not calls
 
 
-# What torch.compile sees
+# Under torch.compile
 
 
 def compiled(run: Any, *sizes: torch.Tensor) -> None:
-    """A function gives the same when it is compiled, as one graph for any number of rows."""
+    """A compiled function gives the same result, as one graph for any number of rows."""
     right = [run(x) for x in sizes]
     torch._dynamo.reset()
     for x in sizes:
@@ -363,8 +363,8 @@ def chosen(**changed: Any) -> str:
         ({"group_size": 16}, "groups of 16"),
     ],
 )
-def test_packed_weights_that_are_refused(part: Any, changed: dict[str, Any], reason: str) -> None:
-    """And those next to them are not."""
+def test_packed_weights_refused(part: Any, changed: dict[str, Any], reason: str) -> None:
+    """And similar ones that are not refused."""
     from pyops.integrations.vllm.parts._packed_linear import PyopsMarlinLinearKernel
 
     can, why = PyopsMarlinLinearKernel.can_implement(packed_config(**changed))
@@ -374,8 +374,8 @@ def test_packed_weights_that_are_refused(part: Any, changed: dict[str, Any], rea
         assert PyopsMarlinLinearKernel.can_implement(packed_config(**served)) == (True, None)
 
 
-def test_layers_that_stay_vllms(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this library does not support, or was not measured to be faster at, gets vLLM's choice."""
+def test_layers_that_stay_with_vllm(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases that this library does not support, or at which it was not measured to be faster, get vLLM's choice."""
     odd = {"full_weight_shape": (256, 96), "partition_weight_shape": (256, 96)}
     assert chosen() == "PyopsMarlinLinearKernel"
     assert chosen(**odd, act_type=torch.float16) == "ExllamaLinearKernel"
@@ -396,7 +396,7 @@ def test_layers_that_stay_vllms(part: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_uninstall_and_the_table(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the part, and for cases that are not faster, vLLM chooses as before; its lists are as they were."""
+    """Without the part, and for cases that are not faster, vLLM chooses as before; its lists are restored."""
     from vllm.model_executor.kernels import linear as kernels
     from vllm.platforms import PlatformEnum, current_platform
     from vllm.scalar_type import scalar_types
@@ -425,8 +425,8 @@ def test_uninstall_and_the_table(part: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert lists() == before
 
 
-def test_compiled_code_is_kept_apart(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's key of compiled code on disk names what is served: other kernels have weights in other layouts."""
+def test_compiled_code_has_a_separate_cache_key(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's key of compiled code on disk names the served layers, because other kernels use other weight layouts."""
     from vllm.compilation.caching import aot_compile_hash_factors
     from vllm.config import get_current_vllm_config
 

@@ -18,7 +18,7 @@ from pyops.integrations.vllm.choice import Choice
 
 ROOT = Path(__file__).parents[3]
 GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
-# What vLLM does with its ops and its plugins, as far as they matter here. Its kernels write 7.
+# The relevant part of vLLM's ops and plugins. Its kernels write 7.
 STAND_IN = """
 import torch
 
@@ -65,7 +65,7 @@ print("norm", out[0, 0].item())
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with what an installation of this package leaves for importlib.metadata, and a stand-in for vLLM."""
+    """A folder with the metadata of an installation of this package, and a stand-in for vLLM."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     info = tmp_path / "pyops_stand_in-1.dist-info"
     info.mkdir()
@@ -83,7 +83,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def without_libraries(site: Path, version: str = "0.22.1") -> None:
-    """The stand-in for vLLM gets its ops where vLLM has them: from libraries that it imports, and that are absent."""
+    """The stand-in for vLLM expects its ops in libraries that it imports, and that are absent."""
     (site / "vllm/_custom_ops.py").write_text("import vllm._C, vllm._C_stable_libtorch, vllm._moe_C\n")
     info = site / f"vllm-{version}.dist-info"
     info.mkdir()
@@ -109,7 +109,7 @@ def test_without_the_switch_nothing_happens(site: Path) -> None:
     ("value", "words"),
     [("", ()), (" , ", ()), ("all", ("all",)), ("rms_norm, -silu_and_mul,", ("rms_norm", "-silu_and_mul"))],
 )
-def test_the_switch(value: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_selects_parts(value: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_VLLM", value)
     assert config.vllm() == words
 
@@ -132,14 +132,14 @@ OPS, PARTS = ("rms_norm", "silu_and_mul"), ("attention", "sampler")
         ("all,-ops,rms_norm", False, ("rms_norm",), (), PARTS),
     ],
 )
-def test_a_choice(
+def test_choice_of_parts(
     words: str, every_op: bool, ops: tuple[str, ...], without: tuple[str, ...], chosen: tuple[str, ...]
 ) -> None:
     assert Choice.read(words.split(","), OPS, PARTS) == Choice(every_op, ops, frozenset(without), chosen)
 
 
 @pytest.mark.parametrize("word", ["rms_nrm", "-attn", "--all", "-"])
-def test_a_word_that_names_nothing_is_told_what_there_is(word: str) -> None:
+def test_unknown_word_lists_the_choices(word: str) -> None:
     message = f"PYOPS_VLLM: {word.removeprefix('-')} is no op of vLLM and no part; there are all; ops; the parts"
     message += " attention, sampler; the ops rms_norm, silu_and_mul"
     with pytest.raises(SwitchError) as raised:
@@ -147,12 +147,12 @@ def test_a_word_that_names_nothing_is_told_what_there_is(word: str) -> None:
     assert str(raised.value) == message
 
 
-def test_nothing_is_left_out_of_nothing() -> None:
+def test_excluding_from_nothing_changes_nothing() -> None:
     with pytest.raises(SwitchError, match="nothing is chosen of which to leave something out"):
         Choice.read(["-attention"], OPS, PARTS)
 
 
-def test_what_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slower_ops_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "vllm.json").write_text('{"imagined": {"attention": {"decode": 1.01, "prefill": 1.0}}}')
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     choice._measured.cache_clear()
@@ -172,7 +172,7 @@ def test_what_is_slower_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ("is_gpu", "name"), [(True, "nvidia-h100-80gb-hbm3"), (False, "")], ids=["gpu", "another platform"]
 )
 def test_vllm_names_the_device(is_gpu: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver is not asked: what it initialises, a process that is forked later could not use."""
+    """The driver is not asked, because a process that is forked later could not use what it initialises."""
     platform = SimpleNamespace(is_cuda_alike=lambda: is_gpu, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
     module = ModuleType("vllm.platforms")
     module.current_platform = platform  # type: ignore[attr-defined]
@@ -182,8 +182,8 @@ def test_vllm_names_the_device(is_gpu: bool, name: str, monkeypatch: pytest.Monk
     assert choice._device_name.__wrapped__() == name
 
 
-def test_the_table_of_what_is_slower() -> None:
-    """Of parts that there are."""
+def test_table_of_slower_ops_names_existing_parts() -> None:
+    """Every entry is of an existing device table and part, with a positive ratio."""
     for name, of_device in choice._measured().items():
         assert name == device.table_name(name)
         for part, cases in of_device.items():
@@ -192,7 +192,7 @@ def test_the_table_of_what_is_slower() -> None:
 
 
 def imagined(monkeypatch: pytest.MonkeyPatch, *names: str, fails: str = "") -> list[str]:
-    """Has `activate` find parts of these names, and vLLM's modules empty; returns the list of what parts were told."""
+    """Give `activate` parts of these names, and empty modules of vLLM; returns the list of calls of the parts."""
     told: list[str] = []
 
     def load(name: str) -> SimpleNamespace:
@@ -224,7 +224,7 @@ def test_parts_are_installed_and_logged(monkeypatch: pytest.MonkeyPatch, caplog:
     assert told[2:] == ["uninstall silent", "uninstall attention"]
 
 
-def test_after_an_error_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told = imagined(monkeypatch, "attention", "sampler", fails="sampler")
     monkeypatch.setenv("PYOPS_VLLM", "attention,sampler")
     with pytest.raises(RuntimeError, match="sampler cannot be taken over"):
@@ -242,7 +242,7 @@ def test_after_an_error_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 )
 @pytest.mark.slow
 def test_ops_are_replaced_and_logged(site: Path, words: str, count: int, left: str, norm: float) -> None:
-    """One line says how many are, and another which are not and why."""
+    """One line has the number of replaced ops, another the ops that are not, with reasons."""
     done = run(site, words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.split("\n")
@@ -260,8 +260,8 @@ def test_ops_are_replaced_and_logged(site: Path, words: str, count: int, left: s
     ],
 )
 @pytest.mark.slow
-def test_a_name_that_cannot_be_served_is_an_error(site: Path, words: str, message: str) -> None:
-    """vLLM does not start as if nothing had been asked for."""
+def test_name_that_cannot_be_served_is_an_error(site: Path, words: str, message: str) -> None:
+    """vLLM must not start as if nothing had been asked for."""
     done = run(site, words)
     assert done.returncode != 0
     assert message in done.stderr
@@ -282,15 +282,15 @@ def test_ops_of_absent_libraries_are_defined(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_switch_libraries_are_missed(site: Path) -> None:
+def test_without_the_switch_libraries_are_missing(site: Path) -> None:
     without_libraries(site)
     done = run(site, None)
     assert "ModuleNotFoundError: No module named 'vllm._C'" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_vllm_of_an_unknown_version_is_an_error(site: Path) -> None:
-    """Where its libraries would be loaded: what `stand_in` raised would be dropped by vLLM."""
+def test_unknown_vllm_version_is_an_error(site: Path) -> None:
+    """Raised where vLLM would load its libraries, because vLLM would drop an error of `stand_in`."""
     without_libraries(site, "0.99.0")
     done = run(site, "all")
     assert done.stdout == "False None\n"
@@ -298,8 +298,8 @@ def test_a_vllm_of_an_unknown_version_is_an_error(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_library_that_cannot_be_loaded_is_stood_in_for(site: Path) -> None:
-    """The others are loaded first, because a library cannot define what is defined. A reason is given."""
+def test_library_that_fails_to_load_is_replaced(site: Path) -> None:
+    """The others are loaded first, because a library cannot define ops that exist. A reason is logged."""
     without_libraries(site)
     (site / "vllm/_C.abi3.so").write_bytes(b"no library")
     (site / "vllm/_moe_C.py").write_text(
@@ -328,8 +328,8 @@ print("vllm._C" in sys.modules, "vllm._moe_C" in sys.modules)
 
 
 @pytest.mark.slow
-def test_a_library_behind_register_is_not_loaded(site: Path) -> None:
-    """Defining in C++ what torch knows ends the process, so the file stays unread, and a line says so."""
+def test_library_loaded_after_register_is_skipped(site: Path) -> None:
+    """Defining an existing op in C++ ends the process, so the file stays unread, and a log line says so."""
     without_libraries(site)
     (site / "vllm/_C.py").write_text("import os\nos._exit(3)\n")
     code = """
@@ -345,8 +345,8 @@ print(vllm._C.__file__ if hasattr(vllm._C, "__file__") else "a stand-in", torch.
     assert done.stdout.endswith("a stand-in _C::rms_norm\n")
 
 
-def test_a_package_of_flash_attention_without_libraries(site: Path) -> None:
-    """Can be imported, with what it had when it raised; another ImportError is raised as ever."""
+def test_flash_attention_package_without_libraries(site: Path) -> None:
+    """It can be imported, with the names that it had when it raised; another ImportError is raised as ever."""
     package = site / "vllm/vllm_flash_attn"
     package.mkdir()
     (package / "__init__.py").write_text("from .interface import supported\nraise ImportError('no libraries')\n")

@@ -1,4 +1,4 @@
-"""What this library refuses and vLLM does not is in the table, and the table is true."""
+"""The table of calls that this library refuses and vLLM accepts is complete and true."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_served_op_is_in_the_table() -> None:
     assert set(REFUSALS) == {entry.name for entry in table("0.22").values() if entry.state != "missing"}
 
 
-def test_every_refusal_has_a_call_and_every_call_a_refusal() -> None:
+def test_each_refusal_has_a_call_and_vice_versa() -> None:
     told = [(op, refusal.argument) for op, of_op in REFUSALS.items() for refusal in of_op]
     assert {key: told.count(key) for key in told} == {key: len(calls) for key, calls in _LISTED.items()}
 

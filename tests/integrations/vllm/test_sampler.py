@@ -21,14 +21,14 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, as on a GPU."""
+    """The module, installed as on a GPU."""
     from vllm import platforms
 
     monkeypatch.setattr(type(platforms.current_platform), "is_cuda_alike", lambda self: True)
     keep(monkeypatch, "sampler", "draw", "logprobs")
     from pyops.integrations.vllm.parts import sampler
 
-    with torch._dynamo.config.patch(disable=True):  # ranks of tokens would take 20 s to compile
+    with torch._dynamo.config.patch(disable=True):  # compiled, ranks of tokens would take 20 s
         yield sampler
     sampler.uninstall()
 
@@ -40,7 +40,7 @@ def sampler_of(mode: str = "raw_logprobs") -> Any:
 
 
 def metadata(rows: int, **changed: Any) -> Any:
-    """A batch of random requests at temperature 1 that asks for nothing else."""
+    """A batch of random requests at temperature 1 without other options."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -89,7 +89,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 
 
 def kept(logits: torch.Tensor, t: float, min_p: float, top_k: int, top_p: float) -> torch.Tensor:
-    """float64 probabilities of what vLLM's filters leave of one row, in their order: min-p, top-k, top-p."""
+    """float64 probabilities of one row after vLLM's filters, in their order: min-p, top-k, top-p."""
     x = logits.double() / t
     x[x.softmax(-1) < min_p * x.softmax(-1).max()] = -INF
     x[x < x.sort(descending=True)[0][min(top_k, x.numel()) - 1]] = -INF
@@ -106,7 +106,7 @@ def kept(logits: torch.Tensor, t: float, min_p: float, top_k: int, top_p: float)
 def test_tokens_have_the_probabilities_of_the_filters(
     part: Any, t: float, min_p: float, top_k: int, top_p: float
 ) -> None:
-    """Chi-square at 1e-6 of 4000 rows of one distribution, and not one token that a filter removes."""
+    """Chi-square at 1e-6 over 4000 rows of one distribution, and no token that a filter removes."""
     part.install()
     rows, row = 4000, torch.randn(40, generator=torch.Generator().manual_seed(1)) * 2
     asked: dict[str, Any] = {
@@ -131,8 +131,8 @@ def test_tokens_have_the_probabilities_of_the_filters(
     assert sum(squares) < degrees * (1 - 2 / (9 * degrees) + 4.753 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
-def test_the_set_of_top_k_and_top_p_with_ties(part: Any) -> None:
-    """All tokens as likely as the last one that a filter keeps are drawn, and only those."""
+def test_top_k_and_top_p_with_ties(part: Any) -> None:
+    """All tokens with the probability of the last kept token are drawn, and only those."""
     part.install()
     row = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0, 0.0])  # probabilities 0.44, three of 0.16, 0.06, 0.02
     for limits, right in [
@@ -147,8 +147,8 @@ def test_the_set_of_top_k_and_top_p_with_ties(part: Any) -> None:
         assert set(tokens.flatten().tolist()) == right
 
 
-def test_vllms_limits_of_no_filter(part: Any) -> None:
-    """top_k of the vocabulary and top_p of 1 are how vLLM writes rows without a filter next to rows with one."""
+def test_vllms_values_for_no_filter(part: Any) -> None:
+    """vLLM writes top_k = vocabulary and top_p = 1 in rows without a filter next to rows with one."""
     part.install()
     limits = {"top_k": torch.tensor([64, 1], dtype=torch.int32).repeat(500), "top_p": torch.ones(1000)}
     torch.manual_seed(3)
@@ -156,7 +156,7 @@ def test_vllms_limits_of_no_filter(part: Any) -> None:
     assert len(set(tokens[::2].flatten().tolist())) == 64
 
 
-def test_one_seed_of_torch_is_one_result(part: Any) -> None:
+def test_one_seed_gives_one_result(part: Any) -> None:
     part.install()
     logits = torch.randn(16, 300)
 
@@ -173,7 +173,7 @@ def test_one_seed_of_torch_is_one_result(part: Any) -> None:
 
 
 def test_greedy_rows_of_a_mixed_batch(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the first of the likeliest tokens, at vLLM's limit of temperatures; the others are drawn."""
+    """They get the first of the most likely tokens, by vLLM's limit of temperatures; the others are drawn."""
     part.install()
     drawn = calls(monkeypatch)
     logits = torch.zeros(400, 50)
@@ -186,7 +186,7 @@ def test_greedy_rows_of_a_mixed_batch(part: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_logits_stay_in_16_bits(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only tokens are asked for; all-greedy batches are vLLM's argmax then, of the same bits."""
+    """If only tokens are asked for; all-greedy batches are vLLM's argmax of the same bits."""
     part.install()
     drawn = calls(monkeypatch)
     logits = torch.randn(8, 1000).bfloat16()
@@ -200,8 +200,8 @@ def test_logits_stay_in_16_bits(part: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(logits, before)
 
 
-def test_a_row_without_a_token(part: Any) -> None:
-    """It gives a token that exists, as vLLM's own sampler does: -1 would mean one that was rejected."""
+def test_row_without_a_possible_token(part: Any) -> None:
+    """It gives a valid token, as vLLM's own sampler does: -1 would mean a rejected one."""
     part.install()
     logits = torch.zeros(3, 10)
     logits[0], logits[1] = NAN, -INF
@@ -209,7 +209,7 @@ def test_a_row_without_a_token(part: Any) -> None:
     assert ((tokens >= 0) & (tokens < 10)).all()
 
 
-def test_the_warm_up_of_vllms_runner(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_of_vllms_runner(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its top_k is int64."""
     part.install()
     drawn = calls(monkeypatch)
@@ -225,7 +225,7 @@ def seeded() -> dict[str, Any]:
 
 
 class Foreign:
-    """A logits processor of somebody else, which lets nothing but token 3 through."""
+    """A custom logits processor that leaves only token 3."""
 
     def __init__(self, is_argmax_invariant: bool) -> None:
         self._invariant = is_argmax_invariant
@@ -248,8 +248,8 @@ class Foreign:
         ("raw_logprobs", lambda: {"logitsprocs": processors(Foreign(True))}),
     ],
 )
-def test_what_is_left_to_vllm(part: Any, monkeypatch: pytest.MonkeyPatch, mode: str, changed: Any) -> None:
-    """Bit for bit vLLM's results, also of requests with a seed together with others."""
+def test_cases_left_to_vllm(part: Any, monkeypatch: pytest.MonkeyPatch, mode: str, changed: Any) -> None:
+    """vLLM's results bit for bit, also for requests with a seed among others."""
     logits = torch.randn(4, 100)
     limits = {"top_k": torch.tensor([5, 100, 7, 3], dtype=torch.int32), "top_p": torch.full((4,), 0.9)}
     results = []
@@ -276,7 +276,7 @@ def test_what_is_left_to_vllm(part: Any, monkeypatch: pytest.MonkeyPatch, mode: 
     ],
 )
 def test_edits_before_the_temperature_count(part: Any, monkeypatch: pytest.MonkeyPatch, changed: Any) -> None:
-    """vLLM makes them, in float32, and the draw follows them."""
+    """vLLM makes them, in float32, and the draw uses them."""
     part.install()
     drawn = calls(monkeypatch)
     tokens = sampler_of()(torch.randn(6, 50).bfloat16(), metadata(6, **changed())).sampled_token_ids
@@ -284,14 +284,14 @@ def test_edits_before_the_temperature_count(part: Any, monkeypatch: pytest.Monke
     assert drawn == [torch.float32]
 
 
-def test_an_empty_batch(part: Any) -> None:
+def test_empty_batch(part: Any) -> None:
     part.install()
     assert sampler_of()(torch.zeros(0, 10), metadata(0)).sampled_token_ids.shape == (0, 1)
     assert sampler_of().compute_logprobs(torch.zeros(0, 10)).shape == (0, 10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_of_what_was_drawn(part: Any, dtype: torch.dtype) -> None:
+def test_logprobs_of_drawn_tokens(part: Any, dtype: torch.dtype) -> None:
     """Raw logprobs are those of the logits before every filter, by float64, and the token is the one drawn."""
     part.install()
     logits = (torch.randn(5, 200, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
@@ -308,7 +308,7 @@ def test_logprobs_of_what_was_drawn(part: Any, dtype: torch.dtype) -> None:
 
 
 def test_install_and_uninstall(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replaced is what the table keeps, on GPUs; it all comes back."""
+    """Exactly the table's entries are replaced, on GPUs, and all are restored."""
     from vllm import platforms
     from vllm.v1.sample.sampler import Sampler
 

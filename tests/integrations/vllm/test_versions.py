@@ -1,4 +1,4 @@
-"""vLLM's namespaces of torch.ops by the schemas of version 0.22, where they are not those of 0.16."""
+"""vLLM's namespaces of torch.ops by the schemas of version 0.22, where these differ from 0.16."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _torch_op(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, TABLE[name].namespace), name), overload or "default")
 
 
-def test_a_version_that_is_unknown() -> None:
+def test_unknown_version() -> None:
     for call in (table, register):
         with pytest.raises(pyops.OpError, match=rf"{call.__name__}: vllm: expected 0.16 or 0.22, got 0.17"):
             call("0.17")
 
 
-def test_the_newer_table_holds_the_older() -> None:
+def test_newer_table_contains_the_older() -> None:
     older = table()
     assert older.keys() < TABLE.keys()
     assert all(TABLE[name].schema == entry.schema for name, entry in older.items() if name not in CHANGED)
@@ -54,7 +54,7 @@ def test_the_newer_table_holds_the_older() -> None:
 
 @pytest.mark.parametrize("entry", SERVED)
 def test_schema(entry: Entry) -> None:
-    """torch knows the op by the schema of 0.22."""
+    """torch has the schema of 0.22 for the op."""
     theirs, ours = torch._C.parse_schema(f"{entry.namespace}::{entry.schema}"), _torch_op(entry.name)._schema
     assert (ours.name, ours.overload_name) == (theirs.name, theirs.overload_name)
 
@@ -74,7 +74,7 @@ def _args(name: str, **given: Any) -> list[Any]:
     ("name", "more"),
     [("fused_qk_norm_rope", [2]), ("per_token_group_fp8_quant", [False, True]), ("static_scaled_fp8_quant", [])],
 )
-def test_arguments_that_change_nothing(name: str, more: list[Any]) -> None:
+def test_arguments_without_effect(name: str, more: list[Any]) -> None:
     op, args = pyops.registry[name], _args(name)
     theirs = clones(args)
     right = clones(args)
@@ -117,7 +117,7 @@ def test_get_cutlass_moe_mm_data_of_plain_layers() -> None:
     assert all(same_bits(one, other) for one, other in zip(args[1:6], right[1:6], strict=True))
 
 
-def test_an_op_is_replaced_by_the_schema_that_torch_knows() -> None:
+def test_op_is_replaced_by_the_schema_that_torch_has() -> None:
     library = torch.library.Library("_C", "FRAGMENT")
     theirs = TABLE["silu_and_mul"].schema.replace("silu_and_mul", "gelu_quick")
     register("0.22").undo()
@@ -134,7 +134,7 @@ def test_an_op_is_replaced_by_the_schema_that_torch_knows() -> None:
 
 
 def test_selective_scan_fwd_in_chunks() -> None:
-    """A first chunk that fills a block is the first block: states lie where a sequence goes on in that block."""
+    """A first chunk that fills a block is the first block: a continued sequence keeps its states in that block."""
     args = _args("selective_scan_fwd", with_options=True, with_starts=True, with_blocks=True, with_chunks=True)
     right = clones(args)
     pyops.selective_scan_fwd(*right)
@@ -144,7 +144,7 @@ def test_selective_scan_fwd_in_chunks() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_persistent_topk(rank: int) -> None:
-    """The positions of the largest of the first `lengths` elements, -1 after the last of a short row."""
+    """The positions of the largest among the first `lengths` elements; -1 after the end of a short row."""
     logits, k = torch.randn(3, 40), 8
     lengths = torch.tensor([40, 5, 20], dtype=torch.int32)
     output, workspace = torch.empty(3, k, dtype=torch.int32), torch.empty(0, dtype=torch.uint8)
@@ -158,7 +158,7 @@ def test_persistent_topk(rank: int) -> None:
         _torch_op("persistent_topk")(logits, lengths[:2], output, workspace, k, 40)
 
 
-def test_an_insert_returns_queries() -> None:
+def test_insert_op_returns_queries() -> None:
     name = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
     args = _args(name)
     right = clones(args)
@@ -169,11 +169,11 @@ def test_an_insert_returns_queries() -> None:
     assert _torch_op(name)(*meta).shape == queries.shape
 
 
-# Beside what vLLM brings.
+# Together with vLLM's own definitions.
 
 
-def test_a_fake_of_vllms_python_takes_the_place_of_ours() -> None:
-    """torch 2.11 refuses to register a second fake, so ours may be none that is registered."""
+def test_fake_of_vllms_python_replaces_ours() -> None:
+    """torch 2.11 refuses to register a second fake, so ours must not be registered."""
     x, scale = torch.randn(3, 64), torch.ones(1)
     with FakeTensorMode() as mode:
         fakes = mode.from_tensor(x), mode.from_tensor(scale)
@@ -194,8 +194,8 @@ def test_a_fake_of_vllms_python_takes_the_place_of_ours() -> None:
         library._destroy()
 
 
-def test_a_device_without_kernels_is_refused() -> None:
-    """And not taken for one without data, where an op that only writes would do nothing."""
+def test_device_without_kernels_is_refused() -> None:
+    """It is not taken for the meta device, on which an op that only writes does nothing."""
     with pytest.raises(NotImplementedError, match="pyops has no kernel for tensors on cpu"):
         library_module._write_nothing(torch.ones(1), [torch.ones(1)])
     library_module._write_nothing(torch.ones(1), other=torch.ones(1, device="meta"))
@@ -232,7 +232,7 @@ with override("scaled_fp4_quant") as replaced:
 
 @pytest.mark.slow
 def test_override_replaces_every_op_that_is_served() -> None:
-    """Those of libraries whose schemas torch has inferred, too; and it says which ops of vLLM's it leaves, and why."""
+    """Those of libraries with inferred schemas, too; and it reports the ops of vLLM that it leaves, with reasons."""
     done = subprocess.run([sys.executable, "-c", ALL_REPLACED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     left = [("_C::not_known", "is no op of vLLM"), ("_C::rms_norm", "was left out")]
@@ -256,5 +256,5 @@ def test_override_replaces_every_op_that_is_served() -> None:
     ],
 )
 def test_schemas_agree(known: str, agrees: bool) -> None:
-    """Where each call by the one is a call by the other: torch leaves out arguments that equal the known defaults."""
+    """A call by either schema is a call by the other: torch leaves out arguments that equal the known defaults."""
     assert library_module._agree(TABLE["init_custom_qr"], torch._C.parse_schema(known)) is agrees

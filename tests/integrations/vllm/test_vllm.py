@@ -1,4 +1,4 @@
-"""vLLM's namespaces of torch.ops and its module `_custom_ops`, by this library."""
+"""vLLM's namespaces of torch.ops and its module `_custom_ops`, implemented by this library."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.support.calls import example
 
 ROOT = Path(__file__).parents[3]
 TABLE = table()
-# What `register` defines.
+# The entries that `register` defines.
 SERVED = [
     pytest.param(entry, id=name)
     for name, entry in TABLE.items()
     if entry.kernel is not None and name not in DEFINED_IN_PYTHON
 ]
-# Those that an op serves as it is, and that op.
+# The entries that an op serves directly, with that op.
 OPS = [
     pytest.param(entry, pyops.registry[entry.ours], id=name)
     for entry, name in ((param.values[0], param.id) for param in SERVED)
@@ -58,7 +58,7 @@ def _torch_op(entry: Entry) -> Any:
 
 
 def run(code: str, *flags: str) -> str:
-    """What a process of its own prints: the namespaces are those of the whole process."""
+    """The output of a separate process, because the namespaces belong to the whole process."""
     words = [sys.executable, *flags, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def run(code: str, *flags: str) -> str:
 # Schemas.
 
 
-def test_the_table() -> None:
+def test_table_is_complete() -> None:
     assert {entry.state for entry in TABLE.values()} == {"served", "adapted"}
     assert {entry.state for entry in table("0.22").values()} == {"served", "adapted"}
     assert {"_C", "_C_cache_ops", "_moe_C", "_C_cuda_utils"} <= {entry.namespace for entry in TABLE.values()}
@@ -80,7 +80,7 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize("entry", SERVED)
 def test_schema(entry: Entry) -> None:
-    """Its name, and of arguments and what is returned: name, order, type, default and whether it is written."""
+    """Its name, and for arguments and results: name, order, type, default and whether it is written."""
     theirs = torch._C.parse_schema(f"{entry.namespace}::{entry.schema}")
     ours = _torch_op(entry)._schema
     assert ours.name == theirs.name == f"{entry.namespace}::{entry.name}"
@@ -95,8 +95,8 @@ def test_schema(entry: Entry) -> None:
     assert [face(one) for one in ours.returns] == [face(one) for one in theirs.returns]
 
 
-def test_schemas_are_read_as_torch_reads_them() -> None:
-    """Those of vLLM and of every op here, because `coverage` reads them without torch."""
+def test_schemas_are_parsed_as_torch_parses_them() -> None:
+    """Those of vLLM and of every op here, because `coverage` parses them without torch."""
     texts = [entry.schema for entry in TABLE.values()]
     for op in pyops.registry.values():
         texts += [torch_library.schema(op.declaration)]
@@ -127,7 +127,7 @@ def test_schemas_are_read_as_torch_reads_them() -> None:
         ("Tensor[] x", "Tensor x", False),
     ],
 )
-def test_what_an_argument_takes(ours: str, theirs: str, takes: bool) -> None:
+def test_values_that_arguments_take(ours: str, theirs: str, takes: bool) -> None:
     assert Argument.read(ours).takes(Argument.read(theirs)) is takes
 
 
@@ -148,13 +148,13 @@ def test_what_an_argument_takes(ours: str, theirs: str, takes: bool) -> None:
         ("reshape_and_cache_flash", ["key_cache", "value_cache"]),
     ],
 )
-def test_what_passes_of_vllm_count_on(name: str, mutable: list[str]) -> None:
-    """Its graph passes look results up by the place of an argument among those that are written."""
+def test_positions_of_written_arguments_match_vllm(name: str, mutable: list[str]) -> None:
+    """vLLM's graph passes find results by the position of an argument among the written ones."""
     arguments = _torch_op(TABLE[name])._schema.arguments
     assert [one.name for one in arguments if one.alias_info and one.alias_info.is_write] == mutable
 
 
-def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_with_vllms_name_and_order_is_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch import Tensor
 
     name = "a_new_op"
@@ -188,7 +188,7 @@ def test_an_op_of_vllms_name_and_order_is_served_when_it_is_declared(monkeypatch
         ("Tensor! query", False),
     ],
 )
-def test_an_op_takes_the_same_writes_and_defaults(arguments: str, is_taken: bool) -> None:
+def test_op_has_vllms_arguments_writes_and_defaults(arguments: str, is_taken: bool) -> None:
     from torch import Tensor
 
     def a_scaled_op(query: Tensor, key: Tensor, scale: float = 1.5) -> None:
@@ -198,7 +198,7 @@ def test_an_op_takes_the_same_writes_and_defaults(arguments: str, is_taken: bool
     assert takes(op, Signature.read(f"a_scaled_op({arguments}) -> ()")) is is_taken
 
 
-def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_with_vllms_name_and_arity_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     name, schema = "meta_size", "meta_size() -> int"
     monkeypatch.delattr(pyops, name)
     assert (table()[name].state, table()[name].schema) == ("missing", schema)
@@ -216,8 +216,8 @@ def test_a_function_of_vllms_name_is_served_if_it_takes_as_many_arguments(monkey
     assert TABLE["copy_blocks"].kernel is pyops.copy_blocks
 
 
-def test_nothing_of_vllms_name_is_left_out() -> None:
-    """What has an op's name here but not its arguments needs an adapter: integrations/vllm/adapters.py."""
+def test_no_name_of_vllm_is_left_out() -> None:
+    """A name of an op here with other arguments needs an adapter: integrations/vllm/adapters.py."""
     for entry in TABLE.values():
         assert entry.kernel is not None or not callable(getattr(pyops, entry.name, None)), entry.name
 
@@ -226,7 +226,7 @@ def test_nothing_of_vllms_name_is_left_out() -> None:
 
 
 def _args(entry: Entry, op: Op, device: str = "cpu") -> tuple[list[Any], list[Any]]:
-    """The op's example as vLLM's op takes it, and as ours does."""
+    """The op's example, as arguments of vLLM's op and of ours."""
     args = example(op, device, num_tokens=5, **axes.fullest(op))
     count = len(_torch_op(entry)._schema.arguments)
     return args[:count], args[:count] + [p.default for p in op.parameters[count:]]
@@ -234,7 +234,7 @@ def _args(entry: Entry, op: Op, device: str = "cpu") -> tuple[list[Any], list[An
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("entry", "op"), OPS)
-def test_a_call_is_a_call_of_the_op(entry: Entry, op: Op, device: str) -> None:
+def test_call_by_vllms_name_is_a_call_of_the_op(entry: Entry, op: Op, device: str) -> None:
     theirs, ours = _args(entry, op, device)
     args = clones(theirs)
     assert _torch_op(entry)(*args) is None
@@ -259,18 +259,18 @@ def test_meta_tensors(entry: Entry, op: Op) -> None:
 
 
 def _example(name: str, **given: Any) -> list[Any]:
-    """What may be given by position."""
+    """The arguments that may be positional."""
     return example(pyops.registry[name], num_tokens=5, **given)[: pyops.registry[name].declaration.positional]
 
 
 def _result(op: Any, args: Sequence[Any], *positions: int) -> list[torch.Tensor]:
-    """What a library's op writes to the arguments at these positions."""
+    """The tensors that an op of a library writes, by position."""
     args = clones(args)
     op(*args)
     return [args[i] for i in positions]
 
 
-# For what is not an op: arguments, the positions of those that are written, and all results, also the one returned.
+# For entries that are no op: arguments, positions of written arguments, and all results including the returned one.
 Case = tuple[list[Any], list[int], list[torch.Tensor]]
 
 
@@ -331,7 +331,7 @@ def _grouped_topk() -> Case:
 def _hadacore_transform() -> Case:
     _, x = _example("hadacore_transform_out", hidden_size=4, dtype="float32")
     ones = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2.0
-    x = x.round()  # of such numbers, sums and halves are exact
+    x = x.round()  # sums and halves of these numbers are exact
     return [x, False], [], [x @ ones]
 
 
@@ -358,20 +358,20 @@ def _permute_cols() -> Case:
 
 
 def _returned(name: str, **given: Any) -> Case:
-    """Of an op that takes vLLM's arguments and returns a result."""
+    """An op that takes vLLM's arguments and returns a result."""
     args = _example(name, **given)
     returned = getattr(pyops, name)(*args)
     return args, [], list(returned) if isinstance(returned, tuple) else [returned]
 
 
 def _marlin_gemm() -> Case:
-    """c comes second, and is written or new."""
+    """c comes second, and is written or allocated."""
     a, *others = _example("marlin_gemm", with_bias=True)
     return [a, None, *others], [], [pyops.marlin_gemm(a, *others)]
 
 
 def _moe_wna16_marlin_gemm() -> Case:
-    """c comes second, and is written or new."""
+    """c comes second, and is written or allocated."""
     args = _example("moe_wna16_marlin_gemm", with_bias=True)
     right = _result(pyops.moe_wna16_marlin_gemm, args, 1)
     return [args[0], None, *args[2:]], [], right
@@ -479,15 +479,15 @@ WITHOUT_TENSORS = PREDICATES | {
 ON_GPU = {"get_cuda_view_from_cpu_tensor", "weak_ref_tensor"}
 
 
-def test_every_op_is_called() -> None:
+def test_every_entry_is_called() -> None:
     tested = {param.id for param in OPS} | CASES.keys() | WITHOUT_TENSORS | ON_GPU
     of_ranks = {entry.name for entry in TABLE.values() if entry.namespace == "_C_custom_ar"}  # tests/ops/collective
     assert {param.id for param in SERVED} == tested | of_ranks
 
 
 @pytest.mark.parametrize("name", sorted(PREDICATES))
-def test_predicates_answer_for_kernels_of_this_library(name: str) -> None:
-    """vLLM's modules ask them when they are imported. Only what has a kernel on tensor cores is supported."""
+def test_predicates_describe_kernels_of_this_library(name: str) -> None:
+    """vLLM's modules call them at import. Only features with a tensor core kernel are supported."""
     has_kernel = name != "cutlass_group_gemm_supported" or "cutlass_moe_mm" in pyops.registry
     for capability in (75, 80, 89, 90, 100, 120):
         answer = _torch_op(TABLE[name])(capability)
@@ -500,8 +500,8 @@ def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_call_of_what_is_no_op(name: str) -> None:
-    """By its overload, and by its name, where the way to a kernel is shorter."""
+def test_call_of_an_adapter(name: str) -> None:
+    """By its overload, and by its name, which takes a shorter path to the kernel."""
     for op in (_torch_op(TABLE[name]), getattr(getattr(torch.ops, TABLE[name].namespace), name)):
         args, positions, right = CASES[name]()
         returned = op(*args)
@@ -511,12 +511,12 @@ def test_a_call_of_what_is_no_op(name: str) -> None:
             assert same_bits(result, value)
 
 
-# torch's check multiplies what it compares, which it cannot where that is fp8.
+# torch's check multiplies the tensors that it compares, which it cannot for fp8.
 FP8_CASES = {"cutlass_pack_scale_fp8", "cutlass_w4a8_mm"}
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - FP8_CASES))
-def test_opcheck_of_what_is_no_op(name: str) -> None:
+def test_opcheck_of_adapters(name: str) -> None:
     torch.library.opcheck(_torch_op(TABLE[name]), tuple(CASES[name]()[0]))
 
 
@@ -527,14 +527,14 @@ def test_hadacore_transform_in_place() -> None:
 
 
 def test_partial_results_of_rocm_are_not_written() -> None:
-    """The schema does not mark them."""
+    """The schema does not mark them as written."""
     args = _example("paged_attention_rocm")
     before = clones(args)
     torch.ops._rocm_C.paged_attention(*args)
     assert all(same_bits(a, b) for a, b in zip(args[1:4], before[1:4], strict=True))
 
 
-def test_ops_without_tensors() -> None:
+def test_entries_without_tensors() -> None:
     size = torch.ops._C.sm100_cutlass_mla_get_workspace_size(4096, 2, 132, 3)
     assert size == pyops.sm100_cutlass_mla_get_workspace_size(4096, 2, 132, 3) == 513 * 4 * 128 * 3 * 2
     if not torch.cuda.is_available():
@@ -573,7 +573,7 @@ def test_views_of_memory() -> None:
     assert (empty.shape, empty.device.type) == ((0, 3), "cuda")
 
 
-def test_refusals_come_through() -> None:
+def test_refusals_reach_the_caller() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(pyops.OpError, match="weak_ref_tensor: input: expected a tensor on a GPU, got one on cpu"):
         torch.ops._C.weak_ref_tensor(x)
@@ -614,7 +614,7 @@ def test_registering_twice() -> None:
 
 
 class Watch(TorchDispatchMode):
-    """What passes torch's dispatcher while it lasts."""
+    """The functions that pass torch's dispatcher in this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -625,8 +625,8 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_way_of_plain_tensors_is_short() -> None:
-    """They do not pass torch's dispatcher, unless a mode wants to see them."""
+def test_plain_tensors_bypass_the_dispatcher() -> None:
+    """Unless a mode wants to see the calls."""
     x, weight, out = torch.randn(2, 64), torch.ones(64), torch.empty(2, 64)
 
     def dispatches(**named: Any) -> bool:
@@ -646,7 +646,7 @@ def test_the_way_of_plain_tensors_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_what_is_undone() -> None:
+def test_unregistering_leaves_nothing() -> None:
     code = """
 import torch
 from torch._decomp import core_aten_decompositions
@@ -661,7 +661,7 @@ assert len(dict(core_aten_decompositions())) > 100  # goes through all of torch.
     assert run(code) == ""
 
 
-def test_what_this_library_defined_is_not_overridden() -> None:
+def test_own_definitions_are_not_overridden() -> None:
     with override() as replaced:
         assert replaced.names == ()
     with override("rms_norm") as replaced:
@@ -702,7 +702,7 @@ def refused(*names):
 
 
 @pytest.mark.slow
-def test_what_is_there_is_left_alone() -> None:
+def test_existing_definitions_are_left_alone() -> None:
     run(f"""{THEIRS}
 registration = register()
 assert state() == "theirs"
@@ -721,7 +721,7 @@ torch.ops._C.mul_and_silu(out, x)
 
 @pytest.mark.slow
 def test_override_and_undo() -> None:
-    """Without a word of torch, which warns of kernels that are replaced."""
+    """Without the warning by which torch reports replaced kernels."""
     code = f"""{THEIRS}
 replaced = override("silu_and_mul")
 assert replaced.names == ("_C::silu_and_mul",)
@@ -749,7 +749,7 @@ assert state() == "ours"
 
 
 @pytest.mark.slow
-def test_override_refuses() -> None:
+def test_override_refused() -> None:
     printed = run(f"""{THEIRS}
 print(refused("silu_and_mul", "silu_and_mull"))
 assert state() == "theirs"  # nothing is replaced
@@ -780,7 +780,7 @@ THEIR_FUNCTIONS = _signatures()
 
 
 @pytest.mark.parametrize("name", sorted(THEIR_FUNCTIONS.keys() & set(custom_ops.__all__)))
-def test_signature(name: str) -> None:
+def test_signature_matches_vllm(name: str) -> None:
     ours = list(inspect.signature(getattr(custom_ops, name)).parameters.values())
     theirs = list(THEIR_FUNCTIONS[name].parameters.values())
     assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
@@ -789,15 +789,15 @@ def test_signature(name: str) -> None:
     assert all(p.default is not p.empty for p in ours[len(theirs) :])
 
 
-def test_every_function_for_an_op_is_there() -> None:
+def test_every_op_has_its_function() -> None:
     assert all(name in custom_ops.__all__ for name in THEIR_FUNCTIONS if callable(getattr(pyops, name, None)))
     assert {param.id for param in SERVED} <= set(custom_ops.__all__)
     assert custom_ops.rms_norm is pyops.rms_norm
     assert custom_ops.rotary_embedding is pyops.rotary_embedding
 
 
-def test_products() -> None:
-    """Functions that allocate give what the ops write: as vLLM orders their arguments."""
+def test_functions_that_allocate_results() -> None:
+    """Functions that allocate return what the ops write, with vLLM's order of arguments."""
     for name, given in (
         ("cutlass_scaled_mm", (1, 2, 3, 4, torch.bfloat16, 5)),
         ("cutlass_scaled_mm_azp", (1, 2, 3, 4, torch.bfloat16, 5, 6, 7)),
@@ -866,7 +866,7 @@ def test_per_token_group_quant_int8() -> None:
 
 @pytest.mark.parametrize("with_map", [False, True])
 def test_moe_permute_and_unpermute(with_map: bool) -> None:
-    """Scales go with their rows, and every token comes back with the weight of its choices on this device."""
+    """Scales move with their rows, and every token comes back with the weights of its choices on this device."""
     num_tokens, topk, num_experts = 9, 3, 6
     x, ids = torch.randn(num_tokens, 16).bfloat16(), torch.randint(0, num_experts, (num_tokens, topk))
     scale, expert_map = torch.randn(num_tokens, 2), torch.tensor([1, -1, 0, 2, -1, 1]).int() if with_map else None
@@ -911,7 +911,7 @@ def test_sm100_cutlass_mla_decode_returns_its_output() -> None:
     assert custom_ops.sm100_cutlass_mla_decode(*args) is args[0]
     assert same_bits(args[0], right[0])
     args[0].fill_(torch.nan)
-    args[1] = torch.Tensor()  # as vLLM gives it where no log-sum-exp is wanted
+    args[1] = torch.Tensor()  # vLLM's way to ask for no log-sum-exp
     custom_ops.sm100_cutlass_mla_decode(*args)
     assert same_bits(args[0], right[0])
 
@@ -935,7 +935,7 @@ def test_repetition_penalties_of_logits_with_gaps() -> None:
 
 
 @pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])
-def test_a_parameter_of_another_name(name: str) -> None:
+def test_parameter_with_another_name(name: str) -> None:
     op = pyops.registry[name]
     args = _example(name)
     right = clones(args)
@@ -967,12 +967,12 @@ def test_compile() -> None:
         assert same_bits(ours, right)
 
 
-# Where torch, or vLLM, is not.
+# Without torch, or without vLLM.
 
 
 @pytest.mark.slow
 def test_without_vllm() -> None:
-    """There is nothing to override, and to register does not bring CuPy."""
+    """There is nothing to override, and registering does not import CuPy."""
     run("""
 import sys
 import pyops

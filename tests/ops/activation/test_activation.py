@@ -1,4 +1,4 @@
-"""What is special to the activations: equality with eager PyTorch, NaN, thresholds, quantiles, odd sizes, geometry."""
+"""Activations: equality with eager PyTorch, NaN, thresholds, quantiles, odd sizes, launch geometry."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PLAIN = {
     "relu2": ((), lambda x: x.clamp(min=0) ** 2),
     "silu": ((), lambda x: x * sigmoid(x)),
 }
-# What eager PyTorch computes, which kernels equal on the same device.
+# The formulas of eager PyTorch, which kernels equal bit for bit on the same device.
 EAGER = {
     "silu_and_mul": ((), lambda g, u: F.silu(g) * u),
     "mul_and_silu": ((), lambda g, u: g * F.silu(u)),
@@ -60,7 +60,7 @@ EAGER = {
     "silu_and_mul_with_clamp": ((0.75,), lambda g, u: F.silu(g.clamp(max=0.75)) * u.clamp(-0.75, 0.75)),
     "fatrelu_and_mul": ((0.3,), lambda g, u: F.threshold(g, torch.tensor(0.3, dtype=g.dtype).item(), 0.0) * u),
 }
-# Of which every element is on its own.
+# Ops that compute each element independently.
 BY_CHUNKS = [name for name in activation.__all__ if name not in ("gelu_and_mul_sparse", "silu_and_mul_per_block_quant")]
 
 
@@ -76,7 +76,7 @@ def call(name: str, x: torch.Tensor, *rest: Any, width: int, dtype: torch.dtype 
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits, and NaN equal to NaN."""
+    """Equal bits, where any NaN equals any NaN."""
     return torch.equal(a.isnan(), b.isnan()) and same_bits(*(x.masked_fill(x.isnan(), 0.0) for x in (a, b)))
 
 
@@ -92,7 +92,7 @@ def tolerance(dtype: torch.dtype, roundings: int) -> float:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", GATED)
-def test_gated_against_float64(name: str, dtype: torch.dtype, where: str) -> None:
+def test_gated_matches_float64(name: str, dtype: torch.dtype, where: str) -> None:
     rest, formula = GATED[name]
     x = make(37, 2 * 96, dtype=dtype, where=where)
     expected = formula(*x.double().chunk(2, dim=-1))
@@ -138,7 +138,7 @@ def test_plain_against_float64(name: str, dtype: torch.dtype, where: str) -> Non
     x = make(37, 96, dtype=dtype, where=where)
     expected = formula(x.double())
     error = (call(name, x, *rest, width=96).double() - expected).abs()
-    # The tanh forms round 1 + tanh to T, which is coarse next to a result close to zero.
+    # The tanh forms round 1 + tanh to T, which is a large relative error for a result close to zero.
     coarse = tolerance(dtype, 2) * x.double().abs() if name in ("gelu_new", "gelu_fast") else 2.0**-24
     assert (error <= tolerance(dtype, 4) * expected.abs() + coarse).all()
 
@@ -153,7 +153,7 @@ def test_plain_for_every_value(name: str, dtype: torch.dtype, where: str) -> Non
         getattr(pyops, name).reference(expected, values)
     result = call(name, values, width=len(values))
     if name == "gelu_quick" and dtype is torch.bfloat16 and (where != "cpu" or isinstance(where, Host)):
-        # Computed from the hardware's estimates: one value of all lies next to a tie and is rounded the other way.
+        # The hardware's approximations: a single value lies next to a tie and is rounded the other way.
         wrong = (result != expected) & ~(result.isnan() & expected.isnan())
         assert wrong.sum() <= 1
         assert_close(expected[wrong], result[wrong], ulps=1)
@@ -163,7 +163,7 @@ def test_plain_for_every_value(name: str, dtype: torch.dtype, where: str) -> Non
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_clamps_are_those_of_the_rounded_limit(dtype: torch.dtype, where: str) -> None:
+def test_clamps_use_the_rounded_limit(dtype: torch.dtype, where: str) -> None:
     for limit in (0.1, 0.3, 7.0, 0.0):
         rounded = torch.tensor(limit, dtype=dtype)
         gate = torch.tensor([3.0, 9.0, -9.0, math.nan, math.inf, -math.inf], dtype=dtype, device=where)
@@ -178,8 +178,9 @@ def _lesser(x: float, limit: float) -> float:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("limit", [-1.0, 0.0, math.inf, -math.inf, math.nan])
-def test_clamps_of_odd_limits_are_in_the_order_of_their_formulas(limit: float, where: str) -> None:
-    """vLLM's: min first in silu_and_mul_with_clamp and swigluoai_and_mul, max first in swiglustep_and_mul."""
+def test_clamp_order_with_inverted_limits(limit: float, where: str) -> None:
+    """The order is vLLM's: min first in silu_and_mul_with_clamp and swigluoai_and_mul, max first in
+    swiglustep_and_mul."""
     gate = [3.0, -9.0, 0.5, -0.5, 2.0, -3.0]
     up = [9.0, -9.0, 0.25, -1.0, -0.5, 2.0]
     g, u = (torch.tensor([half], dtype=torch.float32, device=where) for half in (gate, up))
@@ -227,8 +228,10 @@ def test_swigluoai_interleaves_clamps_and_drops_nan(dtype: torch.dtype, where: s
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_swigluoai_of_float32_far_below_zero(where: str) -> None:
-    """Where the estimates that 16 bits allow are wrong in float32's last six bits. A slope of 1 rounds no product."""
+def test_swigluoai_float32_far_below_zero(where: str) -> None:
+    """float32 must not use the approximations for 16 bits, which are wrong in its last six bits here. alpha = 1 needs
+    no rounding.
+    """
     gate = torch.linspace(-87.0, -20.0, 64 * 40).reshape(40, 64)
     x = torch.stack((gate, torch.zeros_like(gate)), -1).reshape(40, 128).to(where)
     expected = gate.double() * sigmoid(gate.double())
@@ -248,7 +251,7 @@ def test_swiglustep_keeps_nan(where: str) -> None:
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 63, 512, 781])
 @pytest.mark.parametrize("scale", [0.02, -0.3, 1e-4])
 @pytest.mark.parametrize(("kind", "largest"), [(torch.float8_e4m3fn, 448.0), (torch.float8_e4m3fnuz, 224.0)])
-def test_quant_is_silu_and_mul_then_a_code(
+def test_quant_equals_silu_and_mul_then_quantise(
     kind: torch.dtype, largest: float, scale: float, width: int, dtype: torch.dtype, where: str
 ) -> None:
     x = make(17, 2 * width, dtype=dtype, where=where)
@@ -264,7 +267,7 @@ BAD_SCALES = [0.0, -0.0, 1e-40, -1e-39, math.inf, -math.inf, math.nan]
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("scale", BAD_SCALES)
-def test_bad_scales_are_those_of_the_quantising_op(scale: float, where: str) -> None:
+def test_bad_scales_as_in_the_quantising_op(scale: float, where: str) -> None:
     x = torch.tensor([[1.0, -2.0, 0.0, math.inf, math.nan] * 2], dtype=torch.bfloat16, device=where)
     given = torch.tensor([scale], device=where)
     codes = call("silu_and_mul_quant", x, given, width=5, dtype=torch.float8_e4m3fn)
@@ -275,7 +278,7 @@ def test_bad_scales_are_those_of_the_quantising_op(scale: float, where: str) -> 
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_quant_saturates_and_takes_nan_to_the_largest_code(where: str) -> None:
+def test_quant_saturates_and_maps_nan_to_the_maximum(where: str) -> None:
     gate, up = [math.nan, 1e4, 1e4, 1.0], [1.0, 1e4, -1e4, math.nan]
     x = torch.tensor([gate + up], dtype=torch.bfloat16, device=where)
     codes = call("silu_and_mul_quant", x, torch.ones(1, device=where), width=4, dtype=torch.float8_e4m3fn)
@@ -286,7 +289,7 @@ def test_quant_saturates_and_takes_nan_to_the_largest_code(where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_xielu_against_float64(dtype: torch.dtype, where: str) -> None:
+def test_xielu_matches_float64(dtype: torch.dtype, where: str) -> None:
     x = make(37, 96, dtype=dtype, where=where)
     alphas = [torch.tensor([value], dtype=dtype, device=where) for value in (0.2, -1.05)]
     p, n = (F.softplus(alpha.double()) for alpha in alphas)
@@ -294,14 +297,14 @@ def test_xielu_against_float64(dtype: torch.dtype, where: str) -> None:
     negative = (torch.expm1(wide.clamp(max=-1e-6)) - wide) * (0.5 + n) + 0.5 * wide
     expected = torch.where(wide > 0, p * wide * wide + 0.5 * wide, negative)
     actual = call("xielu", x, *alphas, width=96).double()
-    # Terms of up to |x| cancel on the negative side, each rounded to T.
+    # On the negative side, terms of up to |x|, each rounded to T, cancel.
     assert ((actual - expected).abs() <= tolerance(dtype, 4) * (expected.abs() + wide.abs())).all()
 
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", NARROW)
-def test_xielu_is_exact_where_it_has_no_exponential(dtype: torch.dtype, where: str) -> None:
-    """Every positive value, under a strength that is its own softplus and a slope that has to be rounded."""
+def test_xielu_is_exact_without_exponential(dtype: torch.dtype, where: str) -> None:
+    """All positive values, with a strength that equals its own softplus and a slope that has to be rounded."""
     x = torch.arange(2**15, dtype=torch.int16, device=where).view(dtype)
     alpha = torch.full((1,), 100.0, dtype=dtype, device=where)
     strength, slope = alpha, torch.full_like(alpha, 0.3)
@@ -312,8 +315,8 @@ def test_xielu_is_exact_where_it_has_no_exponential(dtype: torch.dtype, where: s
 @pytest.mark.parametrize(
     ("dtype", "slope", "alpha"), [(torch.bfloat16, 0.312, 20.125), (torch.float16, 0.3203025, 20.015625)]
 )
-def test_xielu_rounds_the_slope_before_it_is_added(dtype: torch.dtype, slope: float, alpha: float, where: str) -> None:
-    """To the strength of values so negative that their exponential is nothing; rounded once, the sum would be less."""
+def test_xielu_rounds_the_slope_before_adding(dtype: torch.dtype, slope: float, alpha: float, where: str) -> None:
+    """For values so negative that their exponential vanishes; a single rounding of the sum would give less."""
     x = torch.linspace(-1000, -32, 96, device=where).to(dtype)
     strength, rounded = (torch.full((1,), value, dtype=dtype, device=where) for value in (alpha, slope))
     assert rounded + strength != (slope + strength.double()).to(dtype)
@@ -324,22 +327,22 @@ def test_xielu_rounds_the_slope_before_it_is_added(dtype: torch.dtype, slope: fl
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sparse_against_float64(dtype: torch.dtype, approximate: str, where: str) -> None:
+def test_sparse_matches_float64(dtype: torch.dtype, approximate: str, where: str) -> None:
     x = make(37, 2 * 2048, dtype=dtype, where=where)
     gate, up = x.double().chunk(2, dim=-1)
     quantile = torch.special.ndtri(torch.tensor(0.9, dtype=torch.float64)).item()
     cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, correction=0, keepdim=True) * quantile
     expected = F.gelu((gate - cutoff).clamp(min=0), approximate=approximate) * up
     actual = call("gelu_and_mul_sparse", x, 0.9, approximate, width=2048).double()
-    # The cutoff is a sum of two rounded terms; what exceeds it inherits its absolute error.
+    # The cutoff is a sum of two rounded terms; the elements above it inherit its absolute error.
     allowed = tolerance(dtype, 3) * (expected.abs() + 2 * cutoff.abs() * up.abs())
     assert ((actual - expected).abs() <= allowed).all()
     assert 0.88 < (actual == 0).double().mean() < 0.92
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_sparse_cutoff_of_a_row_far_from_zero(where: str) -> None:
-    """Mean 1000, deviation 1: the sum of squares must not lose the deviation."""
+def test_sparse_cutoff_far_from_zero(where: str) -> None:
+    """With mean 1000 and deviation 1, the sum of squares must not lose the deviation."""
     x = make(5, 2 * 4096, dtype=torch.float32, where=where) / 2 + 1000
     gate = x.double()[:, :4096]
     quantile = torch.special.ndtri(torch.tensor(0.95, dtype=torch.float64)).item()
@@ -358,8 +361,9 @@ def test_sparse_cutoff_of_a_row_far_from_zero(where: str) -> None:
         (6144, 4, "bfloat16", "none"),
     ],
 )
-def test_sparse_finds_registers_for_both_halves(hidden_size: int, alignment: int, dtype: str, approximate: str) -> None:
-    """A thread that holds 9 to 16 registers of each half of a row needs more than 64 for erf or narrow vectors."""
+def test_sparse_has_registers_for_both_halves(hidden_size: int, alignment: int, dtype: str, approximate: str) -> None:
+    """A thread that holds 9 to 16 values of each half of a row needs more than 64 registers for erf or narrow
+    vectors."""
     op = pyops.registry["gelu_and_mul_sparse"]
     args = op.example(ArgMaker(device.model()), hidden_size=hidden_size, dtype=dtype, approximate=approximate)
     out, input = (replace(arg, alignment=alignment) for arg in args[:2])
@@ -374,8 +378,9 @@ def test_sparse_finds_registers_for_both_halves(hidden_size: int, alignment: int
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("group_size", [64, 128])
 @pytest.mark.parametrize("bound", [None, 0.001, 1e-9])
-def test_silu_and_mul_by_groups(bound: float | None, group_size: int, where: str) -> None:
-    """As eager's activation and a true division by the scale of each group; NaN is the largest code, and no maximum."""
+def test_silu_and_mul_group_quant(bound: float | None, group_size: int, where: str) -> None:
+    """Equals eager's activation divided by the scale of each group, without a reciprocal; NaN becomes the fp8 maximum
+    and is ignored by the absmax."""
     x = make(5, 512, dtype=torch.bfloat16, where=where)
     x[0, 3], x[1, 256] = float("nan"), float("inf")
     y = (F.silu(x[:, :256]) * x[:, 256:]).float().unflatten(1, (-1, group_size))
@@ -394,8 +399,9 @@ def test_silu_and_mul_by_groups(bound: float | None, group_size: int, where: str
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_silu_and_mul_by_groups_transposed(num_tokens: int, where: str) -> None:
-    """Transposed scales are [tokens, groups] of any strides, or [groups, tokens], also where both counts are equal."""
+def test_silu_and_mul_group_quant_transposed(num_tokens: int, where: str) -> None:
+    """Transposed scales are [tokens, groups] with any strides, or [groups, tokens], also where both counts are
+    equal."""
     x = make(num_tokens, 256, dtype=torch.bfloat16, where=where)
     codes = torch.empty(num_tokens, 128, dtype=torch.int8, device=where)
     scales = torch.empty(num_tokens, 2, device=where)
@@ -415,7 +421,7 @@ def test_silu_and_mul_by_groups_transposed(num_tokens: int, where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_sparse_rows_of_one_value(where: str) -> None:
-    """A variance of 0, or just below it when rounded, cuts everything."""
+    """A variance of 0, or rounded to just below it, cuts off everything."""
     for width in (96, 1000):
         x = make(37, 1, dtype=torch.float32, where=where).expand(37, 2 * width).contiguous()
         assert torch.equal(call("gelu_and_mul_sparse", x, 0.9, width=width), torch.zeros(37, width, device=where))
@@ -431,7 +437,7 @@ def test_sparsity_is_checked_at_every_call() -> None:
         pyops.gelu_and_mul_sparse(out, x, 0.5, "sigmoid")
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     with pytest.raises(pyops.OpError, match="input: expected a last dimension of even size"):
         pyops.silu_and_mul(torch.empty(2, 3), torch.empty(2, 7))
     with pytest.raises(pyops.OpError, match=r"out: expected shape \(2, 4\)"):
@@ -454,7 +460,7 @@ def test_plain_ops_work_in_place() -> None:
     assert torch.equal(x, expected)
 
 
-def test_contiguous_rows_of_odd_size_are_read_in_full_words() -> None:
+def test_rows_of_odd_size_use_full_vectors() -> None:
     args = pyops.registry["gelu_quick"].example(ArgMaker(device.model()), num_tokens=16, hidden_size=781)
     (launch,) = pyops.registry["gelu_quick"].launches(*args)
     assert launch.specialisation.constants["VEC_SIZE"] == 8
@@ -463,10 +469,10 @@ def test_contiguous_rows_of_odd_size_are_read_in_full_words() -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("hidden_size", [64, 4096])
 @pytest.mark.parametrize("name", BY_CHUNKS)
-def test_rows_beyond_the_second_dimension_of_a_grid(
+def test_more_rows_than_the_grid_has_in_y(
     name: str, hidden_size: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as that are too many for a test, so a grid is made to end sooner."""
+    """The grid limit is lowered, because the real limit takes too many rows for a test."""
     op = pyops.registry[name]
     args = example(op, where, num_tokens=37, hidden_size=hidden_size)
     results = expected(op, args)
@@ -478,7 +484,7 @@ def test_rows_beyond_the_second_dimension_of_a_grid(
 
 @given(st.integers(1, 2**38), st.integers(1, 2**16))
 def test_every_element_has_a_thread(elements: int, hidden_size: int) -> None:
-    """For up to 2^38 elements, more than fit into the memory of any GPU."""
+    """For up to 2^38 elements, more than the memory of any GPU."""
     num_rows = max(1, elements // hidden_size)
     args = pyops.registry["silu_and_mul"].example(
         ArgMaker(device.model()), num_tokens=num_rows, hidden_size=hidden_size
@@ -491,17 +497,18 @@ def test_every_element_has_a_thread(elements: int, hidden_size: int) -> None:
     assert row_threads * block_rows == launch.block[0] == constants["NUM_THREADS"]
     assert x < 2**31
     assert max(y, z) <= 65535
-    # All are covered, and no block is without work.
+    # All elements are covered, and no block is without work.
     assert (x - 1) * row_threads < row_vecs <= x * row_threads
     assert num_rows <= y * z * block_rows < num_rows + z * block_rows
-    # Few threads idle, unless a warp is all there is.
+    # Few threads idle, except in a single warp.
     assert x * row_threads - row_vecs <= max(row_vecs // 16, 31)
 
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("limits", [(-87.4, -86.6), (-88.7, -87.0), (-104.0, -88.6)])
-def test_silu_of_float32_where_the_exponential_becomes_infinite(limits: tuple[float, float], where: str) -> None:
-    """exp(-x) passes 2^126 at -87.3 and float32 at -88.7. The whole vectors of a thread lie between the limits."""
+def test_float32_silu_where_the_exponential_overflows(limits: tuple[float, float], where: str) -> None:
+    """exp(-x) passes 2^126 at -87.3 and the float32 maximum at -88.7. All vectors of a thread lie between these
+    limits."""
     gate = torch.linspace(*limits, 40 * 64, device=where).reshape(40, 64)
     with eager():
         expected = F.silu(gate)

@@ -1,4 +1,4 @@
-"""Decode attention: against torch's own attention, and what no other family has: layouts, lengths, tables, options."""
+"""Decode attention against torch's attention in float64: layouts, lengths, block tables, options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def paged_call(
     for s, length in enumerate(lengths):
         for i in range(length):
             used[int(table[s, i // block_size]) * block_size + i % block_size] = True
-    for cache in slots:  # what no token has is NaN
+    for cache in slots:  # slots without a token hold NaN
         cache.view(len(used), num_kv_heads, -1)[~used] = torch.nan
     key_cache, value_cache = slots
     if packed:
@@ -86,7 +86,7 @@ def truth(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: A
 
 
 def _assert_is_attention(call: dict[str, Any], atol: float | None = None, mask: Any = None) -> torch.Tensor:
-    """Make the call, and hold what it writes to torch's attention over the plain keys and values."""
+    """Make the call, and compare its result with torch's attention over the plain keys and values."""
     plain = call.pop("plain")
     V1.wrapper(**call)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[call["query"].dtype]
@@ -101,7 +101,7 @@ def _assert_is_attention(call: dict[str, Any], atol: float | None = None, mask: 
 
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest) -> Any:
-    """Each device: its name; the host's runs the kernels."""
+    """Each device by name; the host runs the kernels."""
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 
@@ -111,14 +111,14 @@ LENGTHS = [0, 1, 15, 16, 17, 100]
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_is_attention(on: str, dtype: torch.dtype, packed: bool) -> None:
-    """Lengths of 0, of 1, and ending inside a block; the other slots of the block hold NaN."""
+def test_decode_matches_torch_attention(on: str, dtype: torch.dtype, packed: bool) -> None:
+    """Lengths of 0, of 1, and ending inside a block; the unused slots of the block hold NaN."""
     _assert_is_attention(paged_call(LENGTHS, dtype=dtype, packed=packed, on=on))
 
 
 @pytest.mark.parametrize("heads", [(40, 2), (9, 1), (3, 3), (16, 2), (16, 1), (32, 1), (1, 1)])
 def test_any_number_of_heads(on: str, heads: tuple[int, int]) -> None:
-    """Each key-value head has its own queries: one, as many as a tile of products, and more than a block takes."""
+    """One query head per key-value head, a full MMA tile of them, and more than one CTA takes."""
     for dtype in (torch.bfloat16, torch.float32):
         _assert_is_attention(paged_call([1, 37], heads, dtype=dtype, on=on))
 
@@ -138,7 +138,7 @@ def test_large_heads_of_float32(on: str, head_size: int) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("num_seqs", [4, 5, 7, 10])
 def test_many_sequences(on: str, num_seqs: int, packed: bool) -> None:
-    """Blocks of four warps, of three, two and one, so that a round of them is full or saved."""
+    """Blocks of four, three, two and one warps, for waves that are full and waves that are not."""
     lengths = [(0, 1, 90, 31, 200)[s % 5] for s in range(num_seqs)]
     _assert_is_attention(paged_call(lengths, (4, 1), 128, dtype=torch.bfloat16, packed=packed, on=on))
 
@@ -149,8 +149,8 @@ def test_any_block_size(on: str, block_size: int, packed: bool) -> None:
     _assert_is_attention(paged_call([47, 6], block_size=block_size, dtype=torch.float16, packed=packed, on=on))
 
 
-def test_published_example(on: str) -> None:
-    """float32 tensors, the flash layout, tables of int64, a scalar in host memory as scale, expanded lengths."""
+def test_documented_example(on: str) -> None:
+    """float32 tensors, the flash layout, int64 tables, the scale as a scalar in host memory, expanded lengths."""
     call = paged_call([20, 20], (8, 8), on=on)
     call["block_tables"] = call["block_tables"].long()
     call["seq_lens"] = torch.tensor(20, device=on).expand(2)
@@ -159,7 +159,7 @@ def test_published_example(on: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices(on: str, dtype: torch.dtype) -> None:
+def test_sliced_tensors(on: str, dtype: torch.dtype) -> None:
     """Queries inside a fused QKV, caches inside one buffer, every second column of a table."""
     call = paged_call([30, 7], dtype=dtype, on=on)
     fused = torch.full((2, 8, 64), torch.nan, dtype=dtype, device=on)
@@ -170,7 +170,7 @@ def test_slices(on: str, dtype: torch.dtype) -> None:
     _assert_is_attention(call)
 
 
-def test_misaligned(on: str) -> None:
+def test_misaligned_tensors(on: str) -> None:
     """Addresses that are no multiple of 16 bytes."""
     call = paged_call([30, 7], dtype=torch.bfloat16, on=on)
     for name in ("query", "key_cache", "value_cache"):
@@ -181,11 +181,11 @@ def test_misaligned(on: str) -> None:
 
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("max_groups", [0, 8, 1])
-def test_many_splits(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that many blocks share, and short ones: parts of unequal length, and parts without a token.
+def test_split_kv_of_long_and_short_sequences(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long sequence with many splits and short ones: splits of unequal length, and splits without a token.
 
-    The last of the blocks joins them, or several groups of threads of another kernel, or one group. All but several
-    groups take one batch of splits after another: a later batch has a larger logit.
+    The splits are combined by the last block, by several groups of threads of decode_combine, or by one group. All but
+    several groups take the splits in batches, and a later batch has a larger row max.
     """
     if max_groups:
         monkeypatch.setattr(decode_choose, "_MAX_SPLITS_OF_LAST_BLOCK", 0)
@@ -198,8 +198,8 @@ def test_many_splits(max_groups: int, on: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("lengths", [[1024], [700, 130], [0, 1, 513]], ids=str)
-def test_few_sequences(on: str, lengths: list[int], packed: bool) -> None:
-    """Clusters share them where there are any: blocks with many steps, with one and with none, and windows."""
+def test_few_sequences_use_clusters(on: str, lengths: list[int], packed: bool) -> None:
+    """A cluster shares a sequence, where the device has clusters: blocks with many steps, one and none, and windows."""
     call = paged_call(lengths, (8, 2), head_size=128, dtype=torch.bfloat16, packed=packed, on=on)
     whole = _assert_is_attention(call.copy()).clone()
     lse = torch.empty(8, len(lengths), device=on)
@@ -263,7 +263,7 @@ def test_soft_cap(on: str) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fp8_cache(on: str, dtype: torch.dtype, kind: str, code: torch.dtype) -> None:
-    """The codes' values times the scales, whatever the size of the queries."""
+    """fp8 values times the scales, for small and large queries."""
     nan = torch.tensor(0x80 if code == FNUZ else 0x7F, dtype=torch.uint8, device=on)
     for size, head_size in ((1.0, 64), (1e-3, 128), (1e4, 128)):
         call = paged_call([50, 9], head_size=head_size, dtype=dtype, on=on)
@@ -288,7 +288,7 @@ def test_fp8_cache(on: str, dtype: torch.dtype, kind: str, code: torch.dtype) ->
 
 
 def in_codes_of_heads(call: dict[str, Any], keys: list[float], values: list[float]) -> dict[str, Any]:
-    """The call with a cache of fp8 in which each key-value head has its own scales: of keys, and of values."""
+    """The call with an fp8 cache in which each key-value head has its own key scale and value scale."""
     on, scales = call["query"].device, [torch.tensor(one) for one in (keys, values)]
     found = dict(zip(("k_scale", "v_scale"), (one.to(on) for one in scales), strict=True))
     found |= {name: call[name].to(FP8).view(torch.uint8) for name in ("key_cache", "value_cache")}  # NaN stays NaN
@@ -297,12 +297,12 @@ def in_codes_of_heads(call: dict[str, Any], keys: list[float], values: list[floa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_of_heads(on: str, dtype: torch.dtype) -> None:
+def test_fp8_scales_per_head(on: str, dtype: torch.dtype) -> None:
     call = in_codes_of_heads(paged_call([70, 9], (6, 3), dtype=dtype, on=on), [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
     _assert_is_attention(call)
 
 
-# Head size, block size, packed: steps of a warp that are longer than blocks, as long and shorter.
+# (head size, block size, packed): a warp's step of tokens is longer than a block, equal and shorter.
 _BLOCKS_OF_CODES = [
     *((64, block_size, False) for block_size in (1, 12, 32, 64)),
     *((128, block_size, False) for block_size in (4, 32)),
@@ -314,8 +314,10 @@ _BLOCKS_OF_CODES = [
 
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize(("head_size", "block_size", "packed"), _BLOCKS_OF_CODES)
-def test_fp8_cache_of_any_blocks(on: str, head_size: int, block_size: int, packed: bool) -> None:
-    """Splits and windows begin at any multiple of 16 tokens, wherever blocks do; nothing beyond the cache is read."""
+def test_fp8_cache_with_any_block_size(on: str, head_size: int, block_size: int, packed: bool) -> None:
+    """Splits and windows begin at any multiple of 16 tokens, block boundaries or not; nothing outside the cache is
+    read.
+    """
     lengths = [9000] if (head_size, block_size) == (128, 32) else [70, 100]
     call = paged_call(lengths, head_size=head_size, block_size=block_size, dtype=torch.float16, on=on)
     for name in ("key_cache", "value_cache"):
@@ -336,8 +338,8 @@ def test_fp8_cache_of_any_blocks(on: str, head_size: int, block_size: int, packe
 
 @settings(max_examples=min(50, max(1, settings().max_examples // 5)))
 @given(data=st.data())
-def test_any_combination(data: st.DataObject) -> None:
-    """What the other tests vary one by one, at once: kernels and reference agree, and stay inside their memory."""
+def test_any_combination_of_options(data: st.DataObject) -> None:
+    """The options of the other tests together: kernels agree with the reference and stay inside their memory."""
 
     def one(name: str, *values: Any) -> Any:
         return data.draw(st.sampled_from(values), label=name)
@@ -370,7 +372,7 @@ def test_any_combination(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, -1, 3])
 def test_block_sparse(on: str, step: int) -> None:
-    """Pages far from the query are attended one in `vert_stride`, by heads in turn."""
+    """Each head attends to one of `vert_stride` distant pages, at an offset of its own."""
     call = paged_call([130, 20], block_size=8, on=on)
     call |= {"tp_rank": 1, "blocksparse_local_blocks": 2, "blocksparse_vert_stride": 3, "blocksparse_block_size": 16}
     call["blocksparse_head_sliding_step"] = step
@@ -387,8 +389,8 @@ def test_block_sparse(on: str, step: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-def test_hostile_tables(dtype: torch.dtype, packed: bool) -> None:
-    """Block numbers and lengths that lead nowhere contribute nothing, under every schedule."""
+def test_hostile_block_tables(dtype: torch.dtype, packed: bool) -> None:
+    """Block numbers and lengths out of range contribute nothing, under every schedule."""
     call = paged_call([20, 40, 33], dtype=dtype, packed=packed)
     call.pop("plain")
     call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [11, 12, 2**31 - 1]], dtype=torch.int32)
@@ -401,8 +403,8 @@ def test_hostile_tables(dtype: torch.dtype, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-def test_values_apart(on: str, packed: bool) -> None:
-    """Blocks of values lie further from each other than those of keys."""
+def test_block_strides_of_keys_and_values_differ(on: str, packed: bool) -> None:
+    """Blocks of values have a larger stride than blocks of keys."""
     call = paged_call([1, 70, 33], dtype=torch.bfloat16, packed=packed, on=on)
     values = call["value_cache"]
     wide = torch.full((len(values), 2, *values.shape[1:]), torch.nan, dtype=values.dtype, device=on)
@@ -413,8 +415,8 @@ def test_values_apart(on: str, packed: bool) -> None:
 @pytest.mark.parametrize("empty", [("key_cache", "value_cache"), ("block_tables",)], ids=["blocks", "tables"])
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_to_attend_to(on: str, dtype: torch.dtype, packed: bool, empty: tuple[str, ...]) -> None:
-    """A cache without a block, and tables without an entry: no token is there, so that results are zeros."""
+def test_empty_cache(on: str, dtype: torch.dtype, packed: bool, empty: tuple[str, ...]) -> None:
+    """A cache without a block and tables without a column hold no token, so results are zeros."""
     call = paged_call([20, 40], dtype=dtype, packed=packed, on=on)
     call.pop("plain")
     call |= {name: call[name][:, :0] if name == "block_tables" else call[name][:0] for name in empty}
@@ -439,7 +441,7 @@ def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch
         pyops.OpError, match=r"block_tables: 1 of 6 indices are out of range, the first at \(1, 1\): 77"
     ):
         V1.wrapper(**call)
-    # Entries before the window are not read; a length beyond the table is cut off.
+    # Table entries before the window are not read; a length beyond the table is clamped.
     call["block_tables"][1, :2] = -1
     V1.wrapper(**call | {"sliding_window": 5})
     call["seq_lens"][0] = 49
@@ -448,7 +450,7 @@ def test_indices_out_of_range_are_named(on: str, monkeypatch: pytest.MonkeyPatch
     V1.forget()
 
 
-def test_v2_leaves_partitions_behind_the_end_alone(on: str) -> None:
+def test_v2_leaves_partitions_after_the_end_alone(on: str) -> None:
     call = paged_call([513, 512, 1, 0], (2, 1), head_size=32, dtype=torch.bfloat16, on=on)
     plain = call.pop("plain")
     partials = {
@@ -476,8 +478,8 @@ def test_v2_leaves_partitions_behind_the_end_alone(on: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 300, 512, 700])
 @pytest.mark.parametrize("name", ["paged_attention_v2", "paged_attention_rocm"])
-def test_extras_of_partitions(on: str, name: str, window: int) -> None:
-    """Window, soft cap, sinks and log-sum-exp; partitions before the window stay what they are."""
+def test_v2_partitions_with_options(on: str, name: str, window: int) -> None:
+    """Window, soft cap, sinks and log-sum-exp; partitions before the window are left alone."""
     op, lengths, size = pyops.registry[name], [1100, 512, 3, 0], 512 if name.endswith("v2") else 256
     dtypes_of = [torch.bfloat16] if name.endswith("rocm") else [torch.bfloat16, torch.float32]
     for dtype in dtypes_of:
@@ -512,13 +514,13 @@ def test_extras_of_partitions(on: str, name: str, window: int) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_partitions_match_the_reference(kind: str, packed: bool) -> None:
-    """Each partition's own results, too, and nothing else."""
+    """Each partition's own results, and nothing else is written."""
     for longest, options in ((1100, False), (200, True)):
         call = example(V2, num_tokens=2, max_seq_len=longest, kv_cache_dtype=kind, packed=packed, options=options)
         V2.applied(partial(assert_matches_reference, V2), call)(schedules=SCHEDULES[:1])
 
 
-def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
+def test_rocm_serves_single_tokens_of_a_mixed_batch(on: str) -> None:
     """Only sequences of one query token are served, at their row; rows after the last are left alone."""
     op = pyops.registry["paged_attention_rocm"]
     call = paged_call([20, 30, 300, 5], head_size=64, dtype=torch.float16, on=on)
@@ -550,8 +552,8 @@ def test_rocm_rows_of_a_mixed_batch(on: str) -> None:
     assert (lse != 7.0).all(0).tolist() == [row in (0, 1, 2, 3, 6) for row in range(7)]
 
 
-def test_a_million_tokens(on: str) -> None:
-    """One block of the cache, again and again: the mean of its values if all keys are one."""
+def test_million_tokens(on: str) -> None:
+    """One block of the cache repeated: with equal keys, the result is the mean of its values."""
     length = 1_000_000 if on == "cuda" else 100_001  # which takes the host three seconds
     key = torch.zeros(2, 256, 1, 8, dtype=torch.bfloat16, device=on)
     value = torch.randn(2, 256, 1, 8, device=on).to(torch.bfloat16)
@@ -568,8 +570,8 @@ def test_a_million_tokens(on: str) -> None:
     torch.testing.assert_close(out[0, 0].double().cpu(), right, rtol=8e-3, atol=1e-4)
 
 
-def test_products_serve_what_they_can() -> None:
-    """The choice of the kernel is in the plan: by matrix products where there is nothing against it."""
+def test_tensor_core_kernel_is_chosen_where_possible() -> None:
+    """The plan chooses the MMA kernel unless an argument rules it out."""
 
     def kernels(**axes: Any) -> list[str]:
         on = device.model(axes.pop("arch", "sm_90"))
@@ -619,7 +621,7 @@ def test_refused(change: dict[str, Any], message: str) -> None:
         V1.wrapper(**call)
 
 
-def test_keys_and_values_are_of_one_e4m3() -> None:
+def test_keys_and_values_have_one_fp8_type() -> None:
     call = paged_call([5], dtype=torch.bfloat16) | {"kv_cache_dtype": "fp8"}
     call.pop("plain")
     key_cache, value_cache = (torch.zeros(call[name].shape).to(FNUZ) for name in ("key_cache", "value_cache"))
@@ -631,7 +633,7 @@ def test_keys_and_values_are_of_one_e4m3() -> None:
         V1.wrapper(**call | {"kv_cache_dtype": "fp8_e5m2"})
 
 
-def test_codes_that_integers_convert_have_more_registers() -> None:
+def test_integer_fp8_conversion_gets_more_registers() -> None:
     assert V1.example is not None
     args = V1.example(ArgMaker(device.model()), kv_cache_dtype="fp8", packed=True)
     by_name = dict(zip([p.name for p in V1.parameters], args, strict=True))
@@ -641,8 +643,8 @@ def test_codes_that_integers_convert_have_more_registers() -> None:
         assert launch.specialisation.constants["MIN_BLOCKS"] == blocks
 
 
-def test_packed_keys_hold_whole_words() -> None:
-    """A head size of 120 has no packed cache of fp8."""
+def test_packed_fp8_needs_whole_words() -> None:
+    """A head size of 120 has no packed fp8 cache."""
     call = paged_call([5], head_size=120, dtype=torch.bfloat16, packed=True)
     call.pop("plain")
     codes = {name: torch.zeros(call[name].shape, dtype=torch.uint8) for name in ("key_cache", "value_cache")}
@@ -652,16 +654,16 @@ def test_packed_keys_hold_whole_words() -> None:
         V1.wrapper(**call | codes | {"kv_cache_dtype": "fp8"})
 
 
-def test_the_example_is_in_the_reference(on: str) -> None:
-    """The generic example meets the kernels with every option at once."""
+def test_reference_and_example_agree_with_every_option(on: str) -> None:
+    """The generic example runs the kernels with every option at once."""
     args = example(V1, on, num_tokens=3, options=True)
     assert_results(V1, expected(V1, args), run(V1, args))
 
 
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("lengths", [[700, 3, 130], [200, 190, 180]], ids=["uneven", "alike"])
-def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
-    """A balanced grid has more blocks than there are splits."""
+def test_idle_blocks_touch_nothing(lengths: list[int]) -> None:
+    """A balanced grid has more blocks than splits."""
     call = paged_call(lengths, (2, 1), dtype=torch.bfloat16)
     call.pop("plain")
     one = torch.ones(1)
@@ -674,8 +676,8 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
 
 @pytest.mark.usefixtures("no_clusters")
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_splits_of_mixed_lengths_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch, head_size: int) -> None:
-    """Two waves are 16 splits; in proportion to lengths, rounded up, as heads of 64 have them, they are 20."""
+def test_splits_of_mixed_lengths_fit_the_grid(monkeypatch: pytest.MonkeyPatch, head_size: int) -> None:
+    """Two waves are 16 splits. Splits in proportion to lengths, rounded up, would be 20 for heads of 64."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
     V1.forget()
     with config.cpu("kernels"):
@@ -701,10 +703,9 @@ def test_rocm_refuses_a_table_without_rows() -> None:
         ("sm100_cutlass_mla_decode", "page_table", None),
     ],
 )
-def test_a_length_of_the_capacity_and_one_more(
-    name: str, table: str, room: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The token that has no place is left out, and PYOPS_CHECK says so. Of partitions, the example has one."""
+def test_length_at_and_above_capacity(name: str, table: str, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token beyond the capacity is ignored, and PYOPS_CHECK reports it. The example of partitions has one such
+    token."""
     op = pyops.registry[name]
     monkeypatch.setenv("PYOPS_CHECK", "1")
     op.forget()

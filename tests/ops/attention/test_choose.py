@@ -1,4 +1,4 @@
-"""What the plans of attention choose: a table of batch sizes, the kernels of a model, and what overrides the choice."""
+"""The configs that plans of attention choose: for many batch sizes, for whole models, and under overrides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def chosen(op: Op, arch: str | device.Device = "sm_90", **axes: Any) -> Any:
 
 # The model of docs/performance/decode.md: 32 query heads, 8 key-value heads of 128, bfloat16, blocks of 16.
 MODEL = {"num_heads": 32, "num_kv_heads": 8}
-# (sequences, tokens of a table) -> (warps, cluster size, splits at most, the join's groups; 0: the last block joins)
+# (sequences, tokens of a table) -> (warps, cluster size, splits at most, groups of the combine kernel; 0: the last
+# block combines)
 CHOICES = [
     (1, 1024, (8, 8, 1, 0)),
     (1, 2048, (8, 8, 1, 0)),
@@ -67,7 +68,7 @@ CHOICES = [
 ]
 
 
-# Heads of a group, their size, the cache -> (warps, tiles, blocks of a compute unit, one at a time, pieces).
+# (heads of a group, head size, cache) -> (warps, tiles, blocks per compute unit, K and V loaded in turn, pieces).
 MATRIX_CORE_CHOICES = [
     ("gfx942", 4, 128, "auto", (4, 1, 2, False, 1)),
     ("gfx942", 4, 128, "fp8", (4, 2, 2, False, 1)),
@@ -86,14 +87,14 @@ MATRIX_CORE_CHOICES = [
 def test_decode_on_matrix_cores(
     arch: str, group: int, head_size: int, cache: str, expected: tuple[int, int, int, bool, int]
 ) -> None:
-    """Registers and shared memory suffice: the latter for what the warps of a block leave of each head."""
+    """A config fits the registers, and the shared memory in which a block's warps combine each head."""
     axes = {"num_heads": 2 * group, "num_kv_heads": 2, "head_size": head_size, "kv_cache_dtype": cache}
     found = chosen(V1, arch, num_tokens=64, max_seq_len=2048, **axes)
     of_registers = found.num_warps, found.tiles_per_step, found.min_blocks, found.one_at_a_time, found.pieces
     assert (*of_registers, found.heads_per_block) == (*expected, 16)
 
 
-# Their size, the cache -> (warps, tiles of rows, tokens of a step); None: attention_decode_simt.cu serves.
+# (head size, cache) -> (warps, row tiles, tokens of a step); None: attention_decode_simt.cu serves.
 MATRIX_CORE_PROMPTS = [
     ("gfx942", 64, "auto", (4, 2, 64)),
     ("gfx942", 128, "fp8", (4, 1, 64)),
@@ -107,7 +108,7 @@ MATRIX_CORE_PROMPTS = [
 
 
 @pytest.mark.parametrize(("arch", "head_size", "cache", "expected"), MATRIX_CORE_PROMPTS)
-def test_prompts_on_matrix_cores(arch: str, head_size: int, cache: str, expected: tuple[int, int, int] | None) -> None:
+def test_prefill_on_matrix_cores(arch: str, head_size: int, cache: str, expected: tuple[int, int, int] | None) -> None:
     on = device.model(arch)
     args = example_of(VARLEN, on, num_tokens=4096, head_size=head_size, kv_cache_dtype=cache)
     (launch,) = VARLEN.launches(*args)
@@ -116,11 +117,11 @@ def test_prompts_on_matrix_cores(arch: str, head_size: int, cache: str, expected
         return
     found = tuning.last[VARLEN.name]
     assert (found.num_warps, found.row_tiles, found.step_tokens) == expected
-    assert launch.shared <= on.shared_memory - 2176  # the rest is for static shared memory
+    assert launch.shared <= on.shared_memory - 2176  # the rest is static shared memory
 
 
 @pytest.mark.parametrize(("num_seqs", "max_tokens", "expected"), CHOICES)
-def test_decode(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> None:
+def test_decode_configs(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> None:
     found = chosen(V1, num_tokens=num_seqs, max_seq_len=max_tokens, **MODEL)
     num_warps, cluster_size, max_splits, groups = expected
     join = JoinConfig(groups, 1) if groups else None
@@ -142,13 +143,13 @@ def test_decode(num_seqs: int, max_tokens: int, expected: tuple[int, ...]) -> No
         ({"kv_cache_dtype": "fp8", "head_size": 256}, 8, 1, 2),
     ],
 )
-def test_decode_of_other_models(axes: dict[str, Any], heads: int, tiles: int, min_blocks: int) -> None:
+def test_decode_configs_of_other_models(axes: dict[str, Any], heads: int, tiles: int, min_blocks: int) -> None:
     """The bytes in flight fill the available registers."""
     found = chosen(V1, num_tokens=64, **MODEL | axes)
     assert (found.heads_per_block, found.tiles_per_step, found.min_blocks) == (heads, tiles, min_blocks)
 
 
-def test_keys_and_values_take_turns_where_they_would_spill() -> None:
+def test_k_and_v_load_in_turn_where_both_would_spill() -> None:
     large = {"head_size": 256, **MODEL}
     assert not chosen(V1, **large).one_at_a_time
     assert chosen(V1, **large, options=True).one_at_a_time
@@ -159,7 +160,7 @@ def test_keys_and_values_take_turns_where_they_would_spill() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ["paged_attention_v1", "paged_attention_varlen", "attention_varlen"])
 def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
-    """The portable kernel: a warp's accumulators of 16 such heads would take all registers of a lane."""
+    """The SIMT kernel serves them: the accumulators of 16 such heads would take all registers of a warp."""
     op = pyops.registry[name]
     launches = op.launches(*example_of(op, device.model(arch), head_size=512))
     one = launches[0].specialisation
@@ -168,8 +169,8 @@ def test_heads_of_512_spill_nothing(name: str, arch: str) -> None:
     assert (report.spill_bytes, report.stack_bytes) == (0, 0)
 
 
-def test_partitions_are_no_choice() -> None:
-    """The caller's memory says how many there are, also where a table would like another number."""
+def test_partition_count_is_not_tuned() -> None:
+    """The caller's buffers fix their number, even if a tuning table has another number."""
     assert chosen(V2, num_tokens=1, max_seq_len=1024).max_splits == 3
     found = chosen(V2, num_tokens=64, max_seq_len=131072, **MODEL)
     assert (found.num_warps, found.cluster_size, found.max_splits) == (3, 1, 257)
@@ -183,7 +184,7 @@ BATCHES = sorted({*range(1, 130), *(2**i + j for i in range(7, 14) for j in (0, 
 
 @pytest.mark.parametrize("max_tokens", [2048, 131072])
 def test_few_kernels_serve_a_model(max_tokens: int) -> None:
-    """Whatever the batch, so that a server compiles no more when it comes."""
+    """For every batch size, so that a server compiles nothing more under load."""
     assert V1.example is not None
     texts = {}
     for num_seqs in BATCHES:
@@ -191,7 +192,7 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
         for launch in V1.launches(*args):
             texts[launch.specialisation.text] = launch.specialisation.kernel.file.split("/")[1]
     clusters = ["attention_decode.cu"] * (max_tokens == 2048)
-    joins = ["decode_combine.cu"] * (max_tokens > 2048)  # of many splits
+    joins = ["decode_combine.cu"] * (max_tokens > 2048)  # many splits
     assert sorted(texts.values()) == sorted([*joins, "attention_decode.cu", *clusters])
 
 
@@ -202,7 +203,7 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
         (8, 1024, False, (8, 4)),
         (8, 512, True, (8, 4)),  # eight blocks of four warps have a step each
         (8, 128, True, (2, 4)),
-        (8, 64, True, (1, 4)),  # one block has
+        (8, 64, True, (1, 4)),  # one block has one step
         (8, 0, True, (1, 4)),
         (8, 4096, True, (8, 8)),
         (8, 4097, True, (1, 8)),
@@ -214,14 +215,14 @@ def test_few_kernels_serve_a_model(max_tokens: int) -> None:
     ],
 )
 def test_choose_cluster(blocks: int, max_tokens: int, wide: bool, expected: tuple[int, int]) -> None:
-    """As many as run at once and have something to do, where the longest sequence is not long."""
+    """As many blocks as are resident at once and have work, unless the longest sequence is long."""
     assert choose_cluster(blocks, max_tokens, 16, wide, device.model()) == expected
     assert choose_cluster(blocks, max_tokens, 16, wide, device.model("sm_80"))[0] == 1
 
 
 @pytest.mark.parametrize(("blocks", "warps"), [(8, 4), (396, 4), (397, 3), (528, 3), (529, 2), (600, 4), (2048, 3)])
 def test_choose_num_warps(blocks: int, warps: int) -> None:
-    """All blocks in one round, if blocks of three warps fit; else whole rounds."""
+    """All blocks in one wave, if blocks of three warps fit; else whole waves."""
     assert choose_num_warps(blocks, 396) == warps
 
 
@@ -229,7 +230,7 @@ def test_choose_num_warps(blocks: int, warps: int) -> None:
     ("num_tokens", "axes", "expected"),
     [
         (255, {}, (4, 1, 64, 2)),
-        (256, {}, (4, 2, 64, 2)),  # of three sequences and three heads to a key-value head
+        (256, {}, (4, 2, 64, 2)),  # three sequences, and three heads per key-value head
         (256, {"options": True}, (4, 1, 64, 2)),
         (256, {"options": True, "head_size": 64}, (4, 2, 64, 2)),
         (256, {"kv_cache_dtype": "fp8"}, (4, 1, 64, 2)),
@@ -237,14 +238,15 @@ def test_choose_num_warps(blocks: int, warps: int) -> None:
         (4096, {"head_size": 256}, (4, 1, 32, 2)),
     ],
 )
-def test_varlen(num_tokens: int, axes: dict[str, Any], expected: tuple[int, ...]) -> None:
-    """Two tiles of rows to a warp where sequences have rows enough and sums find registers. Of a packed cache: Hopper's
-    own kernel serves others."""
+def test_varlen_configs(num_tokens: int, axes: dict[str, Any], expected: tuple[int, ...]) -> None:
+    """A warp takes two row tiles where sequences have enough rows and accumulators fit in registers. Packed caches
+    only, because the Hopper kernel serves the others.
+    """
     found = chosen(VARLEN, num_tokens=num_tokens, packed=True, **axes)
     assert (found.num_warps, found.row_tiles, found.step_tokens, found.min_blocks) == expected
 
 
-def test_mla() -> None:
+def test_mla_configs() -> None:
     found = chosen(MLA, "sm_100", num_tokens=16, num_heads=12)
     assert (found.num_warps, found.heads_per_block, found.step_tokens, found.min_blocks) == (8, 16, 32, 2)
     assert (found.max_splits, found.min_split, found.join) == (2, 64, JoinConfig(1, 1))
@@ -252,8 +254,8 @@ def test_mla() -> None:
     assert chosen(MLA, replace(device.model(), shared_memory=48 * 1024)).step_tokens == 0
 
 
-def test_a_config_fits_the_kernel() -> None:
-    """Warps and groups beyond what a kernel has memory for are refused before it is compiled."""
+def test_oversized_config_is_refused() -> None:
+    """More warps or groups than a kernel has memory for are refused before it is compiled."""
     found = chosen(V1, num_tokens=64, max_seq_len=2048, **MODEL)
     for changes in ({"num_warps": 5}, {"num_warps": 0}, {"cluster_size": 8, "num_warps": 3}):
         with pytest.raises(ValueError, match="expected num_warps from"):
@@ -266,15 +268,15 @@ def test_a_config_fits_the_kernel() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a table for a device of this name."""
+    """The file name of a tuning table for a device of this name."""
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     tuning.table.cache_clear()
     yield tmp_path / "nvidia-h200.json"
     tuning.table.cache_clear()
 
 
-def test_a_table_overrides_the_choice(table: Path) -> None:
-    """By sizes rounded up to powers of two; problems of other kernels, models and kinds are others."""
+def test_tuning_table_overrides_the_choice(table: Path) -> None:
+    """A table is keyed by sizes rounded up to powers of two; it leaves other kernels, models and kinds alone."""
     bucket = "mma bfloat16 cache=bfloat16 heads=32/8x128 block=16 seqs=64 tokens=2048"
     table.write_text(json.dumps({V1.name: {bucket: {"num_warps": 2, "max_splits": 5}}}))
     h200 = replace(device.model(), name="nvidia-h200")
@@ -291,8 +293,8 @@ def test_a_table_overrides_the_choice(table: Path) -> None:
 
 @pytest.mark.parametrize("num_warps", [1, 2, 3, 4])
 @pytest.mark.parametrize("join", [None, JoinConfig(1, 1), JoinConfig(2, 4), JoinConfig(8, 1)], ids=str)
-def test_any_config_gives_the_result(join: JoinConfig | None, num_warps: int) -> None:
-    """Warps, groups and heads of a block are a matter of time alone."""
+def test_any_config_gives_the_same_result(join: JoinConfig | None, num_warps: int) -> None:
+    """Warps, groups and heads of a block change nothing but the time."""
     call = paged_call([300, 1, 65], (4, 2), 64, dtype=torch.bfloat16)
     plain = call.pop("plain")
     forced = DecodeConfig(num_warps, 8, 1, 3, False, 1, 5, 64, join)

@@ -1,4 +1,4 @@
-"""Prompts of e4m3 queries: prefill_sm90_fp8.cu under the model of Hopper on the host, and what takes its place."""
+"""Prefill with e4m3 queries: prefill_sm90_fp8.cu under the Hopper emulation of the host, and its fallbacks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.support.profiles import few
 
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
-BITS = 2.0**-8  # what rounding to bfloat16 changes a result by, at most
-# Query tokens and lengths next to tiles of 64 rows and 128 keys; one key in a tile of its own.
+BITS = 2.0**-8  # rounding to bfloat16 changes a result by at most this factor
+# Query tokens and lengths around multiples of the tile, 64 rows and 128 keys; a single key in its own tile.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 _CONFIGS = {64: E4m3Config(128, 3), 128: E4m3Config(128, 2), 256: E4m3Config(64, 2)}
 
 
 @pytest.fixture(params=KERNELS)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host backend and, on Hopper, the GPU, each by its name. The host has few SMs, so that a block has several
-    work items."""
+    """The host backend and, on Hopper, the GPU, by name. The host gets few SMs, so that a CTA has several work
+    items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -46,7 +46,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _call(counts: list[int], lengths: list[int], heads: tuple[int, int] = (4, 2), **more: Any) -> dict[str, Any]:
-    """Random queries, keys and values of e4m3; slots of no token hold NaN."""
+    """Random e4m3 queries, keys and values; slots without a token hold NaN."""
     call = varlen_call(counts, lengths, heads, dtype=torch.bfloat16, **more)
     call["plain"] = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
     call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache", "query")}
@@ -55,8 +55,9 @@ def _call(counts: list[int], lengths: list[int], heads: tuple[int, int] = (4, 2)
 
 
 def _in_powers_of_two(call: dict[str, Any]) -> dict[str, Any]:
-    """The same with keys that make weights 1, 1/2, 1/4 and 1/8, and values of 0 and 9/8, which sums of 14 bits hold.
-    Logits are the first element of a key times log 2."""
+    """Keys that give the weights 1, 1/2, 1/4 and 1/8, and values 0 and 9/8: their sums are exact in a 14-bit
+    accumulator. A logit is the first element of a key times log 2.
+    """
     generator = torch.Generator().manual_seed(5)
     call["query"] = torch.zeros_like(call["query"].float())
     call["query"][..., 0] = 1.0
@@ -74,7 +75,7 @@ def _in_powers_of_two(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(one: E4m3Config, call: dict[str, Any], schedules: Any = SCHEDULES[:1]) -> None:
-    """Calls, with the same bits under these schedules."""
+    """Make the calls; all these schedules give the same bits."""
     first: Any = None
     VARLEN.forget()
     with tuning.forced(VARLEN.name, one):
@@ -88,7 +89,7 @@ def _run(one: E4m3Config, call: dict[str, Any], schedules: Any = SCHEDULES[:1]) 
 
 
 def _truths(call: dict[str, Any]) -> Any:
-    """Of each sequence: its rows of the call, the result, and the log of the sum, in float64."""
+    """The rows, the result and the log-sum-exp of each sequence, in float64."""
     starts, scale = call["cu_seqlens_q"].tolist(), call.get("q_scale")
     for s, (keys, values) in enumerate(call["plain"]):
         rows = slice(starts[s], starts[s + 1])
@@ -100,7 +101,7 @@ def _truths(call: dict[str, Any]) -> Any:
     ("head_size", "block_size", "has_lse", "window"),
     [(128, 16, False, 0), (256, 8, True, 100), *few([(64, 64, True, 100), (128, 256, True, 150)], 0)],
 )
-def test_exact_sums(on: str, head_size: int, block_size: int, has_lse: bool, window: int) -> None:
+def test_exact_accumulation(on: str, head_size: int, block_size: int, has_lse: bool, window: int) -> None:
     """Weights and values with exact sums."""
     call = _call(COUNTS, LENGTHS, head_size=head_size, block_size=block_size, on=on) | {"sliding_window": window}
     call = _in_powers_of_two(call)
@@ -112,8 +113,8 @@ def test_exact_sums(on: str, head_size: int, block_size: int, has_lse: bool, win
             torch.testing.assert_close(call["lse"][:, rows].double().cpu(), log_sum, rtol=1e-6, atol=1e-6)
 
 
-def test_long_sums_are_exact(on: str) -> None:
-    """Of 32 tiles; a sum of 14 bits would have no bit of the next value then."""
+def test_long_accumulation_is_exact(on: str) -> None:
+    """Over 32 KV tiles, where a 14-bit accumulator would lose each next value; so tiles are promoted to float32."""
     call = _in_powers_of_two(_call([1], [4096], on=on, head_size=128))
     _run(_CONFIGS[128], call)
     for rows, *_, right, _ in _truths(call):
@@ -122,9 +123,10 @@ def test_long_sums_are_exact(on: str) -> None:
 
 @pytest.mark.parametrize(("head_size", "heads"), [(128, (4, 2)), *few([(64, (7, 1)), (256, (3, 3))], 0)])
 @pytest.mark.parametrize("factor", [1.0, 4.0])
-def test_rounded_weights(on: str, head_size: int, heads: tuple[int, int], factor: float) -> None:
-    """A weight is wrong by 2^-4 of it at most, or by 2^-18 of the largest one, and their sum counts them as they are; a
-    tile's sums are cut to 14 bits four times."""
+def test_rounded_probabilities(on: str, head_size: int, heads: tuple[int, int], factor: float) -> None:
+    """Rounding to e4m3 changes a weight by at most 2^-4 of itself or 2^-18 of the largest weight; the row sum uses the
+    rounded weights. A tile's accumulator is truncated to 14 bits four times.
+    """
     call = _call(COUNTS, LENGTHS, heads, head_size=head_size, on=on)
     call["scale"] *= factor
     _run(_CONFIGS[head_size], call)
@@ -140,8 +142,9 @@ def test_rounded_weights(on: str, head_size: int, heads: tuple[int, int], factor
         assert error.square().mean() <= (0.4 * bound).square().mean()
 
 
-def test_scales_of_heads_and_hostile_indices(on: str) -> None:
-    """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
+def test_head_scales_and_hostile_indices(on: str) -> None:
+    """Indices out of range contribute nothing; rows of no sequence are left alone, and queries without keys give
+    zeros."""
     call = _call([20, 70, 8], [20, 150, 33], (6, 3), head_size=128, on=on)
     call.pop("plain")
     for name in ("key_cache", "value_cache"):
@@ -169,8 +172,8 @@ def test_scales_of_heads_and_hostile_indices(on: str) -> None:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_other_kernels_take_widened_queries(on: str, is_whole: bool) -> None:
-    """The bits of a call with queries of out's type, and with one scale for what two scale."""
+def test_fallback_kernels_take_upcast_queries(on: str, is_whole: bool) -> None:
+    """The bits are those of a call with queries of out's dtype, and of one scale in place of two."""
     for head_size, more in ((80, {}), (128, {"logits_soft_cap": 3.0}), (20, {"k_scale": torch.tensor([0.5, 2.0])})):
         call = _call([20, 3], [31, 3], head_size=head_size, on=on) | more
         call.pop("plain")
@@ -185,7 +188,7 @@ def test_other_kernels_take_widened_queries(on: str, is_whole: bool) -> None:
         assert same_bits(found, call["out"])
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     call = _call([20], [31])
     call.pop("plain")
     codes = call["query"]
@@ -205,7 +208,7 @@ def test_refusals() -> None:
 def _problem(
     num_tokens: int, head_size: int, arch: str = "sm_90", *, block: int = 16, **options: Any
 ) -> PrefillProblem:
-    """Of four sequences, with four query heads to each of two key-value heads."""
+    """Four sequences, and four query heads per each of two key-value heads."""
     make = ArgMaker(device.model(arch))
     cache, scale = make.empty(99, block, 2, head_size, dtype="uint8"), make.empty(1, dtype="float32")
     tables, lengths, starts = (make.empty(*shape, dtype="int32") for shape in ((4, 64), (4,), (5,)))
@@ -221,8 +224,8 @@ def _problem(
     return check_varlen(call)
 
 
-def test_choice() -> None:
-    """Tiles by the size of heads; other kernels for few rows, few items of work, and what this one does not know."""
+def test_choice_of_kernel() -> None:
+    """Tiles by head size; other kernels for small M, few work items, and unsupported arguments."""
     for head_size, expected in _CONFIGS.items():
         problem = _problem(4096, head_size)
         chosen = choose(problem, HOPPER)

@@ -1,5 +1,6 @@
-"""prefill_sm90.cu, mla_decode_sm90.cu, mla_decode_small_h.cu: right under every schedule of the model of
-Hopper on the host; what is chosen."""
+"""prefill_sm90.cu, mla_decode_sm90.cu and mla_decode_small_h.cu: correct under every schedule of the Hopper emulation
+of the host; which config is chosen.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ from tests.support.profiles import few
 HOPPER = device.model("sm_90")
 FP8 = torch.float8_e4m3fn
 NAME = "paged_attention_varlen"
-# Query tokens and lengths next to multiples of the tile, 64 rows and 128 keys; one key in a tile of its own.
+# Query tokens and lengths around multiples of the tile, 64 rows and 128 keys; a single key in its own tile.
 COUNTS, LENGTHS = [65, 129, 1], [165, 257, 129]
 
 
 @pytest.fixture(params=KERNELS)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host backend and, on Hopper, the GPU, each by its name. The host has few SMs, so that a block has several
-    work items."""
+    """The host backend and, on Hopper, the GPU, by name. The host gets few SMs, so that a CTA has several work
+    items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -51,14 +52,14 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _schedules(on: str, schedules: Any) -> Any:
-    """A context for each schedule of the host; one for a GPU."""
+    """A context for each schedule of the host; a single one for a GPU."""
     return [scheduled(one) for one in schedules] if on == "cpu" else [nullcontext()]
 
 
 def _varlen(
     one: PrefillSm90Config, schedules: Any = SCHEDULES[:1], bias: Any = None, *, has_lse: bool = True, **call: Any
 ) -> None:
-    """The call is attention, with the same bits under these schedules."""
+    """The call matches float64 attention, with the same bits under these schedules."""
     first: Any = None
     device = call["out"].device
     call["lse"] = torch.zeros(call["out"].shape[1::-1], device=device) if has_lse else None
@@ -74,7 +75,7 @@ def _varlen(
 
 
 def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with caches of fp8 codes."""
+    """The call with fp8 caches."""
     plain = [[x.to(FP8).double() * f for x, f in zip(pair, (0.5, 3.0), strict=True)] for pair in call["plain"]]
     codes = {name: call[name].to(FP8) for name in ("key_cache", "value_cache")}
     return call | codes | {"plain": plain, "kv_cache_dtype": "fp8", "k_scale": 0.5, "v_scale": 3.0}
@@ -82,15 +83,16 @@ def _in_codes(call: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("block_size", "head_size", "has_lse"), [(16, 64, False), (64, 128, True)])
 def test_every_schedule(on: str, block_size: int, head_size: int, has_lse: bool) -> None:
-    """Row sums on the tensor cores, which are not used when a log-sum-exp is returned."""
+    """Without a log-sum-exp, the kernel computes row sums on the tensor cores."""
     call = varlen_call(COUNTS, LENGTHS, dtype=torch.bfloat16, block_size=block_size, head_size=head_size, on=on)
     _varlen(PrefillSm90Config(128, 2), SCHEDULES, has_lse=has_lse, **call)
 
 
 @pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float16], 2))
-def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
-    """From tile to tile, by less than the slack of a base and by more, until only the first tokens count; and from far
-    below 0, where largest logits are no positive numbers."""
+def test_rising_row_max(on: str, dtype: torch.dtype) -> None:
+    """The row max rises from tile to tile, by less and by more than the slack below which there is no rescale, until
+    only the first tokens count; and it starts far below 0, so that the row max is negative.
+    """
     call = varlen_call([65], [450], dtype=dtype, on=on)
     keys, table = call["plain"][0][0], call["block_tables"][0].long()
     for begin in range(0, 450, 16):
@@ -102,7 +104,7 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
     call = varlen_call([65], [450], dtype=dtype, on=on)
     keys, query = call["plain"][0][0], call["query"][:1, :1]
     row = query[0, 0].double().cpu()
-    for begin in range(0, 450, 16):  # of every row; every other one is further from 0, and in between below all bases
+    for begin in range(0, 450, 16):  # in each row every second logit is further from 0, for a while below every row max
         pair = torch.tensor([1.0, 40.0 if 64 <= begin < 192 else 1.4])
         logits = pair.repeat(8) * (12.0 if begin < 64 else -20.0 if begin < 192 else -310.0)
         units = row * (logits / float(row @ row) / call["scale"])[:, None, None]
@@ -113,7 +115,7 @@ def test_logits_that_rise(on: str, dtype: torch.dtype) -> None:
     _varlen(PrefillSm90Config(64, 2), has_lse=False, **call)
 
 
-# What the geometry depends on: the head, the block, the group of heads, the tile, the warpgroups.
+# Parameters of the geometry: head size, block size, heads of a group, tile, warpgroups.
 GEOMETRIES = [
     (PrefillSm90Config(64, 2), (4, 2), 16, 8),
     (PrefillSm90Config(128, 2), (2, 2), 80, 16),
@@ -132,7 +134,7 @@ def test_geometries(on: str, one: PrefillSm90Config, heads: tuple[int, int], hea
     _varlen(one, **call)
 
 
-# Keys and values of latent attention; panels that values of a head fill in part, with splits, and of codes.
+# Keys and values of MLA; heads of values that fill a panel in part, with splits and with fp8.
 SHORT_VALUES = [
     (PrefillSm90Config(128, 2), (192, 128), 16, False),
     (PrefillSm90Config(48, 3, max_splits=3), (128, 48), 64, False),
@@ -141,10 +143,10 @@ SHORT_VALUES = [
 
 
 @pytest.mark.parametrize(("one", "sizes", "block_size", "codes"), SHORT_VALUES, ids=str)
-def test_values_shorter_than_keys(
+def test_values_narrower_than_keys(
     on: str, one: PrefillSm90Config, sizes: tuple[int, int], block_size: int, codes: bool
 ) -> None:
-    """What no token has is NaN. A window begins in a tile."""
+    """Slots without a token hold NaN. A window begins inside a tile."""
     options = {"dtype": torch.bfloat16, "block_size": block_size, "head_size": sizes[0], "value_size": sizes[1]}
     call = varlen_call(COUNTS, [600, 257, 129], (2, 2), on=on, **options) | {"sliding_window": 400}
     if codes:
@@ -153,13 +155,13 @@ def test_values_shorter_than_keys(
 
 
 @pytest.mark.parametrize("section", [1, 2])
-def test_sections(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items of one key-value head after another; of two, and then of the one that is left."""
+def test_sections_of_heads(on: str, section: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work items of one key-value head after another; of two heads, and then of the remaining one."""
     monkeypatch.setattr(prefill_sm90, "section_heads", lambda *_: section)
     _varlen(PrefillSm90Config(64, 2), **varlen_call([65, 9, 129], [130, 9, 129], (6, 3), dtype=torch.bfloat16, on=on))
 
 
-# Sequences of one tile in each split and of one too few for two, next to one with as many splits as there may be.
+# Sequences with one tile per split, one tile too few for two splits, and the maximum of splits.
 SPLITS = [
     ([129, 65], [1185, 511], PrefillSm90Config(64, 2, max_splits=3)),
     ([65], [520], PrefillSm90Config(64, 2, max_splits=32)),
@@ -173,7 +175,7 @@ def test_splits(on: str, counts: list[int], lengths: list[int], one: PrefillSm90
 
 
 def test_splits_with_options(on: str) -> None:
-    """Windows, sinks, codes, blocks that are not there, and rows that belong to no sequence, which stay as they are."""
+    """Windows, sinks, fp8, missing blocks, and rows that belong to no sequence, which are left alone."""
     call = varlen_call([65, 9, 3], [700, 90, 0], dtype=torch.bfloat16, head_size=80, on=on)
     call.pop("plain")
     call |= {"sinks": torch.tensor([0.0, 2.0, -40.0, 9.0], device=on), "lse": torch.empty(4, 77, device=on)}
@@ -200,16 +202,17 @@ def test_splits_with_options(on: str) -> None:
     ids=str,
 )
 def test_fp8_caches(on: str, one: PrefillSm90Config, head_size: int, block_size: int, dtype: torch.dtype) -> None:
-    """Slots of no token hold NaN, and so do blocks that are another's, before a window."""
+    """Slots without a token and blocks before a window, which another sequence may own, hold NaN."""
     call = varlen_call([65, 129], [65, 200], dtype=dtype, head_size=head_size, block_size=block_size, on=on)
     call = _in_codes(call) | {"sliding_window": 150}
     _varlen(one, SCHEDULES if block_size == 16 else SCHEDULES[:1], **call)
 
 
 @pytest.mark.parametrize("cap", [0.0, 30.0])
-def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
-    """Rows outside the range of float16, large and small, next to rows with decisive logits; rows of zeros; parts of a
-    row that are negligible compared with others."""
+def test_extreme_queries_with_fp8_cache(on: str, cap: float) -> None:
+    """Rows outside the range of float16, large and small, next to rows with decisive logits; rows of zeros; rows with
+    parts that are negligible compared with others.
+    """
     call = varlen_call([70, 3], [70, 200], dtype=torch.bfloat16, on=on)
     call["plain"] = [[x.to(FP8).double() for x in pair] for pair in call["plain"]]
     call |= {name: call[name].to(FP8) for name in ("key_cache", "value_cache")} | {"kv_cache_dtype": "fp8"}
@@ -220,14 +223,14 @@ def test_queries_of_any_size_over_codes(on: str, cap: float) -> None:
     _varlen(PrefillSm90Config(64, 2), **call | {"scale": 2.0**-24 * call["scale"], "logits_soft_cap": cap})
     call["query"] = call["query"][:, :1].expand(-1, 4, -1).sign() * 3e38  # every logit is beyond 2^24, and finite
     _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 2.0**-36})
-    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0, of a product with a vast unit
+    call["query"][..., 1:], call["key_cache"][..., 0] = 0.0, 0.0  # and every logit is 0 times a huge element
     for keys, _ in call["plain"]:
         keys[..., 0] = 0.0
     _varlen(PrefillSm90Config(64, 2), has_lse=False, **call | {"scale": 8.0})
 
 
-def test_scales_of_heads(on: str) -> None:
-    """Of one item after another, in one split and in several."""
+def test_fp8_scales_per_head(on: str) -> None:
+    """With one work item after another, in one split and in several."""
     call = varlen_call([65, 70], [700, 200], (6, 3), dtype=torch.bfloat16, on=on)
     call = in_codes_of_heads(call, [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
     for max_splits in (1, 3):
@@ -235,7 +238,7 @@ def test_scales_of_heads(on: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_code(on: str, dtype: torch.dtype) -> None:
+def test_every_fp8_value(on: str, dtype: torch.dtype) -> None:
     """All 256 of them, NaN included, as values of a single token."""
     call = varlen_call([1], [1], (1, 1), dtype=dtype, head_size=256, on=on)
     call.pop("plain")
@@ -250,7 +253,7 @@ def test_every_code(on: str, dtype: torch.dtype) -> None:
 
 
 def test_options(on: str) -> None:
-    """A window that begins in a tile, and blocks before it that are another's; every option of the logits."""
+    """A window that begins inside a tile, with NaN in blocks before it; every option of the logits."""
     one, slopes = PrefillSm90Config(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=on)
     for causal in (True, False):
         call = varlen_call([65, 130], [190, 130], dtype=torch.bfloat16, on=on) | {
@@ -272,20 +275,21 @@ def test_options(on: str) -> None:
     ids=str,
 )
 def test_soft_caps(on: str, one: PrefillSm90Config, head_size: int, dtype: torch.dtype) -> None:
-    """Products that a series serves, products beyond its limit, and both in a tile; tiles that end anywhere; logits
-    that are further apart than integers."""
+    """Logits inside the limit of the polynomial, beyond it, and both in one tile; any tile ends; logits more than an
+    integer apart.
+    """
     call = varlen_call([65, 1], [193, 129], dtype=dtype, head_size=head_size, on=on)
     scale, rows = call["scale"], torch.linspace(0.0, 1.0, 66, device=on)[:, None, None]
     for factor, cap, causal in ((1.0, 30.0, True), (9.0, 30.0, False), (40.0, 50.0, True)):
         call |= {"query": (call["query"] * rows).to(dtype), "scale": factor * scale}
         schedules = SCHEDULES if factor == 1.0 else SCHEDULES[:1]
         _varlen(one, schedules, **call | {"logits_soft_cap": cap, "causal": causal})
-        if dtype == torch.bfloat16:  # two terms, where no log-sum-exp is asked for
+        if dtype == torch.bfloat16:  # two terms of the polynomial, unless a log-sum-exp is returned
             options = {"logits_soft_cap": cap, "causal": True, "sliding_window": 150}
             _varlen(one, has_lse=False, **call | options)
     _varlen(one, **call | {"logits_soft_cap": 1e12, "scale": 1e10})
     _varlen(one, **call | {"logits_soft_cap": 30.0, "scale": -scale})
-    # All logits of a row are large and negative, down to -9 and -90.
+    # All logits of a row are negative, down to -9 and -90.
     call["query"] = -call["plain"][0][0][:1, :1].to(on, dtype).repeat(66, 4, 1) * (rows * 9.0 / head_size**0.5)
     keys = call["plain"][0][0][:1, :1]
     for s, blocks in enumerate(call["block_tables"]):
@@ -316,8 +320,10 @@ extern "C" __global__ void polynomials(float* logits, float* limits, const float
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(0.0884, 30.0), (-0.0625, 50.0), (3.0, 1.0), (0.5, 300.0)])
-def test_polynomials_of_a_soft_cap(scale: float, cap: float) -> None:
-    """Up to their limits they are within the bounds that attention.cuh derives, where float32 rounds logits, too."""
+def test_soft_cap_polynomials(scale: float, cap: float) -> None:
+    """Within their limits the polynomials satisfy the error bounds that attention.cuh derives, with logits rounded to
+    float32.
+    """
     shares = numpy.linspace(-1.0, 1.0, 1024, dtype=numpy.float32)
     logits, limits = numpy.empty((3, 1024), numpy.float32), numpy.empty(3, numpy.float32)
     launched(POLYNOMIALS, grid=8, block=128, logits=logits, limits=limits, shares=shares, scale=scale, cap=cap)
@@ -326,14 +332,15 @@ def test_polynomials_of_a_soft_cap(scale: float, cap: float) -> None:
     errors = abs(logits * numpy.log(2.0) - right)
     assert errors[0].max() <= 2.0**-13 + 2.0**-22 * abs(right[0]).max()
     assert (errors[1:] <= 2.0**-19 * abs(right[1:])).all()
-    # And no lower than they must be.
+    # And the bounds are tight.
     assert (abs(limits * scale / cap)[1:] > (0.31, 0.79)).all()
     assert errors[0].max() > 2.0**-14 or abs(limits[0] * scale / cap) > 0.31
 
 
 @pytest.mark.parametrize("block_size", few([16, 64], 1))
 def test_hostile_indices(on: str, block_size: int) -> None:
-    """Numbers that lead nowhere contribute nothing; rows of no sequence, and queries without keys, are as they are."""
+    """Indices out of range contribute nothing; rows of no sequence are left alone, and queries without keys give
+    zeros."""
     call = varlen_call([20, 70, 8], [20, 150, 33], dtype=torch.bfloat16, block_size=block_size, head_size=128, on=on)
     call.pop("plain")
     for name in ("key_cache", "value_cache"):
@@ -350,13 +357,13 @@ def test_hostile_indices(on: str, block_size: int) -> None:
             call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32, device=on)
             call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32, device=on)
             assert_matches_reference(VARLEN, **call)
-        # Not ascending, they say nothing of whose the rows are; but no row outside is touched.
+        # With unsorted starts the owner of a row is undefined, but no row outside is touched.
         call["cu_seqlens_q"] = torch.tensor([90, 20, 10, 20], dtype=torch.int32, device=on)
         VARLEN.wrapper(**call)
     VARLEN.forget()
 
 
-def test_slices(on: str) -> None:
+def test_sliced_tensors(on: str) -> None:
     """Queries inside a fused QKV, caches inside one buffer, strided 64-bit indices, heads with a stride."""
     call = varlen_call([70, 7], [80, 7], dtype=torch.bfloat16, on=on)
     fused = torch.full((77, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
@@ -374,7 +381,7 @@ def test_slices(on: str) -> None:
 
 
 def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: Any) -> PrefillProblem:
-    """Of `num_seqs` sequences, four, with eight query heads to each of two key-value heads."""
+    """`num_seqs` sequences, four by default, and eight query heads per each of two key-value heads."""
     num_seqs = changes.get("num_seqs", 4)
     make = ArgMaker(device.model(arch))
     dtype, block_size = changes.get("dtype", "bfloat16"), changes.get("block_size", 16)
@@ -407,8 +414,8 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     return check_varlen(call)
 
 
-def test_choice() -> None:
-    """Tiles by the sizes of heads; the other kernels for what cannot be mapped."""
+def test_choice_of_kernel() -> None:
+    """Tiles by head sizes; the other kernels for arguments that no tensor map describes."""
     for head_size, value_size, options, expected in (
         (64, 64, False, PrefillSm90Config(112, 3)),
         (80, 80, True, PrefillSm90Config(128, 2)),
@@ -437,7 +444,7 @@ def test_choice() -> None:
     assert choose(_problem(64, 256), HOPPER) == PrefillSm90Config(64, 2, max_splits=13)
     assert choose(_problem(1040, 128), HOPPER) == PrefillSm90Config(128, 2, max_splits=1)
     assert choose(_problem(4096, 128, cache_dtype="uint8", scales=2), HOPPER) == PrefillSm90Config(128, 2)
-    # Decode attention takes all of the 70 sequences of one token; work items without work cost time, too.
+    # Decode attention takes all 70 sequences of one token, because empty work items cost time, too.
     assert choose(_problem(70, 128, num_seqs=70), HOPPER) == PrefillSm90Config(128, 2)
     for problem in (
         _problem(0, 128),
@@ -451,11 +458,11 @@ def test_choice() -> None:
         _problem(4096, 128, "sm_100"),
     ):
         assert isinstance(choose(problem, problem.query.device), PrefillMmaConfig)
-    # Boxes of whole heads, where head size and head stride are multiples of a panel.
+    # TMA boxes of whole heads, where head size and head stride are multiples of a panel.
     for head_size, apart, whole in ((128, 256, True), (128, 136, False), (80, 128, False)):
         problem = _problem(4096, head_size, heads_apart=apart)
         assert launch(problem, choose(problem, HOPPER))[0].specialisation.constants["WHOLE_HEADS"] == whole
-    # Sections of heads that have room in the L2 cache, but of two rounds of items at least.
+    # Sections of heads that fit in the L2 cache, but of at least two waves of work items.
     for tokens, slots, expected in ((8192, 1 << 20, 1), (8192, 32, 2), (256, 1 << 20, 2)):
         problem = _problem(tokens, 128, block_size=slots * 8)
         assert launch(problem, choose(problem, HOPPER))[0].fixed["section_heads"] == expected
@@ -469,7 +476,9 @@ def test_choice() -> None:
 
 
 def test_choice_of_decode_attention() -> None:
-    """For sequences of one token among many, of which the other kernel takes none; values are as long as keys there."""
+    """Decode attention for the single-token sequences of a mixed batch, which prefill then skips; values are as long as
+    keys there.
+    """
     for num_tokens, changes, files in (
         (70 * 128 - 1, {"num_seqs": 70}, ["attention_decode.cu", "prefill_sm90.cu"]),
         (70, {"num_seqs": 70, "block_size": 20}, ["attention_decode.cu", "prefill_mma.cu"]),
@@ -530,8 +539,11 @@ def test_compiles_without_spills_and_advice(sizes: tuple[int, int], options: boo
         3,
     ),
 )
-def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype) -> None:
-    """Boxes of halves and of panels, tiles and pairs of tiles that end anywhere, direct results and joined ones."""
+def test_mla_decode(
+    on: str, lengths: list[int], num_heads: int, page_size: int, splits: int, dtype: torch.dtype
+) -> None:
+    """TMA boxes of half a latent vector and of one panel; tiles and pairs of tiles with any end; direct results and
+    combined ones."""
     first: Any = None
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
@@ -559,7 +571,7 @@ def test_mla(on: str, lengths: list[int], num_heads: int, page_size: int, splits
         ([65, 130, 0], 16, 24, 1, torch.bfloat16, None),
     ],
 )
-def test_mla_codes(
+def test_mla_decode_fp8(
     on: str,
     lengths: list[int],
     num_heads: int,
@@ -568,8 +580,9 @@ def test_mla_codes(
     dtype: torch.dtype,
     kind: torch.dtype | None,
 ) -> None:
-    """Slots of no token hold NaN. Queries of a head are 0, so small that float16 has no such numbers, or so large;
-    parts of a query differ, and so do heads."""
+    """Slots without a token hold NaN. Queries of a head are 0, below float16's smallest number, or large; their scale
+    varies within a query and between heads.
+    """
     MLA.forget()
     for schedule in _schedules(on, SCHEDULES if splits == 1 else SCHEDULES[:1]):
         call = mla_call(lengths, num_heads, page_size, dtype=dtype, kind=kind, num_kv_splits=splits, device=on)
@@ -587,7 +600,7 @@ def test_mla_codes(
         expected = few_heads if num_heads <= 16 else mla_sm90.MlaSm90Config
         chosen = tuning.last[MLA.name]
         assert isinstance(chosen, expected)
-        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two blocks of heads share conversions of scaled codes
+        if isinstance(chosen, mla_sm90.MlaSm90Config):  # two CTAs of heads share conversions of scaled fp8
             assert chosen.cluster == (2 if kind == torch.uint8 and num_heads > 64 else 1)
     MLA.forget()
 
@@ -602,8 +615,10 @@ def test_mla_codes(
         (1, 24, 32768, 8, (1, 128, 1)),
     ],
 )
-def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]) -> None:
-    """About one split per SM, for one long sequence too, unless there are enough blocks without splits."""
+def test_mla_choice_of_splits(
+    num_seqs: int, num_heads: int, tokens: int, page_size: int, grid: tuple[int, int, int]
+) -> None:
+    """About one split per SM, even for one long sequence, unless there are enough blocks without splits."""
     make = ArgMaker(HOPPER)
     out, pe = (make.empty(num_seqs, num_heads, size, dtype="bfloat16") for size in (512, 64))
     cache = make.empty(9, page_size, 576, dtype="bfloat16")
@@ -615,8 +630,8 @@ def test_mla_choice(num_seqs: int, num_heads: int, tokens: int, page_size: int, 
 
 
 @pytest.mark.parametrize(("num_heads", "kind"), [(16, None), (20, None), (17, FP8)], ids=str)
-def test_mla_pages_that_are_not_there(on: str, num_heads: int, kind: torch.dtype | None) -> None:
-    """The attention of a sequence is that over the tokens it has; without any, zeros."""
+def test_mla_missing_pages(on: str, num_heads: int, kind: torch.dtype | None) -> None:
+    """A sequence attends to the tokens that it has; without any, the result is zeros."""
     call = mla_call([196, 40], num_heads, kind=kind, device=on)
     entries = call["plain"][0]
     call["page_table"][0, 1] = -1
@@ -674,7 +689,7 @@ def test_mla_compiles_without_spills_and_advice(
         2,
     ),
 )
-def test_mla_of_few_heads_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool) -> None:
+def test_mla_small_h_compiles_without_spills(kernel: Kernel, cache_t: dtypes.DType, is_ds_mla: bool) -> None:
     one = kernel(
         query_t=dtypes.bfloat16,
         cache_t=cache_t,

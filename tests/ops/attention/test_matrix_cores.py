@@ -1,4 +1,4 @@
-"""Attention by AMD's WMMA on the host backend, under every schedule; warps of 64 lanes have MFMA anyway."""
+"""Attention by AMD's WMMA on the host backend, under every schedule. Other tests run MFMA with warps of 64 lanes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CORES = {"gfx1100": "WMMA_11", "gfx1201": "WMMA_12"}
 
 @pytest.fixture(params=CORES)
 def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The files of kernels that ran: for this architecture, as tensors on the CPU are planned, by its products."""
+    """The kernel files that ran: CPU tensors are planned as for this architecture, with its MMA."""
     files: set[str] = set()
 
     def text_of(self: Specialisation) -> str:
@@ -42,7 +42,7 @@ def used(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
             "min_seq_len": 16,
             "max_seq_len": 70,
             "num_heads": 10,
-        },  # a lane has no chunk; pieces on gfx11
+        },  # a lane without a chunk; pieces on gfx11
         {"head_size": 64, "max_seq_len": 40, "kv_cache_dtype": "fp8", "packed": True, "options": True},
     ],
     ids=["flash", "packed"],

@@ -1,4 +1,4 @@
-"""MLA decode: against softmax in float64, against attention that is not absorbed, and what only it has."""
+"""MLA decode against softmax in float64, against attention that is not absorbed, and its own options."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _call(
     seed: int = 0,
     num_kv_splits: int = 0,
 ) -> dict[str, Any]:
-    """The arguments of a call, NaN where no token is, and `plain`: the entries of each sequence.
+    """The arguments of a call, with NaN in slots without a token, and `plain`: the latent KV of each sequence.
 
-    A `kind` of uint8 makes entries of "fp8_ds_mla".
+    A `kind` of uint8 makes latent KV in the format "fp8_ds_mla".
     """
     generator = torch.Generator().manual_seed(seed)
     is_ds_mla = kind == torch.uint8
@@ -51,7 +51,7 @@ def _call(
     table = torch.randperm(num_seqs * max_pages + 3, generator=generator)[: num_seqs * max_pages]
     table = table.view(num_seqs, max_pages)
     cache = torch.full((num_seqs * max_pages + 3, page_size, ENTRY), torch.nan).to(FP8 if is_ds_mla else kind or dtype)
-    if is_ds_mla:  # every byte 0xff: NaN in codes, scales and rotated keys
+    if is_ds_mla:  # every byte is 0xff: NaN as fp8, scale and rotated key
         cache = torch.full((*cache.shape[:2], 656), 255, dtype=torch.uint8)
     plain = []
     for s, length in enumerate(lengths):
@@ -83,13 +83,14 @@ def _call(
 
 
 def _assert_is_attention(call: dict[str, Any], factor: float = 1.0) -> None:
-    """Make the call, and hold what it writes to the plain formula in float64; `factor` is that of the entries.
+    """Make the call, and compare the result with the formula in float64, in which `factor` moves from `scale` to the
+    latent KV.
 
-    The log-sum-exp may be off by what rounds its logits. Tensor cores add 16 products of a logit's 576 to the sum so
-    far and cut the result to 24 bits, 36 times: by 2^-17.8 of all terms t = |q| . |k| at worst. Sums of random terms
-    are t / 19 on average. Of 800,000 logits that were cut so, the mean was off by 2^-24.3 t, three in 10,000 by more
-    than 2^-22 t, none by 2^-21.4 t. The largest logit of 330, which may be all of a log-sum-exp, was off by 2^-22.7 t
-    on average, in proportion to itself: hence 1e-6 of it besides 2^-22 t.
+    The tolerance of the log-sum-exp is that of its logits. Tensor cores add 16 of the 576 products of a logit to the
+    accumulator and truncate it to 24 bits, 36 times: the error is at most 2^-17.8 of the sum of magnitudes
+    t = |q| . |k|. A random logit is t / 19 on average. Over 800,000 logits with this truncation the mean error was
+    2^-24.3 t, three in 10,000 exceeded 2^-22 t, and none 2^-21.4 t. The row max of 330 logits, which may dominate the
+    log-sum-exp, was off by 2^-22.7 t on average, in proportion to itself: hence 1e-6 of it plus 2^-22 t.
     """
     plain = call.pop("plain")
     MLA.wrapper(**call)
@@ -100,7 +101,7 @@ def _assert_is_attention(call: dict[str, Any], factor: float = 1.0) -> None:
         logits = queries[s] @ (entries * factor).T * (call["scale"] / factor)
         right = logits.softmax(-1) @ entries[:, :LATENT]
         torch.testing.assert_close(out[s], right, rtol=tolerance, atol=tolerance / 2)
-        if len(entries):  # what upstream asks of its own kernel
+        if len(entries):  # the tolerance of upstream's own test
             assert 1 - 2 * (out[s] * right).sum() / (out[s] ** 2 + right**2).sum() < 1e-5
         if lse is not None:
             terms = queries[s].abs() @ (entries * factor).abs().T * abs(call["scale"] / factor)
@@ -122,10 +123,10 @@ KINDS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "kind"), KINDS)
-def test_is_attention(
+def test_matches_float64_softmax(
     dtype: torch.dtype, kind: torch.dtype | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lengths of 0, of 1, ending in a page, and of several splits; also by the kernel of any heads."""
+    """Lengths of 0, of 1, ending in a page, and of several splits; also by the kernel for any number of heads."""
     _assert_is_attention(_call([0, 1, 15, 16, 33, 150], dtype=dtype, kind=kind, device=device))
     if dtype != torch.float32:
         monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", 0)
@@ -137,7 +138,7 @@ def test_is_attention(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_heads", [1, 16, 17, 33, 65, 128])
 def test_any_number_of_heads(num_heads: int, device: str) -> None:
-    """Every shape of a block, full, nearly empty, and more than one of them."""
+    """Every block shape, full, nearly empty, and several blocks."""
     for dtype in (BF16, FP8)[: 1 + (num_heads in (17, 128))]:
         _assert_is_attention(_call([1, 70], num_heads, dtype=dtype, device=device))
 
@@ -145,7 +146,7 @@ def test_any_number_of_heads(num_heads: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 5, 64, 128, 200])
 def test_any_page_size(page_size: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the kernel of any heads."""
+    """Also by the kernel for any number of heads."""
     for most in (mla_problem._MAX_FEW_HEADS, 0):
         monkeypatch.setattr(mla_problem, "_MAX_FEW_HEADS", most)
         MLA.forget()
@@ -171,7 +172,7 @@ def test_any_lengths(
 
 
 def _launches(num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device: Any = None) -> list[Launch]:
-    """Those that are planned for sequences of up to 4096 tokens."""
+    """The workspaces planned for sequences of up to 4096 tokens."""
     make = ArgMaker(device or devices.model())
     args = (
         make.empty(num_seqs, num_heads, LATENT, dtype="bfloat16"),
@@ -189,7 +190,7 @@ def _launches(num_kv_splits: int, num_seqs: int = 4, num_heads: int = 16, device
 
 
 def test_splits() -> None:
-    """As many as the caller allows; one is a single pass; by default, as many as keep the device busy."""
+    """As many as the caller allows; one split is a single pass; the default keeps the device busy."""
     (single,) = _launches(1)
     assert single.grid == (4, 1, 1)
     assert _launches(5)[0].grid == (4, 5, 1)
@@ -199,8 +200,8 @@ def test_splits() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_of_a_device_with_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """99 KiB hold the smallest block only, and of codes the next one."""
+def test_blocks_with_little_shared_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 KiB hold only the smallest block, and for fp8 the next one."""
     little = replace(devices.model(), shared_memory=99 * 1024)
     (launch,) = _launches(1, num_heads=128, device=little)
     assert (launch.grid, launch.block) == ((32, 1, 1), (128, 1, 1))
@@ -219,7 +220,7 @@ def test_blocks_of_a_device_with_little_shared_memory(device: str, monkeypatch: 
     ("arch", "num_heads", "little"),
     [("sm_80", 128, False), ("sm_80", 16, True), ("sm_90", 128, False), ("sm_90", 32, False), ("sm_100", 128, False)],
 )
-def test_every_block_compiles_without_local_memory(
+def test_blocks_compile_without_local_memory(
     arch: str, num_heads: int, little: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = devices.model(arch)
@@ -233,8 +234,8 @@ def test_every_block_compiles_without_local_memory(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_is_attention_that_is_not_absorbed(device: str) -> None:
-    """Keys and values of each head, made from the latent by its own projections, as the paper defines them."""
+def test_matches_unabsorbed_attention(device: str) -> None:
+    """Keys and values of each head are projected from the latent, as the paper defines them."""
     heads, size, length = 4, 32, 40
     call = _call([length], heads, dtype=torch.float32, device=device)
     entries = call.pop("plain")[0]
@@ -258,8 +259,8 @@ def test_is_attention_that_is_not_absorbed(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("code", [None, FP8, FNUZ], ids=["auto", "fp8", "fnuz"])
-def test_reads_what_concat_and_cache_mla_writes(code: torch.dtype | None, device: str) -> None:
-    """The scale of codes goes into that of the logits, and is a factor of the result."""
+def test_reads_the_cache_of_concat_and_cache_mla(code: torch.dtype | None, device: str) -> None:
+    """The fp8 scale multiplies the scale of the logits and the result."""
     kind, factor = ("fp8", 0.05) if code else ("auto", 1.0)
     call = _call([20], 16, device=device)
     call.pop("plain")
@@ -282,8 +283,10 @@ def test_reads_what_concat_and_cache_mla_writes(code: torch.dtype | None, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_reads_entries_of_656_bytes_as_they_are_gathered(device: str) -> None:
-    """Written by concat_and_cache_mla, they are attended to as cp_gather_and_upconvert_fp8_kv_cache gathers them."""
+def test_ds_mla_agrees_with_the_gather(device: str) -> None:
+    """Attention over a cache of concat_and_cache_mla equals attention over what cp_gather_and_upconvert_fp8_kv_cache
+    reads.
+    """
     call = _call([20], 16, device=device)
     tokens = torch.randn(20, ENTRY, generator=torch.Generator().manual_seed(1)).to(BF16).to(device)
     cache = torch.zeros(5, 16, 656, dtype=torch.uint8, device=device)
@@ -295,7 +298,7 @@ def test_reads_entries_of_656_bytes_as_they_are_gathered(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_slices(device: str) -> None:
+def test_sliced_tensors(device: str) -> None:
     """Queries inside one tensor, gaps between pages and slots, strided 64-bit indices, some heads of a result."""
     call = _call([100, 7], dtype=torch.float16, device=device)
     whole = torch.cat((call["q_nope"], call["q_pe"], call["q_pe"].new_full((2, 5, 8), torch.nan)), -1)
@@ -339,7 +342,7 @@ def test_without_lse(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_workspace_is_left_alone(device: str) -> None:
+def test_larger_workspace_is_not_overrun(device: str) -> None:
     call = _call([200], device=device)
     size = pyops.sm100_cutlass_mla_get_workspace_size(200, 1, 132, 2)
     call["workspace"] = torch.full((size,), 7, dtype=torch.uint8, device=device)
@@ -349,7 +352,7 @@ def test_workspace_is_left_alone(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP8])
 def test_hostile_indices(dtype: torch.dtype) -> None:
-    """Page numbers and lengths that lead nowhere contribute nothing, under every schedule."""
+    """Page numbers and lengths out of range contribute nothing, under every schedule."""
     call = _call([20, 100, 33], 2, dtype=dtype)
     call.pop("plain")
     table = torch.tensor([[0, -1, 2, 3, 4, 5, 6]] * 3)
@@ -363,8 +366,8 @@ def test_hostile_indices(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pages_that_are_not_there(device: str) -> None:
-    """The attention of a sequence is that over the tokens it has; without any, zeros."""
+def test_missing_pages(device: str) -> None:
+    """A sequence attends to the tokens that it has; without any, the result is zeros."""
     call = _call([96, 40], device=device)
     entries = call["plain"][0]
     call["page_table"][0, 1] = -1
@@ -417,7 +420,7 @@ WRONG: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_refuses(name: str, value: torch.Tensor) -> None:
+def test_refused(name: str, value: torch.Tensor) -> None:
     call = _call([20, 7])
     call.pop("plain")
     with pytest.raises(pyops.OpError) as caught:
@@ -427,7 +430,7 @@ def test_refuses(name: str, value: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
-def test_entries_of_656_bytes_hold_16_bit_elements(dtype: torch.dtype) -> None:
+def test_ds_mla_needs_16_bit_outputs(dtype: torch.dtype) -> None:
     call = _call([20, 7], dtype=dtype)
     call.pop("plain")
     with pytest.raises(pyops.OpError, match="q_nope"):
@@ -435,7 +438,7 @@ def test_entries_of_656_bytes_hold_16_bit_elements(dtype: torch.dtype) -> None:
 
 
 def test_workspace_size() -> None:
-    """Upstream's formula: 513 floats to each of 128 heads, of each split of each sequence."""
+    """Upstream's formula: 513 floats per split, for each of 128 heads and each sequence."""
     size = pyops.sm100_cutlass_mla_get_workspace_size
     unit = 513 * 4 * 128
     assert size(1, 7, 132, 1) == 7 * unit

@@ -1,4 +1,4 @@
-"""What goes with attention: joining its parts, and sparse patterns; against float64 and brute force."""
+"""merge_attn_states and convert_vertical_slash_indexes, against float64 and brute force."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _parts(tokens: int, heads: int, size: int, dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge_is_attention_over_all_keys(dtype: torch.dtype, device: str) -> None:
-    """Two halves of the keys of one softmax, put together again, in float64."""
+    """Two halves of one softmax's keys, merged in float64."""
     tokens, heads, size, keys = 6, 3, 40, 9
     logits = 4 * draw(heads, tokens, 2 * keys, dtype=torch.float64, device=device)
     values = draw(heads, 2 * keys, size, dtype=torch.float64, device=device, seed=1)
@@ -58,8 +58,8 @@ def test_merge_is_attention_over_all_keys(dtype: torch.dtype, device: str) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])
-def test_merge_with_nothing(infinity: float, device: str) -> None:
-    """A part of infinite lse is not looked at, whatever it holds; and of two such parts the prefix is copied."""
+def test_merge_with_an_empty_part(infinity: float, device: str) -> None:
+    """A part with an lse of -inf is not read, whatever it holds; if both parts are empty, the prefix is copied."""
     prefix, prefix_lse, suffix, suffix_lse = _parts(4, 2, 24, torch.bfloat16, device)
     prefix[0], prefix_lse[:, 0] = torch.nan, infinity
     suffix[1], suffix_lse[:, 1] = torch.inf, infinity
@@ -81,7 +81,7 @@ def test_merge_with_nothing(infinity: float, device: str) -> None:
 @pytest.mark.parametrize("other", [0.5, torch.inf, -torch.inf])
 @pytest.mark.parametrize("in_prefix", [True, False])
 def test_merge_keeps_nan(in_prefix: bool, other: float, device: str) -> None:
-    """An lse that is NaN makes the row NaN, also next to a part that holds nothing."""
+    """A NaN lse makes the row NaN, also if the other part is empty."""
     prefix, prefix_lse, suffix, suffix_lse = _parts(2, 1, 16, torch.float32, device)
     (prefix_lse if in_prefix else suffix_lse)[0, 0] = torch.nan
     (suffix_lse if in_prefix else prefix_lse)[0, 0] = other
@@ -107,7 +107,7 @@ def test_merge_where_one_part_outweighs_the_other(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("heads", "size"), [(3, 40), (2, 576), (1, 1), (5, 2500)])
 def test_merge_of_any_layout(heads: int, size: int, device: str) -> None:
-    """Every tensor has strides of its own: padded heads, strided tokens, heads before tokens, strided rows of lse."""
+    """Each tensor has its own strides: padded heads, strided tokens, heads before tokens, strided rows of lse."""
     inputs = _parts(5, heads, size, torch.bfloat16, device)
     expected, expected_lse = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
     pyops.merge_attn_states(expected, *inputs, expected_lse)
@@ -137,12 +137,14 @@ def test_merge_of_any_layout(heads: int, size: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merge_of_tokens_without_a_prefix(dtype: torch.dtype, device: str) -> None:
-    """From a token on the suffix is copied, whatever the prefix holds; codes of fp8 are those of the float32 result."""
+    """From a given token on the suffix is copied, whatever the prefix holds; fp8 output is the quantized float32
+    result.
+    """
     prefix, prefix_lse, suffix, suffix_lse = _parts(6, 2, 40, dtype, device)
     output, lse = torch.empty_like(prefix), torch.empty_like(prefix_lse)
     pyops.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, lse)
     prefix[4:], prefix_lse[:, 4:] = torch.nan, torch.nan
-    suffix_lse[0, 5], suffix_lse[1, 4] = -torch.inf, torch.inf  # copied as they are
+    suffix_lse[0, 5], suffix_lse[1, 4] = -torch.inf, torch.inf  # copied unchanged
     suffix_lse[0, 4] = torch.nan
     found, found_lse = torch.empty_like(prefix), torch.empty_like(prefix_lse)
     pyops.merge_attn_states(found, prefix, prefix_lse, suffix, suffix_lse, found_lse, 4)
@@ -158,7 +160,7 @@ def test_merge_of_tokens_without_a_prefix(dtype: torch.dtype, device: str) -> No
     assert same_bits(codes, right)
 
 
-def test_merge_refuses() -> None:
+def test_merge_refused() -> None:
     def refused(match: str, **changes: Any) -> None:
         prefix, prefix_lse, suffix, suffix_lse = _parts(3, 2, 8, torch.float32, "cpu")
         args = {
@@ -186,7 +188,7 @@ def test_merge_refuses() -> None:
 def _by_definition(
     verticals: list[int], slashes: list[int], row: int, q_len: int, kv_len: int, size_m: int, size_n: int, causal: bool
 ) -> tuple[list[int], list[int]]:
-    """(blocks, columns) of a row: first all ranges, then what lies in them. For indices in range and in order."""
+    """(blocks, columns) of a row: all ranges first, then the columns in no range. Indices are in range and sorted."""
     start, end = row * size_m, (row + 1) * size_m
     base = end + kv_len - (q_len if causal else 0)
     before = [s for s in slashes if s < base]
@@ -227,7 +229,7 @@ def _assert_by_definition(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sizes", [(64, 64), (16, 16), (16, 64), (5, 7), (1, 1)])
-def test_rows_by_definition(sizes: tuple[int, int], causal: bool, device: str) -> None:
+def test_rows_match_the_definition(sizes: tuple[int, int], causal: bool, device: str) -> None:
     """Random patterns of every density, ragged batches, with and without counts."""
     size_m, size_n = sizes
     heads, max_vertical, max_slash = 4, 9, 7
@@ -259,8 +261,8 @@ def test_rows_by_definition(sizes: tuple[int, int], causal: bool, device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_by_hand(device: str) -> None:
-    """Causal, blocks of 4: the diagonal, and one 9 keys back; verticals in, between and after their ranges."""
+def test_row_computed_by_hand(device: str) -> None:
+    """Causal, blocks of 4: the diagonal, and one 9 keys back; verticals inside, between and after their ranges."""
     inputs = ([8], [16], [[[0, 3, 5, 8, 15]]], [[[9, 0]]])
     tensors = [torch.tensor(x, dtype=torch.int32, device=device) for x in inputs]
     # Row 0 ends at key 12: keys -1 to 3, which are 0 to 4, and 8 to 12. Row 1 at key 16: keys 3 to 7 and 12 to 16.
@@ -276,8 +278,8 @@ _EXTREME = (-(2**31), -1, 0, 1, 63, 64, 65, 700, 2**31 - 1)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [True, False])
-def test_hostile_indices_end_and_write_nothing_outside(causal: bool, device: str) -> None:
-    """Lengths, indices and counts of any value and in any order, out of range or not: as the reference has them."""
+def test_hostile_indices_write_nothing_outside(causal: bool, device: str) -> None:
+    """Lengths, indices and counts of any value and in any order, in range or not: the result is the reference's."""
     op = pyops.convert_vertical_slash_indexes_mergehead
     rng = random.Random(causal)
     for _ in range(25):
@@ -309,7 +311,7 @@ def test_vertical_slash_indexes_of_numpy() -> None:
     assert results[1].tolist() == [[[[0, 8], [3, 12]]]]
 
 
-def test_vertical_slash_indexes_refuse() -> None:
+def test_vertical_slash_indexes_refused() -> None:
     def refused(match: str, *changes: tuple[int, Any]) -> None:
         args: list[Any] = [torch.zeros(shape, dtype=torch.int32) for shape in ((2,), (2,), (2, 3, 5), (2, 3, 4))]
         args += [128, 64, 64, True]
@@ -339,7 +341,7 @@ def test_vertical_slash_indexes_refuse() -> None:
         ("paged_attention_v2", "seq_lens", 3, 1025),
     ],
 )
-def test_what_is_out_of_range_is_named(
+def test_values_out_of_range_are_named(
     name: str, tensor: str, at: int, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     op = pyops.registry[name]

@@ -32,7 +32,7 @@ PAGED = pyops.registry["paged_attention_varlen"]
 
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each device: its name; the host's runs the kernels that compute capability 8.0 has."""
+    """Each device by name; the host runs the kernels for compute capability 8.0."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
@@ -40,7 +40,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(params=KERNELS)
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host backend and, on Hopper, the GPU. The host has few SMs, so that a block has several work items."""
+    """The host backend and, on Hopper, the GPU. The host gets few SMs, so that a CTA has several work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
@@ -60,7 +60,7 @@ def _call(
     dtype: torch.dtype = torch.bfloat16,
     on: str = "cpu",
 ) -> dict[str, Any]:
-    """Sequences of so many queries and keys; keys are the first, values the last elements of rows of one tensor."""
+    """Sequences with these numbers of queries and keys. Keys and values are slices of the rows of one tensor."""
     generator = torch.Generator().manual_seed(sum(lengths) + sizes[0])
     query = torch.randn(sum(counts), heads[0], sizes[0], generator=generator).to(dtype).to(on)
     both = torch.randn(sum(lengths), heads[1], sum(sizes), generator=generator).to(dtype).to(on)
@@ -90,7 +90,7 @@ def _assert_is_attention(call: dict[str, Any], bias: Any = None) -> None:
 
 
 def _by_wgmma(one: PrefillSm90Config, schedules: Any = SCHEDULES[:1], bias: Any = None, **call: Any) -> None:
-    """The call is attention by this config, with the same bits under these schedules."""
+    """With this config the call matches float64 attention, with the same bits under these schedules."""
     first: Any = None
     RAGGED.forget()
     with tuning.forced(RAGGED.name, one):
@@ -105,13 +105,13 @@ def _by_wgmma(one: PrefillSm90Config, schedules: Any = SCHEDULES[:1], bias: Any 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_is_attention(on: str, dtype: torch.dtype, causal: bool) -> None:
-    """Whole sequences, the ends of some, single tokens, keys without queries, and nothing."""
+def test_matches_float64_attention(on: str, dtype: torch.dtype, causal: bool) -> None:
+    """Whole sequences, the ends of some, single tokens, keys without queries, and empty sequences."""
     _assert_is_attention(_call([70, 0, 1, 0, 33], [70, 9, 40, 0, 90], dtype=dtype, on=on) | {"causal": causal})
 
 
 @pytest.mark.parametrize("sizes", [(12, 12), (8, 8), (72, 72), (80, 80), (112, 40), (192, 128), (256, 256), (40, 33)])
-def test_sizes_of_heads(on: str, sizes: tuple[int, int]) -> None:
+def test_head_sizes(on: str, sizes: tuple[int, int]) -> None:
     _assert_is_attention(_call([18, 2], [90, 2], sizes=sizes, dtype=torch.float16, on=on) | {"causal": False})
 
 
@@ -125,7 +125,7 @@ def test_options(on: str, heads: tuple[int, int]) -> None:
 
 
 def test_sinks(on: str) -> None:
-    """One more logit takes its share of the weights."""
+    """A sink is one more logit in the softmax."""
     sinks = torch.tensor([0.0, 2.0, -40.0, 9.0])
     call = _call([20], [40], dtype=torch.float32, on=on)
     RAGGED.wrapper(**call, sinks=sinks.to(on))
@@ -135,8 +135,8 @@ def test_sinks(on: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_knows_its_own_tokens_alone(on: str, dtype: torch.dtype) -> None:
-    """NaN among the keys and values of one reaches no other; its own queries have it."""
+def test_sequence_reads_only_its_own_tokens(on: str, dtype: torch.dtype) -> None:
+    """NaN among the keys and values of one sequence reaches no other sequence; its own queries become NaN."""
     call = _call([40, 3, 70], [40, 3, 70], dtype=dtype, on=on)
     for name in ("key", "value"):
         call[name][40:43] = torch.nan
@@ -149,7 +149,7 @@ def test_a_sequence_knows_its_own_tokens_alone(on: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_queries_than_keys(on: str, dtype: torch.dtype) -> None:
-    """The first of them have no key: zeros, and a logarithm of nothing."""
+    """The first queries have no key: the result is 0, and its log-sum-exp -inf."""
     call = _call([9, 4], [5, 0], dtype=dtype, on=on)
     RAGGED.wrapper(**call)
     right, _ = reference(call["query"][4:9], call["key"], call["value"], call)
@@ -161,8 +161,8 @@ def test_more_queries_than_keys(on: str, dtype: torch.dtype) -> None:
 
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
-def test_any_batch_in_any_memory(data: st.DataObject) -> None:
-    """Every kernel of the host, for ragged batches at any distance from aligned addresses, with gaps between rows."""
+def test_any_batch_with_any_layout(data: st.DataObject) -> None:
+    """Every kernel of the host, for ragged batches at any offset from aligned addresses, with gaps between rows."""
     counts = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
     lengths = [count + data.draw(st.integers(-min(count, 3), 70)) for count in counts]
     sizes = data.draw(st.sampled_from([(64, 64), (80, 32), (24, 9)]))
@@ -178,7 +178,7 @@ def test_any_batch_in_any_memory(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("num_tokens", [5, 200])
 def test_no_sequences(hopper: str, num_tokens: int) -> None:
-    """Rows of no sequence stay as they are."""
+    """Rows of no sequence are left alone."""
     call = _call([num_tokens], [9], on=hopper)
     none = call["cu_seqlens_q"][:1]
     RAGGED.wrapper(**call | {"cu_seqlens_q": none, "cu_seqlens_k": none})
@@ -198,8 +198,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize(("starts", "key_starts"), HOSTILE)
 def test_hostile_starts(hopper: str, starts: list[int], key_starts: list[int]) -> None:
-    """A sequence whose keys are not there has none; rows of no sequence stay as they are. So many rows are those of the
-    kernels of tiles, on any device."""
+    """A sequence with keys out of range has none; rows of no sequence are left alone. The number of rows selects the
+    tile kernels on any device.
+    """
     call = _call([170, 70, 130], [200, 130, 170], on=hopper)
     for name, values in (("cu_seqlens_q", starts), ("cu_seqlens_k", key_starts)):
         call[name] = torch.tensor(values, dtype=torch.int32, device=hopper)
@@ -209,14 +210,15 @@ def test_hostile_starts(hopper: str, starts: list[int], key_starts: list[int]) -
         with tuning.forced(RAGGED.name, one):
             if ascending:
                 assert_matches_reference(RAGGED, schedules=SCHEDULES[:1], **call)
-            else:  # whose rows are whose is not said; the host looks for accesses outside of tensors
+            else:  # the owner of a row is undefined here; the host checks for out-of-bounds accesses
                 RAGGED.wrapper(**call)
     RAGGED.forget()
 
 
-def test_starts_that_are_counted_among_others(hopper: str) -> None:
-    """A tile's number is before those of the fourth sequence, but four starts are no more than it: the probes of the
-    search count them, wherever they are. The tile is none of that sequence's, and rows before `out` are nobody's."""
+def test_unsorted_starts_keep_tiles_inside(hopper: str) -> None:
+    """The tile lies before the fourth sequence, but four starts are not larger: the search counts them wherever they
+    are. The tile belongs to no sequence, and rows before `out` must not be written.
+    """
     call = _call([40] * 6 + [60], [40] * 7, on=hopper)
     least = -(2**31)
     starts = torch.tensor([least, least, least, 100, 280, least, 200, 200], dtype=torch.int32, device=hopper)
@@ -229,7 +231,7 @@ def test_starts_that_are_counted_among_others(hopper: str) -> None:
     RAGGED.forget()
 
 
-# Items of work with more tiles of keys than twice the stages; a sequence without queries; one of few tiles.
+# Work items with more KV tiles than twice the stages; a sequence without queries; one with few tiles.
 COUNTS, LENGTHS = [65, 0, 3], [300, 7, 65]
 
 
@@ -268,12 +270,12 @@ def test_geometries(
 ) -> None:
     call = _call([65, 0, 70], [300, 7, 129], heads, sizes, torch.float16, hopper) | {"causal": causal}
     _by_wgmma(one, **call)
-    if one.max_splits == 1:  # sums of probabilities by products
+    if one.max_splits == 1:  # row sums on the tensor cores
         _by_wgmma(one, **call | {"lse": None})
 
 
-def test_options_by_wgmma(hopper: str) -> None:
-    """A window that begins in a tile, after rows of NaN of another sequence; every option of the logits."""
+def test_options_with_wgmma(hopper: str) -> None:
+    """A window that begins inside a tile, after NaN rows of another sequence; every option of the logits."""
     one, slopes = PrefillSm90Config(64, 2), torch.tensor([0.5, 0.25, 0.0, -0.125], device=hopper)
     call = _call([65, 130, 3], [190, 130, 3], on=hopper)
     _by_wgmma(one, **call | {"sliding_window": 40})
@@ -291,8 +293,8 @@ def test_options_by_wgmma(hopper: str) -> None:
     RAGGED.forget()
 
 
-def test_has_the_bits_of_a_paged_cache(hopper: str) -> None:
-    """Where one sequence's keys are a cache of one block."""
+def test_equals_paged_cache_bit_for_bit(hopper: str) -> None:
+    """The keys of one sequence are a cache of one block."""
     call = _call([130], [256], on=hopper)
     right = torch.empty_like(call["out"])
     for op in (RAGGED, PAGED):
@@ -308,7 +310,7 @@ def test_has_the_bits_of_a_paged_cache(hopper: str) -> None:
     assert same_bits(call["out"], right)
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     call = _call([3], [5])
     for name, changed, message in (
         ("key", call["key"][..., :32], r"key: expected shape \(num_keys=?5?, num_kv_heads=?2?, head_size=64\)"),
@@ -352,9 +354,10 @@ def _problem(
     return check_ragged(call)
 
 
-def test_choice() -> None:
-    """wgmma where a tensor map can describe keys and values; one box to a tile and panel; splits of one long sequence
-    alone."""
+def test_choice_of_kernel() -> None:
+    """wgmma where a tensor map can describe keys and values; one TMA box per tile and panel; splits only for one long
+    sequence.
+    """
     for num_tokens, sizes, changes, expected in (
         (8192, (128, 128), {}, PrefillSm90Config(128, 2)),
         (8192, (72, 72), {"num_seqs": 8}, PrefillSm90Config(128, 2)),

@@ -18,21 +18,21 @@ from tests.support.calls import DEVICES, Host
 INF, NAN = float("inf"), float("nan")
 BF16 = torch.bfloat16
 LATENT = 512
-# The largest numbers. A mean of float32 is one of float32 sums, which may round the largest float itself to infinity.
+# The largest numbers. A mean in float32 comes from float32 sums, which may round the largest float to infinity.
 LARGEST = {
     torch.float32: torch.finfo(torch.float32).max * (1 - 2.0**-16),
     torch.float16: torch.finfo(torch.float16).max,
     BF16: torch.finfo(BF16).max,
 }
 OPS = ["paged_attention_v1", "paged_attention_v2", "paged_attention_rocm", "paged_attention_varlen"]
-# The kernel that plans take for more rows of each sequence than there are here.
+# The kernel that plans choose for more rows per sequence than these tests have.
 WGMMA = "paged_attention_varlen by wgmma"
 NAMES = [*OPS, WGMMA]
 
 
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest) -> Any:
-    """Each device: its name; the host's runs the kernels."""
+    """Each device by name; the host runs the kernels."""
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 
@@ -72,7 +72,7 @@ def _attend(name: str, call: dict[str, Any], **options: Any) -> torch.Tensor:
 
 
 def _signs(length: int) -> torch.Tensor:
-    """[length, 3]: all of one sign, every second of the other, and the first three quarters against the last."""
+    """[length, 3]: values of one sign, of alternating signs, and three quarters against the last quarter."""
     tokens = torch.arange(length)
     signs = torch.stack((torch.ones(length), 1 - 2.0 * (tokens % 2), 1 - 2.0 * (tokens >= length * 3 // 4)), 1)
     return signs.repeat(1, 64)
@@ -90,7 +90,8 @@ def _assert_mean(out: torch.Tensor, right: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("name", NAMES)
 def test_means_of_the_largest_values(on: str, name: str, dtype: torch.dtype, packed: bool) -> None:
-    """No sum overflows, of one step, of several splits or partitions, under equal probabilities or different ones."""
+    """No accumulator overflows, in one step, several splits or partitions, with equal probabilities or different
+    ones."""
     _skip_what_is_not_served(name, dtype, packed)
     lengths = [1, 16, 70, 600]
     call = paged_call(lengths, (2, 1), 48, dtype=dtype, packed=packed, on=on)
@@ -121,7 +122,7 @@ def test_means_of_the_largest_values(on: str, name: str, dtype: torch.dtype, pac
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 def test_means_of_the_largest_latents(on: str, dtype: torch.dtype) -> None:
-    """In one split and in several; queries of zeros, because a latent is a key, too."""
+    """In one split and in several; queries are zeros, because a latent is a key, too."""
     lengths = [1, 40, 500]
     call = mla_call(lengths, 3, dtype=dtype, device=on)
     cache, tables = call["kv_c_and_k_pe_cache"], call["page_table"].long()
@@ -143,8 +144,8 @@ def test_means_of_the_largest_latents(on: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_not_attended_has_no_part(on: str, name: str, dtype: torch.dtype, packed: bool, poison: Any) -> None:
-    """Slots that hold no token, tokens before the window in its first block, and in blocks that do not exist."""
+def test_unattended_slots_are_ignored(on: str, name: str, dtype: torch.dtype, packed: bool, poison: Any) -> None:
+    """Slots without a token, tokens before the window in its first block, and blocks that do not exist."""
     _skip_what_is_not_served(name, dtype, packed)
     lengths, window = [5, 90, 37], 20
     results = []
@@ -156,14 +157,14 @@ def test_what_is_not_attended_has_no_part(on: str, name: str, dtype: torch.dtype
             for s, length in enumerate(lengths):
                 for token in range(max(0, length - window)):
                     slots[call["block_tables"][s, token // 16].long(), token % 16] = value
-        call["block_tables"][2, 1:2] = 1000  # of the last block of the window, five tokens are left
+        call["block_tables"][2, 1:2] = 1000  # the window keeps five tokens of its last block
         results.append(_attend(name, call, sliding_window=window))
     assert same_bits(*results)
     assert results[0].isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [INF, NAN])
-def test_pages_that_a_head_does_not_attend_to(on: str, poison: float) -> None:
+def test_pages_that_a_head_skips_are_ignored(on: str, poison: float) -> None:
     """In block-sparse attention."""
     sparse = {"blocksparse_local_blocks": 1, "blocksparse_vert_stride": 100, "blocksparse_block_size": 16}
     results = []
@@ -180,8 +181,8 @@ def test_pages_that_a_head_does_not_attend_to(on: str, poison: float) -> None:
 @pytest.mark.parametrize("poison", [INF, NAN])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_infinite_value_that_is_attended(on: str, name: str, dtype: torch.dtype, poison: float, window: int) -> None:
-    """Makes its own dimension infinite or NaN, of the heads that share its key-value head; all else is what it was."""
+def test_attended_infinity(on: str, name: str, dtype: torch.dtype, poison: float, window: int) -> None:
+    """It makes its own dimension infinite or NaN, in the heads that share its key-value head; all else is unchanged."""
     _skip_what_is_not_served(name, dtype)
     call = paged_call([30, 20], dtype=dtype, on=on)
     before = _attend(name, call, sliding_window=window)
@@ -196,8 +197,8 @@ def test_an_infinite_value_that_is_attended(on: str, name: str, dtype: torch.dty
 
 @pytest.mark.parametrize("poison", [INF, NAN])
 @pytest.mark.parametrize("causal", [True, False])
-def test_tokens_that_no_query_attends_to(on: str, causal: bool, poison: float) -> None:
-    """Before the windows of all queries of a sequence."""
+def test_tokens_before_every_window_are_ignored(on: str, causal: bool, poison: float) -> None:
+    """Tokens before the windows of all queries of a sequence."""
     results = []
     for value in (0.0, poison):
         call = paged_call([60, 50], dtype=BF16, on=on)
@@ -218,8 +219,8 @@ def test_tokens_that_no_query_attends_to(on: str, causal: bool, poison: float) -
 
 @pytest.mark.parametrize("length", [2, 130])
 @pytest.mark.parametrize("name", [*NAMES, "sm100_cutlass_mla_decode", "sm100_cutlass_mla_decode by wgmma"])
-def test_logits_between_which_no_weight_is_left(on: str, name: str, length: int) -> None:
-    """Of 2^20 to 2^60: their floats are further apart than probabilities have exponents."""
+def test_logits_with_one_hot_softmax(on: str, name: str, length: int) -> None:
+    """Logits of 2^20 to 2^60: the gap between two floats is beyond the range of probabilities."""
     sizes = torch.cat([2.0**exponent * torch.tensor([1.0, 1.1015625, 1.5, 1.796875]) for exponent in range(20, 61, 5)])
     if name in NAMES:
         call = paged_call([length] * len(sizes), (1, 1), 16, dtype=BF16, on=on)

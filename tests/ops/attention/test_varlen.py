@@ -1,4 +1,4 @@
-"""Attention of many query tokens: against torch's own, causal or not, and what only this op has."""
+"""Paged attention of many query tokens against torch's attention in float64, causal or not, and its own options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each device: its name; the host's runs the kernels that compute capability 8.0 has."""
+    """Each device by name; the host runs the kernels for compute capability 8.0."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
@@ -42,7 +42,7 @@ def _call(counts: list[int], lengths: list[int], heads: tuple[int, int] = (4, 2)
 def reference(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: dict[str, Any], bias: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([count, num_heads, head_size], [num_heads, count]) of one sequence in float64: result, log of the sum."""
+    """([count, num_heads, head_size], [num_heads, count]) of one sequence in float64: result and log-sum-exp."""
     count, length = len(query), len(keys)
     at = length - count + torch.arange(count)[:, None]
     seen = torch.arange(length) <= at if call.get("causal", True) else torch.ones(count, length, dtype=torch.bool)
@@ -77,14 +77,14 @@ def _assert_is_attention(call: dict[str, Any], bias: Any = None) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_is_attention(on: str, dtype: torch.dtype, packed: bool, causal: bool) -> None:
-    """Whole prompts, the ends of prompts, single tokens, and sequences that have none in this batch."""
+def test_matches_torch_attention(on: str, dtype: torch.dtype, packed: bool, causal: bool) -> None:
+    """Whole prompts, the ends of prompts, single tokens, and sequences without a token in this batch."""
     call = _call([70, 0, 1, 33, 5], [70, 9, 40, 90, 5], dtype=dtype, packed=packed, on=on)
     _assert_is_attention(call | {"causal": causal, "lse": torch.empty(4, 109, device=on)})
 
 
-def test_single_tokens_of_many_sequences(on: str) -> None:
-    """Among sequences of more tokens and of none; so many that decode attention takes them."""
+def test_single_tokens_go_to_decode_attention(on: str) -> None:
+    """Many single-token sequences among sequences of more tokens and of none."""
     counts = [*[1] * 40, 0, 9, *[1] * 30, 2]
     call = _call(counts, [count and count + s * 7 % 40 for s, count in enumerate(counts)], dtype=torch.bfloat16, on=on)
     _assert_is_attention(call | {"sliding_window": 25, "lse": torch.empty(4, sum(counts), device=on)})
@@ -103,15 +103,15 @@ def test_any_head_size(on: str, head_size: int, packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize(("head_size", "value_size"), [(192, 128), (80, 16), (72, 41)])
-def test_values_shorter_than_keys(on: str, head_size: int, value_size: int, packed: bool) -> None:
-    """Keys of 192 elements and values of 128 are those of latent attention."""
+def test_values_narrower_than_keys(on: str, head_size: int, value_size: int, packed: bool) -> None:
+    """MLA has keys of 192 elements and values of 128."""
     call = _call(
         [18, 2], [90, 2], head_size=head_size, value_size=value_size, dtype=torch.float16, packed=packed, on=on
     )
     _assert_is_attention(call | {"lse": torch.empty(4, 20, device=on), "sliding_window": 40})
 
 
-def test_sizes_of_values_that_are_refused() -> None:
+def test_refused_value_sizes() -> None:
     call = _call([3], [3], head_size=32)
     call.pop("plain")
     for name, size, message in (
@@ -137,7 +137,7 @@ def test_any_block_size(on: str, block_size: int, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("window", [1, 9, 64, 500])
 def test_sliding_window(on: str, window: int, packed: bool) -> None:
-    """Slots before every window may hold anything: their block is another's by now."""
+    """Slots before every window may hold anything, because another sequence may own their block."""
     for dtype in (torch.float32, torch.bfloat16):
         call = _call([50, 1], [190, 130], dtype=dtype, packed=packed, on=on) | {"sliding_window": window}
         if window < 100:
@@ -156,7 +156,7 @@ def test_options(on: str) -> None:
 
 
 def test_sinks(on: str) -> None:
-    """One more logit takes its share of the weights."""
+    """A sink is one more logit in the softmax."""
     sinks = torch.tensor([0.0, 2.0, -40.0, 9.0])
     for dtype in (torch.float32, torch.float16):
         call = _call([20], [40], dtype=dtype, on=on)
@@ -189,12 +189,12 @@ def test_fp8_cache(on: str, code: torch.dtype, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_of_heads(on: str, dtype: torch.dtype) -> None:
+def test_fp8_scales_per_head(on: str, dtype: torch.dtype) -> None:
     call = in_codes_of_heads(_call([20, 1], [50, 30], (6, 3), dtype=dtype, on=on), [0.25, 1.0, 0.5], [3.0, -0.5, 1.0])
     _assert_is_attention(call | {"lse": torch.empty(6, 21, device=on)})
 
 
-def test_one_token_each_is_decoding(on: str) -> None:
+def test_single_tokens_equal_decode(on: str) -> None:
     call = _call([1, 1, 1], [40, 1, 130], dtype=torch.float32, on=on)
     call.pop("plain")
     decoded = torch.empty_like(call["out"])
@@ -206,7 +206,7 @@ def test_one_token_each_is_decoding(on: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_more_queries_than_tokens(on: str, dtype: torch.dtype) -> None:
-    """The first of them have no key: zeros, and a logarithm of nothing."""
+    """The first queries have no key: the result is 0, and its log-sum-exp -inf."""
     call = _call([9], [5], dtype=dtype, on=on) | {"lse": torch.empty(4, 9, device=on)}
     keys, values = call.pop("plain")[0]
     VARLEN.wrapper(**call)
@@ -219,7 +219,7 @@ def test_more_queries_than_tokens(on: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 def test_hostile_indices(dtype: torch.dtype, packed: bool) -> None:
-    """Numbers that lead nowhere contribute nothing; rows of no sequence are left alone."""
+    """Indices out of range contribute nothing; rows of no sequence are left alone."""
     call = _call([20, 5, 8], [20, 40, 33], dtype=dtype, packed=packed)
     call.pop("plain")
     call["block_tables"] = torch.tensor([[0, -1, 2], [10**9, 1, -(2**31)], [12, 11, 2**31 - 1]], dtype=torch.int32)
@@ -233,22 +233,22 @@ def test_hostile_indices(dtype: torch.dtype, packed: bool) -> None:
         call["seq_lens"] = torch.tensor(lengths, dtype=torch.int32)
         call["cu_seqlens_q"] = torch.tensor(starts, dtype=torch.int32)
         assert_matches_reference(VARLEN, **call, warp_sizes=(32, 64))
-    # Not ascending, they say nothing of whose the rows are; but no row outside is touched.
+    # With unsorted starts the owner of a row is undefined, but no row outside is touched.
     call["cu_seqlens_q"] = torch.tensor([30, 20, 10, 20], dtype=torch.int32)
     with config.cpu("kernels"):
         VARLEN.wrapper(**call)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
-def test_holes(packed: bool) -> None:
-    """Blocks that are not there, in tiles that every row sees whole."""
+def test_missing_blocks(packed: bool) -> None:
+    """Blocks that do not exist, in tiles without a mask."""
     call = _call([3, 2], [200, 150], dtype=torch.bfloat16, packed=packed)
     call.pop("plain")
     call["block_tables"][0, 2] = call["block_tables"][1, 5] = -1
     assert_matches_reference(VARLEN, **call)
 
 
-def test_slices(on: str) -> None:
+def test_sliced_tensors(on: str) -> None:
     """Queries inside a fused QKV, caches inside one buffer, strided 64-bit lengths."""
     call = _call([30, 7], [40, 7], dtype=torch.bfloat16, on=on)
     fused = torch.full((37, 8, 64), torch.nan, dtype=torch.bfloat16, device=on)
@@ -262,7 +262,7 @@ def test_slices(on: str) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["flash", "packed"])
 @pytest.mark.parametrize("count", [64, 65, 128, 129])
-def test_prompts_that_end_at_the_edge_of_a_tile(on: str, count: int, packed: bool) -> None:
+def test_prompts_around_the_tile_size(on: str, count: int, packed: bool) -> None:
     """The last tile of keys is full, or holds a single token with a weight far from zero."""
     _assert_is_attention(_call([count], [count], dtype=torch.bfloat16, packed=packed, on=on))
     _assert_is_attention(_call([count, 3], [count, count], (2, 2), dtype=torch.float16, packed=packed, on=on))

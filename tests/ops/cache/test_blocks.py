@@ -1,4 +1,4 @@
-"""Blocks of caches that are copied, swapped and converted as wholes."""
+"""Whole cache blocks: copy, swap, conversion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.calls import DEVICES, refusal
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
 def test_copy_blocks(dtype: torch.dtype, where: str) -> None:
-    """Lists of layers, blocks that are padded or whose heads come first, a source that is copied twice."""
+    """Lists of layers, padded blocks, heads-first blocks, a source that is copied twice."""
     layers = [make(7, 4, 3, 5, where=where, seed=i).to(dtype) for i in range(4)]
     layers[2] = make(7, 3, 4, 6, where=where).to(dtype).transpose(1, 2)[..., :5].contiguous().transpose(1, 2)
     layers[2] = layers[2].transpose(1, 2)
@@ -85,7 +85,7 @@ def test_swap_blocks_merges_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dst", (torch.zeros(4, 4), torch.zeros(4, 2, dtype=torch.cfloat).conj(), 16, [[0, 1]])),
     ],
 )
-def test_swap_blocks_refuses(argument: str, args: Any) -> None:
+def test_swap_blocks_refused(argument: str, args: Any) -> None:
     with pytest.raises(pyops.OpError, match=f"^swap_blocks: {argument}: "):
         pyops.swap_blocks(*args)
 
@@ -98,8 +98,8 @@ def test_blocks_of_any_dtype() -> None:
         assert torch.equal(dst.view(torch.uint8)[32:48], src.view(torch.uint8)[:16])
 
 
-def test_swap_blocks_within_a_tensor() -> None:
-    """A destination may be no source, not in part either; then nothing is written."""
+def test_swap_blocks_within_one_tensor() -> None:
+    """A destination may not overlap a source, not even in part; such a call writes nothing."""
     x = make(4, 4)
     before = x.clone()
     for src, dst, mapping in ((x, x, [[3, 2], [0, 1], [1, 0]]), (x, x, [[0, 0]]), (x[1:], x, [[0, 2], [1, 0]])):
@@ -129,7 +129,7 @@ def test_swap_blocks_between_devices(way: str, pinned: bool) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_convert_fp8_layouts(where: str) -> None:
-    """Permuted, sliced and flat tensors: elements pair up by their indices, and nothing between them is written."""
+    """Permuted, sliced and flat tensors: elements pair up by their indices, and gaps between them are not written."""
     for shape, dims in (((3, 4, 5, 8), (0, 2, 1, 3)), ((6, 7), (1, 0)), ((9,), (0,)), ((2, 3, 4), (2, 0, 1))):
         x = make(*shape, where=where).permute(dims)
         output = torch.zeros(shape, dtype=torch.uint8, device=where).permute(dims)
@@ -150,8 +150,8 @@ def test_convert_fp8_layouts(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_convert_fp8_of_another_packing(where: str) -> None:
-    """Contiguous caches of equally many elements pair them up in the order of memory; zero elements are no error."""
+def test_convert_fp8_of_another_shape(where: str) -> None:
+    """Contiguous caches with equally many elements pair them up in memory order; zero elements are no error."""
     x = make(5, 3, 4, 16, 8, where=where)
     codes = torch.zeros(5, 3, 2, 16, 16, dtype=torch.uint8, device=where)
     pyops.convert_fp8(codes, x, 0.1)
@@ -174,7 +174,7 @@ def test_convert_fp8_of_more_rows_than_a_grid_has(where: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_convert_fp8_refuses(where: str) -> None:
+def test_convert_fp8_refused(where: str) -> None:
     op = pyops.registry["convert_fp8"]
     x, codes = make(4, 6, where=where), torch.zeros(4, 6, dtype=torch.uint8, device=where)
     for kind in ("auto", "fp8_e5m2", "int8"):

@@ -1,4 +1,4 @@
-"""What else is special to the cache ops: rotated entries, many tokens, and the geometry of launches."""
+"""Cache ops: fused RoPE and cache writes, many tokens, and launch geometry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.calls import DEVICES, example, refusal
 @pytest.mark.parametrize("is_neox", [False, True])
 @pytest.mark.parametrize(("rope_size", "latent_size"), [(64, 512), (20, 36), (6, 5)])
 def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torch.dtype, where: str) -> None:
-    """Angles and rotations from float64, within three roundings; the cache holds the rotated keys, to the bit."""
+    """Angles and rotations in float64, within three roundings; the cache holds the rotated keys bit for bit."""
     n, num_heads = 9, 3
     both = make(n, rope_size + latent_size, dtype=dtype, where=where)
     k_pe, kv_c = both[:, :rope_size], both[:, rope_size:]
@@ -58,7 +58,7 @@ def test_rope_fused(rope_size: int, latent_size: int, is_neox: bool, dtype: torc
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_rope_fused_of_padded_tokens_by_a_float32_table(is_neox: bool, where: str) -> None:
-    """Tokens after the last slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
+    """Tokens without a slot, which CUDA graphs add, are left alone; angles in float32 are rounded first."""
     args = [
         torch.arange(7, device=where),
         *(make(*shape, dtype=torch.bfloat16, where=where) for shape in ((7, 2, 16), (7, 16), (7, 24))),
@@ -93,7 +93,7 @@ def test_unknown_kinds_are_refused(where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES[1:2])
 @pytest.mark.parametrize("name", FAMILY)
 def test_many_tokens(name: str, where: str, small: device.Device) -> None:
-    """As many as fill a device, which here is a small one: blocks take several tokens, the last one fewer."""
+    """Enough to fill a device, here a small one: blocks take several tokens, the last block fewer."""
     op = pyops.registry[name]
     for case in axes.sample(op, max_cases=3):
         args = example(op, where, num_tokens=151, **case)
@@ -111,10 +111,10 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
     "name", [name for name in FAMILY if "block_table" in {p.name for p in pyops.registry[name].tensors}]
 )
 @pytest.mark.parametrize("more", [20, -20])
-def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> None:
-    """The slots of the last block after the last row are not written, though lengths and owners go on.
+def test_rows_after_the_last(name: str, more: int, small: device.Device) -> None:
+    """The last block writes no row after the last one, though lengths and owners go on.
 
-    Nor are rows of no sequence.
+    Rows of no sequence are not written either.
     """
     op = pyops.registry[name]
     args = example(op, num_tokens=151)
@@ -130,8 +130,8 @@ def test_rows_behind_the_last(name: str, more: int, small: device.Device) -> Non
 
 @on_host
 @pytest.mark.parametrize("rows", [1, 2, 4])
-def test_first_of_many_sequences(rows: int, small: device.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sequences in any order that overlap, leave gaps, are empty or hostile, the first one has a row."""
+def test_first_of_overlapping_sequences(rows: int, small: device.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences in any order, overlapping, with gaps, empty or hostile: the first one that contains a row owns it."""
     monkeypatch.setattr(import_module("pyops.ops.cache.cp_gather_and_upconvert_fp8_kv_cache"), "_ROWS", rows)
     generator = torch.Generator().manual_seed(rows)
     num_seqs, num_rows = 75, 203
@@ -149,7 +149,7 @@ def test_first_of_many_sequences(rows: int, small: device.Device, monkeypatch: p
 
 @on_host
 def test_tokens_beyond_the_slots_are_padding() -> None:
-    """Keys and values may be longer than slot_mapping, whose length is the number of tokens."""
+    """Keys and values may be longer than slot_mapping, which fixes the number of tokens."""
     key = make(9, 2, 16)
     caches = [torch.zeros(2, 4, 2, 16) for _ in range(2)]
     scales = torch.ones(()), torch.ones(1)
@@ -171,12 +171,12 @@ def test_tokens_beyond_the_slots_are_padding() -> None:
     ],
 )
 def test_geometry_of_tokens(num_tokens: int, token_vecs: int, config: _geometry.CacheConfig) -> None:
-    """On 132 SMs: few tokens take small blocks; more, one vector per thread; many, four vectors per thread."""
+    """On 132 SMs: few tokens take small blocks; more take one vector per thread; many take four vectors per thread."""
     assert _geometry.choose(_geometry.CacheProblem(num_tokens, token_vecs, float32), device.model()) == config
 
 
 def test_geometry_of_early_blocks() -> None:
-    """Smaller blocks, where there are more than those that look up early: four on each of 132 SMs."""
+    """Smaller blocks, if there are more blocks than the early lookup serves: four on each of 132 SMs."""
     few, many = (_geometry.CacheProblem(num_tokens, 72, float32, early=True) for num_tokens in (2115, 2116))
     assert _geometry.choose(many, device.model()) == _geometry.CacheConfig(tokens=4, batch=2, num_threads=160)
     assert _geometry.choose(few, device.model()) == _geometry.CacheConfig(tokens=3, batch=1, num_threads=256)

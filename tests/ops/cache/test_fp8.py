@@ -1,4 +1,4 @@
-"""Codes of the cache ops: those of every value, by torch's own conversions and float64."""
+"""fp8 conversion in cache ops: every value, against torch's own conversions and float64."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from tests.support.calls import DEVICES
 @CODES
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.0e-3, 7.0, 1e-30, 1e30, -0.3, 0.0, 2.0**-140, float("inf")])
-def test_codes_of_every_value(dtype: torch.dtype, kind: str, code: torch.dtype, scale: float, where: str) -> None:
-    """A true division, to the nearest, saturating; infinities are the largest code, NaN stays; signs of zeros, too."""
+def test_fp8_of_every_value(dtype: torch.dtype, kind: str, code: torch.dtype, scale: float, where: str) -> None:
+    """A true division, rounded to nearest, saturating; infinities become the largest value, NaN and the sign of zero
+    stay.
+    """
     x = every_value(dtype, where).reshape(256, 256)
     cache = torch.zeros(16, 16, 256, dtype=torch.uint8, device=where)
     slots = torch.arange(256, device=where)
@@ -33,8 +35,8 @@ def test_codes_of_every_value(dtype: torch.dtype, kind: str, code: torch.dtype, 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("scale", [1.0, 0.1, 3.7e-3, 2.0**-100])
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, FNUZ])
-def test_codes_of_float32(code: torch.dtype, scale: float, where: str) -> None:
-    """Quotients next to every tie between two fp8 values: a division that is off by one ulp would show."""
+def test_fp8_of_float32(code: torch.dtype, scale: float, where: str) -> None:
+    """Quotients next to every tie between two fp8 values, so that a division off by one ulp would show."""
     codes = torch.arange(0x7E if code != FNUZ else 0x80, dtype=torch.uint8).view(code).double()
     ties = ((codes[1:] + codes[:-1]) / 2 * float(numpy.float32(scale))).float()
     around = torch.stack([ties, *(torch.nextafter(ties, torch.tensor(to)) for to in (0.0, 1e38))]).to(where)
@@ -47,7 +49,7 @@ def test_codes_of_float32(code: torch.dtype, scale: float, where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @CODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_floats_of_every_code(dtype: torch.dtype, kind: str, code: torch.dtype, where: str) -> None:
+def test_floats_of_every_fp8_value(dtype: torch.dtype, kind: str, code: torch.dtype, where: str) -> None:
     cache = torch.arange(256, dtype=torch.uint8, device=where).reshape(1, 4, 64)
     dst = torch.zeros(4, 64, dtype=dtype, device=where)
     table, lens = ints([[0]], torch.int32, where), ints([0, 4], torch.int32, where)
@@ -60,8 +62,8 @@ def test_floats_of_every_code(dtype: torch.dtype, kind: str, code: torch.dtype, 
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_a_cache_of_fnuz(where: str) -> None:
-    """Every writer of codes; both caches of a call have the same, and no other kind is taken for it."""
+def test_fnuz_cache(where: str) -> None:
+    """Every op that writes fp8; both caches of a call have the same type, and no other type is taken for FNUZ."""
     x, slots = make(5, 2, 16, where=where), ints([3, 0, 9, 7, 12], where=where)
     right = quantised(x, 0.1, FNUZ)
 
@@ -104,8 +106,8 @@ def test_a_cache_of_fnuz(where: str) -> None:
         *(("convert_fp8", {"to_codes": to_codes}) for to_codes in (True, False)),
     ],
 )
-def test_bytes_are_codes_of_the_device(name: str, more: dict[str, Any], arch: str, own: str) -> None:
-    """Of its own e4m3, whoever reads or writes them."""
+def test_bytes_have_the_fp8_type_of_the_device(name: str, more: dict[str, Any], arch: str, own: str) -> None:
+    """A byte cache holds the device's own e4m3 type, for ops that read and that write."""
     op = pyops.registry[name]
     assert op.example is not None
     launches = op.launches(*op.example(ArgMaker(device.model(arch)), **more))
@@ -114,8 +116,8 @@ def test_bytes_are_codes_of_the_device(name: str, more: dict[str, Any], arch: st
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_a_cache_of_float8(where: str) -> None:
-    """Codes may be given as uint8 or as the float8 that they are, numbers for scales as numbers."""
+def test_float8_cache(where: str) -> None:
+    """A cache may be uint8 or float8; scales may be Python numbers."""
     x, slots = make(5, 2, 16, where=where), ints([3, 0, 9, 7, 12], where=where)
     for kind, dtype in KINDS.items():
         caches = [torch.zeros(2, 8, 2, 16, dtype=torch.uint8, device=where) for _ in range(4)]
@@ -133,8 +135,10 @@ def test_a_cache_of_float8(where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_ds_mla_entry(dtype: torch.dtype, where: str) -> None:
-    """656 bytes: codes, scales that are never below 2^-126, and the rope as it is; by another route, from float64."""
+def test_ds_mla_latent(dtype: torch.dtype, where: str) -> None:
+    """656 bytes: fp8 values, scales of at least 2^-126, and the unquantized rope part; derived from float64 in another
+    way.
+    """
     kv_c, k_pe = make(6, 512, dtype=dtype, where=where), make(6, 64, dtype=dtype, where=where)
     kv_c[1, :128] = 0.0
     kv_c[2, 130] = float("nan")
@@ -162,7 +166,7 @@ def test_ds_mla_entry(dtype: torch.dtype, where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_ds_mla_round_trip(where: str) -> None:
-    """What is written as fp8_ds_mla comes back as bfloat16, within half a step of the codes."""
+    """A round trip through fp8_ds_mla to bfloat16, within half an ulp of fp8."""
     kv_c, k_pe = (make(40, size, dtype=torch.bfloat16, where=where) for size in (512, 64))
     cache = torch.zeros(4, 16, 656, dtype=torch.uint8, device=where)
     table = ints([[2, 0], [3, 1]], torch.int32, where)
@@ -184,7 +188,7 @@ def test_ds_mla_round_trip(where: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("head_size", "group"), [(128, 128), (128, 32), (96, 96), (100, 25), (512, 256)])
 def test_indexer_block(head_size: int, group: int, dtype: torch.dtype, where: str) -> None:
-    """Codes of all slots, then scales of all slots; powers of two by their logarithm in float64."""
+    """fp8 values of all slots, then scales of all slots; power-of-two scales by their logarithm in float64."""
     k = make(7, head_size, dtype=dtype, where=where)
     k[0] = 0.0
     k[1, 3] = float("nan")

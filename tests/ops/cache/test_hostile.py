@@ -1,4 +1,4 @@
-"""Indices that lead nowhere, and lengths, scales and groups that cache ops refuse."""
+"""Indices out of range, and the lengths, scales and groups that cache ops refuse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITH_SLOTS = [name for name in FAMILY if "slot_mapping" in {p.name for p in pyop
 @pytest.mark.parametrize("name", WITH_SLOTS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
-    """No slot leads outside: those that do not exist are not written, whatever they are, and all else is."""
+    """A slot out of range is not written, whatever its number; all other slots are."""
     _check_hostile_slots(name, dtype, where, 20)
 
 
@@ -31,7 +31,7 @@ def test_hostile_slots(name: str, dtype: torch.dtype, where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES[1:2])
 @pytest.mark.parametrize("name", WITH_SLOTS)
 def test_hostile_slots_among_many_tokens(name: str, where: str) -> None:
-    """As many as fill a device: `reshape_and_cache` finds the tokens of groups of slots then."""
+    """Enough tokens to fill a device, where `reshape_and_cache` looks up the tokens of groups of slots."""
     _check_hostile_slots(name, torch.int64, where, 40)
 
 
@@ -63,7 +63,7 @@ def _gathers(where: str) -> list[Any]:
     for name in FAMILY:
         op = pyops.registry[name]
         if "block_table" in {p.name for p in op.tensors}:
-            # No multiple of what a block of threads has.
+            # Not a multiple of the tokens of a block of threads.
             cases.append((op, example(op, where, num_tokens=21, **axes.fullest(op))))
     return cases
 
@@ -71,7 +71,7 @@ def _gathers(where: str) -> list[Any]:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("wide", [False, True])
 def test_hostile_tables(wide: bool, where: str) -> None:
-    """No block, length, start or owner leads outside; a row whose entry does not exist is left as it is."""
+    """No block, length, start or owner leads outside; a row without a table entry is left alone."""
     dtype = torch.int64 if wide else torch.int32
     top = torch.iinfo(dtype).max
     hostile = [value for value in HOSTILE if -top - 1 <= value <= top]
@@ -86,7 +86,7 @@ def test_hostile_tables(wide: bool, where: str) -> None:
                 for value in (*hostile, 1, 30, num_blocks):
                     broken = clones(wide_args)
                     broken[names[table]][at] = value
-                    # The reference is thousands of small calls: of them only those on a CPU are fast.
+                    # The reference is thousands of small calls, which are fast only on a CPU.
                     right = expected(op, [x.cpu() if isinstance(x, torch.Tensor) else x for x in broken])
                     results = run(op, broken)
                     for tensor in right:
@@ -124,8 +124,8 @@ def _checking(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_checking")
-def test_hostile_lengths_are_not_read_beyond() -> None:
-    """PYOPS_CHECK names what is out of range, and not the slots that are negative nor entries that no sequence uses."""
+def test_hostile_lengths_read_nothing_beyond() -> None:
+    """PYOPS_CHECK names values out of range, but not negative slots nor table entries that no sequence uses."""
     op = pyops.registry["reshape_and_cache_flash"]
     args = example(op, num_tokens=5)
     args[4][1] = -1
@@ -159,7 +159,7 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
         upconvert_ = pyops.cp_gather_and_upconvert_fp8_kv_cache
         upconvert_(entries, codes, table, ints(lengths, torch.int32), ints(rows, torch.int32), 2)
 
-    gather([0, 8, 8], [0, 4])  # the second has no rows, so that its block is not needed
+    gather([0, 8, 8], [0, 4])  # sequence 1 has no rows, so its block does not matter
     gather([0, 4, 8], [4, 0])
     upconvert([8, 0], [0, 99])
     for call, values, message in (
@@ -179,7 +179,7 @@ def test_lengths_and_starts_out_of_range_are_named() -> None:
             call(*values)
 
 
-def test_scales_of_a_cache_are_refused() -> None:
+def test_bad_cache_scales_are_refused() -> None:
     op = pyops.registry["reshape_and_cache_flash"]
     args = example(op)
     for name in ("k_scale", "v_scale"):
@@ -188,13 +188,13 @@ def test_scales_of_a_cache_are_refused() -> None:
             assert refusal(op, [*args[:place], wrong, *args[place + 1 :]]).argument == name
 
 
-def test_indexer_groups_are_refused() -> None:
+def test_bad_indexer_groups_are_refused() -> None:
     for group in (0, -128, 48):
         with pytest.raises(pyops.OpError, match="quant_block_size: expected a divisor of head_size=128, got"):
             pyops.indexer_k_quant_and_cache(make(2, 128), bytes_of(3, 4, 132), ints([0, 1]), group, "auto")
 
 
-def test_indexer_blocks_are_counted_in_32_bits() -> None:
+def test_indexer_blocks_fit_in_32_bits() -> None:
     cache, slots = _sparse(1, 20_000_000, 132, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(pyops.OpError, match=r"kv_cache: expected blocks of at most 2\^30 bytes"):
         pyops.indexer_k_quant_and_cache(torch.zeros(1, 128), cache, slots, 128, "auto")
@@ -202,7 +202,7 @@ def test_indexer_blocks_are_counted_in_32_bits() -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_gathers_without_sequences(where: str) -> None:
-    """No row is anyone's, whatever the table and the owners hold; nothing is written."""
+    """No sequence owns a row, whatever the table and the owners hold; nothing is written."""
     cache, table = make(3, 4, 8, where=where), ints([[2]], torch.int32, where)
     none, owners = ints([0], torch.int32, where), ints([0, 0], torch.int32, where)
     dst = torch.full((2, 8), -1.0, device=where)
@@ -215,7 +215,7 @@ def test_gathers_without_sequences(where: str) -> None:
 
 
 def _sparse(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in memory that is none before it is touched."""
+    """A tensor in memory that the system provides only when it is touched."""
     size = dtype.itemsize
     for extent in shape:
         size *= extent

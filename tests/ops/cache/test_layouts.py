@@ -1,4 +1,4 @@
-"""Layouts of caches: where entries of tokens lie, by any strides, and what gathers read of them."""
+"""Cache layouts: slots of tokens under any strides, and what gathers read of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.calls import DEVICES, example
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(("num_heads", "head_size"), [(2, 64), (3, 5), (1, 7)])
 def test_flash_layouts(num_heads: int, head_size: int, joint: bool, heads_first: bool, kind: str, where: str) -> None:
-    """Heads before slots, both caches in one buffer, each cache with strides of its own, a scale for every head."""
+    """Heads before slots, both caches in one buffer, strides per cache, a scale per head."""
     num_blocks, block_size, n = 3, 5, 9
     dtype = torch.bfloat16 if kind == "auto" else torch.uint8
     inner = (num_heads, block_size) if heads_first else (block_size, num_heads)
@@ -65,9 +65,9 @@ def test_packed(
     small: device.Device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Runs of slots that begin anywhere among the tokens, one after another and scattered; more heads than threads.
+    """Runs of slots that begin at any token, consecutive or scattered; more heads than threads.
 
-    Few tokens are written as they come, many by groups of slots, in whatever order they come.
+    Few tokens are written in their order, many by groups of slots, in any order.
     """
     monkeypatch.setattr(packed, "_MAX_UNGROUPED_TOKENS", -1 if grouped else 1000)
     pyops.registry["reshape_and_cache"].forget()
@@ -84,7 +84,7 @@ def test_packed(
         stored = dtype if kind == "auto" else torch.uint8
         key_cache = torch.zeros(num_blocks, num_heads, head_size // x, block_size, x, dtype=stored, device=where)
         value_cache = torch.zeros(num_blocks, num_heads, head_size, block_size, dtype=stored, device=where)
-        if block_size in (5, 48):  # neither begins aligned
+        if block_size in (5, 48):  # neither block size begins aligned
             key_cache, value_cache = (Layout(1, 0, None).place(cache) for cache in (key_cache, value_cache))
         pyops.reshape_and_cache(key, value, key_cache, value_cache, slots, kind, 0.1, 0.3)
         exists = (slots >= 0) & (slots < every)
@@ -100,8 +100,8 @@ def test_packed(
 
 
 @pytest.mark.parametrize("where", DEVICES[1:])
-def test_packed_groups_keep_one_of_the_tokens_of_a_slot(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which one is not specified; its key and its value are."""
+def test_packed_slot_with_several_tokens_keeps_one(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which token wins is not specified, but key and value are of the same one."""
     op = pyops.registry["reshape_and_cache"]
     monkeypatch.setattr(packed, "_MAX_UNGROUPED_TOKENS", -1)
     op.forget()
@@ -124,7 +124,7 @@ def test_packed_groups_keep_one_of_the_tokens_of_a_slot(where: str, monkeypatch:
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_packed_with_many_heads(where: str) -> None:
-    """No chunk of a token is left out, however many there are."""
+    """No chunk of a token is left out, for any number of heads."""
     key = make(2, 70, 128, dtype=torch.float16, where=where)
     key_cache = torch.zeros(2, 70, 16, 4, 8, dtype=torch.float16, device=where)
     value_cache = torch.zeros(2, 70, 128, 4, dtype=torch.float16, device=where)
@@ -136,7 +136,7 @@ def test_packed_with_many_heads(where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_index_tensors(dtype: torch.dtype, where: str) -> None:
-    """Of 32 or 64 bits, with gaps between their elements, or expanded."""
+    """Indices of 32 or 64 bits, with gaps between their elements, or expanded."""
     kv_c, k_pe = make(4, 24, where=where), make(4, 8, where=where)
     slots = ints([5, 2, 0, 7], dtype, where)
     cache = torch.zeros(2, 4, 32, device=where)
@@ -156,8 +156,8 @@ def test_index_tensors(dtype: torch.dtype, where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("name", FAMILY)
-def test_indices_apart(name: str, where: str) -> None:
-    """Whatever lies between the elements of an index tensor, the results are the same."""
+def test_strided_indices(name: str, where: str) -> None:
+    """The memory between the elements of an index tensor does not matter."""
     op = pyops.registry[name]
     args = example(op, where, num_tokens=9, **axes.fullest(op))
     indices = {n: x for n, x in named(op, args).items() if x.dtype in (torch.int32, torch.int64)}
@@ -169,8 +169,8 @@ def test_indices_apart(name: str, where: str) -> None:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float16, torch.float32, torch.int32])
-def test_gather_of_any_entry(dtype: torch.dtype, where: str) -> None:
-    """Entries of any shape and element type come as they are, to the bit."""
+def test_gather_of_any_shape_and_dtype(dtype: torch.dtype, where: str) -> None:
+    """Slots of any shape and element type are copied bit for bit."""
     for entry in ((7,), (3, 8), (2, 2, 16)):
         raw = bytes_of(3, 4, *entry[:-1], entry[-1] * dtype.itemsize, where=where, high=256)
         cache = raw.view(dtype)
@@ -183,7 +183,7 @@ def test_gather_of_any_entry(dtype: torch.dtype, where: str) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @given(data=st.data())
 def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
-    """Shared blocks, broken tables and slots full of NaN: what comes is what the tables say and nothing else."""
+    """Shared blocks, broken tables and slots full of NaN: the result is what the tables select and nothing else."""
     paged = data.draw(strategies.paged_caches("float32", layout="flash", num_heads=1, head_size=12, broken=True))
     cache = paged.key_cache[:, :, 0].to(where)
     offsets = torch.zeros(len(paged.seq_lens) + 1, dtype=torch.int32)
@@ -208,7 +208,8 @@ def test_gather_from_paged_caches(where: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("num_seqs", [31, 32])
 def test_gather_of_many_sequences(where: str, num_seqs: int) -> None:
-    """As many as one load of a warp's lanes bounds, and one more; most of them empty, and rows after the last."""
+    """The number of sequences that one load of a warp covers, and one more; most are empty, with rows after the
+    last."""
     lengths = torch.zeros(num_seqs, dtype=torch.int64)
     lengths[[0, 1, 16, -1]] = ints([3, 1, 6, 5])
     owners = torch.arange(num_seqs).repeat_interleave(lengths)
@@ -225,8 +226,10 @@ def test_gather_of_many_sequences(where: str, num_seqs: int) -> None:
 @pytest.mark.parametrize(
     "name", ["gather_and_maybe_dequant_cache", "cp_gather_cache", "cp_gather_and_upconvert_fp8_kv_cache"]
 )
-def test_entries_are_asked_for_early(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that look their entries up before the kernel before has ended, and others; with a table of any numbers."""
+def test_early_table_lookup(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that load table entries before the previous kernel has ended, and blocks that do not; tables of any
+    numbers.
+    """
     op = pyops.registry[name]
     op.forget()
     monkeypatch.setattr(_geometry, "early_blocks", lambda num_blocks, _: num_blocks // 2 + 1)
@@ -241,8 +244,8 @@ def test_entries_are_asked_for_early(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-def test_indices_that_the_kernel_before_writes() -> None:
-    """A gather that starts while its block table, owners and starts are written takes what they become."""
+def test_indices_written_by_the_kernel_before() -> None:
+    """A gather starts while its block table, owners and starts are being written, and reads the new values."""
     num_tokens, size = 16384, 576
     cache = torch.arange(256, device="cuda").half()[:, None, None].expand(256, 64, size).contiguous()
     tables = torch.stack([torch.randperm(256, device="cuda")[None].int() for _ in range(16)])

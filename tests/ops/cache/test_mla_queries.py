@@ -1,4 +1,4 @@
-"""Queries of latent attention and its cache: `concat_mla_q`, DeepSeek-V4's insert; and copies by addresses."""
+"""`concat_mla_q`, DeepSeek-V4's queries and cache insert, and `swap_blocks_batch`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK_SIZE = 3
 
 
 def run(op: Any, device: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of a kernel, on a GPU or on the CPU."""
+    """Run the op's kernels, on a GPU or on the CPU."""
     if device == "cuda":
         return op(*args, **kwargs)
     with cpu("kernels"):
@@ -25,7 +25,7 @@ def run(op: Any, device: str, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("gap", "rope_size"), [(0, 64), (8, 64), (1, 63)])
 def test_concat_mla_q(gap: int, rope_size: int, device: str) -> None:
-    """Bits are copied, NaN's too, and gaps between heads are left alone."""
+    """Bits are copied, including NaN, and gaps between heads are left alone."""
     where = "cpu" if device == "host" else device
     bits = torch.randint(-(2**15), 2**15, (5, 3, 512 + rope_size + gap), dtype=torch.int16, device=where)
     given = bits.view(torch.bfloat16)
@@ -56,7 +56,7 @@ def insert(device: str, **changed: Any) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def turned(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
-    """Heads [tokens, heads, 512] in float64, turned as complex numbers."""
+    """Heads [tokens, heads, 512] in float64, rotated as complex numbers."""
     angles = args["cos_sin_cache"][args["position_ids"]].double()
     pairs = torch.view_as_complex(x[..., 448:].double().unflatten(-1, (32, 2)))
     pairs = pairs * torch.complex(angles[:, :32], angles[:, 32:])[:, None]
@@ -75,7 +75,8 @@ def test_queries_of_deepseek_v4(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_keys_of_deepseek_v4(device: str) -> None:
-    """An fp8 value times its scale is within half an ulp of the key; RoPE elements are bfloat16; scales suffice."""
+    """An fp8 value times its scale is within half an ulp of the key; RoPE elements are bfloat16; no scale is too
+    small."""
     args, _ = insert(device)
     key = turned(args["kv"][:, None], args)[:, 0].cpu()
     blocks = args["k_cache"].cpu()
@@ -97,8 +98,8 @@ def test_keys_of_deepseek_v4(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tokens_without_a_place(device: str) -> None:
-    """A slot or a position out of range is neither read nor written; queries are normed all the same."""
+def test_tokens_without_a_slot(device: str) -> None:
+    """A slot or a position out of range is neither read nor written; queries are normalised all the same."""
     far = 2**40
     args, q_out = insert(device, slot_mapping=torch.tensor([-1, 9, 1]), position_ids=torch.tensor([0, 1, -far, far]))
     assert (args["k_cache"] == 99).all()
@@ -136,8 +137,8 @@ def test_swap_blocks_batch() -> None:
         ({"sizes": torch.ones(2, 1).long()}, r"sizes: expected a contiguous vector .* shape \(2, 1\)"),
     ],
 )
-def test_swap_blocks_batch_refuses(changed: dict[str, Any], message: str) -> None:
-    """Before anything is written: the addresses of a good call are no tensor's."""
+def test_swap_blocks_batch_refused(changed: dict[str, Any], message: str) -> None:
+    """Nothing is written before the refusal: the valid addresses belong to no tensor."""
     ones = torch.ones(2, dtype=torch.int64)
     with pytest.raises(pyops.OpError, match=f"swap_blocks_batch: {message}"):
         pyops.swap_blocks_batch(**{"src_ptrs": ones, "dst_ptrs": ones, "sizes": ones} | changed)

@@ -1,4 +1,4 @@
-"""Collectives: ranks on the host backend, whose flags are checked, and processes that share one GPU."""
+"""Collectives: ranks on the host backend, which checks flags for races, and processes that share one GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZE = 1 << 15  # bytes of the largest message
 
 
 def communicate(world_size: int, body: Callable[[int, int, int], Any], seconds: float = 20.0) -> list[Any]:
-    """``body(rank, fa, reg_buffer)`` of every rank, each with a communicator as vLLM makes it."""
+    """``body(rank, fa, reg_buffer)`` on every rank, each with a communicator made as vLLM makes it."""
 
     def one(rank: int) -> Any:
         signals, own = pyops.allocate_shared_buffer_and_handle(pyops.meta_size() + SIZE)
@@ -109,8 +109,8 @@ def test_all_reduce_add_rms_norm(dtype: torch.dtype) -> None:
         assert_close(expected, out, 1)
 
 
-def test_packets_of_two_meetings_in_a_row_have_memory_of_their_own() -> None:
-    """The input is the output. Every packet of both halves bears the number of its meeting."""
+def test_packets_of_consecutive_calls_use_separate_buffers() -> None:
+    """The input is the output. Every packet in both halves of the buffer carries the number of its barrier."""
     values = inputs(3, 320, torch.bfloat16)
     num_packets = 3 * 320 // 2
 
@@ -130,8 +130,8 @@ def test_packets_of_two_meetings_in_a_row_have_memory_of_their_own() -> None:
         assert (numbers, bool(others)) == ([[2], [1]], False)
 
 
-def test_every_block_has_the_number_of_the_last_meeting() -> None:
-    """Launches of one block and of many take turns, so that packets of all blocks of a launch bear one number."""
+def test_every_block_has_the_number_of_the_last_barrier() -> None:
+    """Launches of one block and of many alternate, so that packets of all blocks of a launch carry one number."""
     few, many = (inputs(2, numel, torch.float32) for numel in (8, 4096))
 
     def body(rank: int, fa: int, buffer: int) -> None:
@@ -147,7 +147,7 @@ def test_every_block_has_the_number_of_the_last_meeting() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 6, 8])
-def test_packets_of_a_message_have_room(world_size: int) -> None:
+def test_packets_of_a_message_fit(world_size: int) -> None:
     most = max(nbytes for nbytes in range(16, 2 << 20, 16) if by_packets(world_size, nbytes))
     assert 2 * world_size * most <= PACKET_BYTES // 2 < 2 * world_size * (most + 16)
     num_vecs = most // 16
@@ -170,7 +170,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("algorithm", ["oneshot", "twoshot"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
     file, header = "collective/all_reduce.cu", kernels_cu.read("collective/rank_barrier.cuh")
     text = kernels_cu.read(file).replace('#include "rank_barrier.cuh"', header.replace("#pragma once", ""))
@@ -180,7 +180,7 @@ def test_a_missing_flag_is_a_fault(mistake: str, algorithm: str, monkeypatch: py
     values = inputs(2, 1600, torch.float32)
     if "slice" in mistake:
         assert algorithm == "oneshot" or not torch.equal(reduced(values)[0], in_order(values))
-    elif algorithm == "oneshot" and "release" in mistake:  # one shot has no sums that others read
+    elif algorithm == "oneshot" and "release" in mistake:  # other ranks read no partial sums of one-shot
         assert torch.equal(reduced(values)[0], in_order(values))
     else:
         with pytest.raises(pyops.KernelFault) as raised:
@@ -203,8 +203,8 @@ def test_ranks_that_wait_for_a_flag_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_ranks_that_a_kernel_gives_up_are_told(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of ranks 1 and 3 end at once, as those of processes that die."""
+def test_ranks_given_up_by_a_kernel_are_reported(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of ranks 1 and 3 end at once, like those of processes that die."""
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "oneshot")
     file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
     first, second = "    world.meet<Flagged::START>();", "    world.meet<TWO_SHOT ?"
@@ -225,8 +225,8 @@ def test_ranks_that_a_kernel_gives_up_are_told(schedule: Schedule, monkeypatch: 
     assert found == [{1: (0, 1), 3: (0, 1)}, {}, {1: (0, 1), 3: (0, 1)}, {}]
 
 
-def test_the_meeting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that dies between its meetings, in the second call: every call has two."""
+def test_failed_barrier_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank dies between the two barriers of its second call."""
     file, text = "collective/all_reduce.cu", kernels_cu.read("collective/all_reduce.cu")
     second = "    world.meet<TWO_SHOT ?"
     assert text.count(second) == 1
@@ -244,7 +244,7 @@ def test_the_meeting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert communicate(3, body) == [{1: (0, 4)}, {}, {1: (0, 4)}]
 
 
-def test_an_error_of_the_device_names_the_ranks_that_were_given_up() -> None:
+def test_device_error_names_the_ranks_given_up() -> None:
     lost = lost_record(torch.device("cpu"))
     failure = RuntimeError("CUDA error: unspecified launch failure")
     with pytest.raises(RuntimeError) as raised, naming_lost_ranks("all_reduce", lost):
@@ -263,8 +263,8 @@ def test_an_error_of_the_device_names_the_ranks_that_were_given_up() -> None:
     assert raised.value is already
 
 
-def test_a_kernel_tells_before_it_ends_with_a_trap() -> None:
-    """On CUDA, in the order of the source: to memory of the host, through a fence of the whole system."""
+def test_kernel_reports_before_it_traps() -> None:
+    """In the CUDA source, the write to host memory comes before a system-wide fence, and the trap after it."""
     wait = kernels_cu.read("collective/rank_barrier.cuh").partition("DEVICE void tell_lost")[2]
     steps = (
         "lost->meeting = meeting",
@@ -279,7 +279,7 @@ def test_a_kernel_tells_before_it_ends_with_a_trap() -> None:
 
 
 @pytest.mark.parametrize("how", ["late", "dead", "returned"])
-def test_a_rank_that_does_not_come_is_named(how: str) -> None:
+def test_absent_rank_is_named(how: str) -> None:
     values = inputs(3, 64, torch.float32)
     caught: list[pyops.RankError] = []
 
@@ -308,7 +308,7 @@ def test_a_rank_that_does_not_come_is_named(how: str) -> None:
         assert "for rank 1" in str(error)
 
 
-def test_calls_are_refused() -> None:
+def test_bad_calls_are_refused() -> None:
     def body(rank: int, fa: int, buffer: int) -> None:
         x, long = torch.zeros(64), torch.zeros(1 << 18)
         for inp, out, reg_buffer, size, name in (
@@ -367,7 +367,7 @@ def quick(values: list[torch.Tensor], level: int, half: bool = False) -> list[to
 
 
 def coded(x: torch.Tensor, level: int) -> torch.Tensor:
-    """Encoded and decoded by the formula, in float64 but for the roundings to the dtype of `x`."""
+    """Encode and decode by the formula, in float64 except for the roundings to the dtype of `x`."""
     if level == 0:
         return x
     half = 2 ** ((8, 6, 4)[level - 1] - 1)
@@ -383,7 +383,7 @@ def coded(x: torch.Tensor, level: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float16), (4, torch.bfloat16), (8, torch.float16)])
-def test_quick_all_reduce_is_its_formula(world_size: int, dtype: torch.dtype, level: int) -> None:
+def test_quick_all_reduce_matches_its_formula(world_size: int, dtype: torch.dtype, level: int) -> None:
     for schedule, numel in zip(SCHEDULES[::2], (8, 1000, 9000), strict=False):
         values = inputs(world_size, numel, dtype)
         part = -(-numel // (64 * world_size)) * 64
@@ -397,7 +397,7 @@ def test_quick_all_reduce_is_its_formula(world_size: int, dtype: torch.dtype, le
 
 
 def test_quick_all_reduce_of_extremes() -> None:
-    """The largest element of a block comes through exactly; NaN is not lost; bfloat16 may be computed as float16."""
+    """The largest element of a block is exact; NaN is kept; bfloat16 may be computed as float16."""
     x = torch.zeros(128, dtype=torch.float16)
     x[6], x[7], x[9], x[70] = 1000.0, -3.0, 3.0, torch.nan
     for out in quick([x, torch.zeros_like(x)], 3):
@@ -414,7 +414,8 @@ def test_quick_all_reduce_of_extremes() -> None:
 def norms(
     values: list[torch.Tensor], weight: torch.Tensor, q_size: int, kv_size: int, calls: tuple[int, ...]
 ) -> list[list[torch.Tensor]]:
-    """Of each rank, the results of calls with so many rows. Memory of ranks holds -0.0 at first, as vLLM's does."""
+    """The results of each rank for calls with these numbers of rows. As vLLM does, shared memory of ranks begins as
+    -0.0."""
 
     def one(rank: int) -> list[torch.Tensor]:
         here, size = worlds.here(), 1536 + 16 * len(values[0])
@@ -436,8 +437,8 @@ def norms(
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.float16)])
-def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
-    """Calls differ in their rows."""
+def test_norms_of_rows_divided_among_ranks(world_size: int, dtype: torch.dtype) -> None:
+    """Consecutive calls have different numbers of rows."""
     tokens, q_size, kv_size = 41, 48, 16
     values = [one.view(tokens, -1) for one in inputs(world_size, tokens * (q_size + 2 * kv_size), dtype)]
     weight = inputs(1, q_size, dtype)[0]
@@ -468,7 +469,7 @@ def test_norms_of_rows_that_are_divided_among_ranks(world_size: int, dtype: torc
     ],
     ids=["no meeting", "a rank that ends before it"],
 )
-def test_a_norm_without_the_meeting_is_a_fault(
+def test_norm_without_the_barrier_is_a_fault(
     wrong: str, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, right = "collective/allreduce_rms.cu", "world.meet<Flagged::ALL>();"
@@ -499,11 +500,13 @@ def test_kernels_compile_without_local_memory(specialisation: Specialisation) ->
         (8, (256 << 10) - 16, True, False),
     ],
 )
-def test_two_shots_from_where_they_are_faster(world_size: int, nbytes: int, fully_connected: bool, two: bool) -> None:
+def test_two_shots_are_chosen_where_they_are_faster(
+    world_size: int, nbytes: int, fully_connected: bool, two: bool
+) -> None:
     assert two_shot(world_size, nbytes, fully_connected) == two
 
 
-def test_the_switch_of_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_of_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", "3stage")
     with pytest.raises(pyops.OpError, match="3stage"):
         two_shot(2, 16, True)

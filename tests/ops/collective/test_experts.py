@@ -1,4 +1,4 @@
-"""Experts divided among ranks, on the host backend: rows there and back, and the order that keeps ranks apart."""
+"""Expert parallelism on the host backend: dispatch, combine, and the order of memory accesses between ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Case = tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]
 
 
 def case(world_size: int, dtype: torch.dtype, most: int, id_t: torch.dtype = torch.int64, seed: int = 0) -> Case:
-    """(rows, ids, weights) of each rank; a rank has `most` tokens, another none; a tenth of the ids name no expert."""
+    """(rows, ids, weights) of each rank; one rank has `most` tokens, another none; a tenth of the ids name no
+    expert."""
     generator = torch.Generator().manual_seed(seed)
     counts = [most, 0, *torch.randint(0, most + 1, (world_size,), generator=generator).tolist()][:world_size]
     xs = [torch.randint(-1, 3, (n, HIDDEN), generator=generator).to(dtype) for n in counts]
@@ -43,7 +44,7 @@ def divided(
     dtype: torch.dtype = torch.float32,
     seconds: int = 20,
 ) -> list[Any]:
-    """``body(rank, parallel)`` of every rank, with two experts on each."""
+    """``body(rank, parallel)`` on every rank, each with two experts."""
 
     def one(rank: int) -> Any:
         parallel = pyops.ExpertParallel(None, "cpu", 2 * world_size, MAX_TOKENS, HIDDEN, TOP_K, dtype)
@@ -56,12 +57,12 @@ def divided(
 
 
 def multiplied(rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rank: int) -> None:
-    """In place: a row times the sum of its weights, each times the number of its expert and one."""
+    """In place: each row times the sum of weight * (expert + 1) over its choices, a stand-in for the experts."""
     rows *= (weights * (ids + 1 + 2 * rank)).where(ids >= 0, 0).sum(1, keepdim=True)
 
 
 def combined(xs: list[torch.Tensor], ids: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What `multiplied` and the sum in float32 in the order of ranks make; all of it is exact."""
+    """The result of `multiplied` and of the float32 sum in the order of ranks; all of it is exact."""
     num_experts, outs = 2 * len(xs), []
     for x, own, weight in zip(xs, ids, weights, strict=True):
         factor = (weight.double() * (own.double() + 1)).where((own >= 0) & (own < num_experts), 0).sum(1, keepdim=True)
@@ -70,8 +71,8 @@ def combined(xs: list[torch.Tensor], ids: list[torch.Tensor], weights: list[torc
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), zip((1, 2, 3, 4, 6, 8), DTYPES * 2, strict=True))
-def test_rows_go_to_the_ranks_of_their_experts_and_back(world_size: int, dtype: torch.dtype) -> None:
-    """Of calls in a row, with other numbers of tokens. Rows and ids are those of the formula, and sums exact."""
+def test_dispatch_and_combine_are_exact(world_size: int, dtype: torch.dtype) -> None:
+    """Over consecutive calls with different numbers of tokens: rows and ids match the formula, and sums are exact."""
     id_t = (torch.int64, torch.int32)[world_size % 4 // 2]
     calls = [(most, *case(world_size, dtype, most, id_t, seed=most)) for most in (1, MAX_TOKENS, 4)]
 
@@ -98,8 +99,8 @@ def test_rows_go_to_the_ranks_of_their_experts_and_back(world_size: int, dtype: 
             divided(world_size, body, dtype)
 
 
-def test_sums_are_float32_in_the_order_of_ranks_and_rounded_once() -> None:
-    """Each rank's result is one of four that another order, or a rounding in between, would add up to another sum."""
+def test_combine_adds_in_float32_in_rank_order() -> None:
+    """The four ranks' results are such that another order, or a rounding in between, would change the sum."""
     results = torch.tensor([1.0, 2.0**-9, 2.0**-9, -1.0]).bfloat16()
 
     def body(rank: int, parallel: pyops.ExpertParallel) -> torch.Tensor:
@@ -113,8 +114,8 @@ def test_sums_are_float32_in_the_order_of_ranks_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_ids_that_name_no_expert_lead_nowhere(schedule: Schedule) -> None:
-    """The host reports a read or a write outside of what the ranks share. A token of such ids alone becomes 0."""
+def test_ids_without_an_expert_are_ignored(schedule: Schedule) -> None:
+    """The host reports a read or write outside of the ranks' shared memory. A token with only such ids becomes 0."""
     ids = torch.tensor([HOSTILE[:3], HOSTILE[3:], (HOSTILE[5], 5, LEAST)])
     x = torch.ones(3, HIDDEN)
 
@@ -131,9 +132,9 @@ def test_ids_that_name_no_expert_lead_nowhere(schedule: Schedule) -> None:
 
 
 def one_kernel(text: str) -> Kernel:
-    """Three calls in one kernel, so that the host sees what ranks do in one of them while others are in another.
+    """Three calls in one kernel, so that the host backend sees one rank in a call while others are in another.
 
-    A block is all of a rank; its barriers stand for the ends of kernels. Products are those of `multiplied`.
+    A rank is one block; its barriers stand for the ends of kernels. `multiplied` stands for the experts.
     """
     return Kernel(
         "collective/expert_dispatch.cu",
@@ -172,14 +173,14 @@ expert_dispatch(scalar_t* out, const scalar_t* x, const id_t* topk_ids, const fl
 
 
 def three_calls(world_size: int, text: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the sums of three calls in one kernel are right, on all ranks."""
+    """Whether the results of three calls in one kernel are right on all ranks."""
     monkeypatch.setattr(expert_parallel, "_dispatch", one_kernel(text))
     monkeypatch.setattr(expert_parallel, "spread", lambda num_vecs: (1, 64))
     few = 4
     calls = [case(world_size, torch.float32, few, seed=call) for call in range(3)]
 
     def of(rank: int, which: int) -> torch.Tensor:
-        """Of all calls, with rows of 0 and ids of -1 up to `few` tokens."""
+        """The calls, with rows of 0 and ids of -1 up to `few` tokens."""
         parts = [torch.nn.functional.pad(one[which][rank] + 1, (0, 0, 0, few - len(one[0][rank]))) for one in calls]
         return torch.cat(parts) - 1
 
@@ -196,7 +197,7 @@ def three_calls(world_size: int, text: str, monkeypatch: pytest.MonkeyPatch) -> 
     return all(map(torch.equal, divided(world_size, body), expected))
 
 
-# In one kernel, a flag has to release what the end of the kernel before would.
+# In one kernel, a flag must release the writes that the end of the previous kernel would release.
 HEADER = kernels_cu.read("collective/expert_rows.cuh").replace("#pragma once", "").replace("::START", "::ALL")
 MISTAKES = {
     "no meeting behind the rows": (
@@ -235,8 +236,8 @@ def test_mistakes_are_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("which", ["dispatch", "combine"])
-def test_a_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of rank 1 ends at once, as that of a process that dies."""
+def test_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of rank 1 ends at once, like that of a process that dies."""
     file = f"collective/expert_{which}.cu"
     text, begin = kernels_cu.read(file), "    ExpertRows rows(world);"
     assert text.count(begin) == 1
@@ -253,8 +254,8 @@ def test_a_rank_that_dies_is_named(which: str, monkeypatch: pytest.MonkeyPatch) 
     assert divided(3, body) == [{1: (0, meeting)}, {}, {1: (0, meeting)}]
 
 
-def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it comes: a product is the next call after a dispatch that has waited for a rank."""
+def test_device_error_names_the_ranks_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any next call: here the experts' GEMM, after a dispatch that waited for a rank."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
@@ -274,7 +275,7 @@ def test_an_error_of_the_device_names_the_ranks_that_were_given_up(monkeypatch: 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parallel_fused_experts(dtype: torch.dtype) -> None:
+def test_expert_parallel_equals_one_rank(dtype: torch.dtype) -> None:
     """Against float64, and against one rank with all experts; by references, and by kernels once."""
     world_size, experts, hidden, channels = 2, 4, 64, 32
     w1 = draw(experts, 2 * channels, hidden, dtype=dtype, seed=1) * hidden**-0.5
@@ -304,7 +305,7 @@ def test_parallel_fused_experts(dtype: torch.dtype) -> None:
             assert (out.double() - whole.double()).abs().max() / exact.abs().max() <= bound
 
 
-def test_calls_are_refused() -> None:
+def test_bad_calls_are_refused() -> None:
     """Before anything is launched, so that no rank waits."""
 
     def body(rank: int, parallel: pyops.ExpertParallel) -> None:
@@ -357,15 +358,16 @@ def test_calls_are_refused() -> None:
         ((4, 8, 64, 2, None, torch.float8_e4m3fn), "quant_dtype"),
     ],
 )
-def test_sizes_are_refused(sizes: tuple[Any, ...], name: str) -> None:
+def test_bad_sizes_are_refused(sizes: tuple[Any, ...], name: str) -> None:
     with pytest.raises(pyops.OpError, match=f"^ExpertParallel: {name}: "):
         ranks(2, 20).run(lambda rank: pyops.ExpertParallel(None, "cpu", *sizes))
     assert SIGNAL_BYTES % 256 == 0  # rows after the signals are as aligned as the memory
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_cross_as_codes(dtype: torch.dtype) -> None:
-    """Codes and scales are those of `per_token_group_quant_fp8`, bit for bit. Results are of the dtype."""
+def test_dispatch_quantises_to_fp8(dtype: torch.dtype) -> None:
+    """fp8 values and scales equal those of `per_token_group_quant_fp8`, bit for bit. Results have the requested
+    dtype."""
     hidden, tokens = 384, 5
     x = draw(tokens, hidden, dtype=torch.float32) * torch.logspace(-9, 4, tokens)[:, None]
     x[1, 3], x[2, 130], x[3, :128], x[4, 256:] = torch.nan, torch.inf, 0.0, -0.0
@@ -395,8 +397,8 @@ def test_rows_cross_as_codes(dtype: torch.dtype) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("mode", ["reference", "kernels"])
-def test_codes_that_cross_make_what_rows_make(mode: str) -> None:
-    """Bit for bit: products of 8 bits quantise rows in the same groups."""
+def test_fp8_dispatch_equals_16_bit_dispatch(mode: str) -> None:
+    """Bit for bit, because the 8-bit experts quantise rows in the same groups."""
     experts, hidden, channels, tokens = 4, 128, 128, 3
     (c1, s1, _), (c2, s2, _) = (
         quantised(draw(experts, *size, dtype=torch.float32), "fp8 block")

@@ -1,4 +1,4 @@
-"""Experts that are divided among processes, which share one GPU by IPC."""
+"""Expert parallelism among processes that share one GPU by IPC."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = Model("small", 1024, 16, 4)
 
 
 def _replayed(parallel: pyops.ExpertParallel, rank: int) -> bool:
-    """Whether a graph of two calls is right whenever it is replayed, with other tokens every time."""
+    """Whether a graph of two calls gives the right results at every replay, each with other tokens."""
     x, ids, weights = draw(MODEL, 5, rank, parallel.device)
     outs = [torch.empty_like(x) for _ in range(2)]
     graph = torch.cuda.CUDAGraph()

@@ -23,7 +23,7 @@ SIZE = 1 << 20
 
 
 class Streams:
-    """A communicator for each of several ranks, all on one GPU and in one process, each with a stream."""
+    """A communicator for each of several ranks on one GPU in one process, each with a stream."""
 
     def __init__(self, world_size: int) -> None:
         signals = [pyops.allocate_shared_buffer_and_handle(pyops.meta_size() + SIZE)[0] for _ in range(world_size)]
@@ -54,10 +54,11 @@ class Streams:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (4, torch.float16), (6, torch.bfloat16)])
 def test_ranks_as_streams(world_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of all ranks run at the same time, on one GPU, whose streams eight kernels that wait might share."""
+    """Kernels of all ranks run at the same time, on one GPU. Its streams may share hardware queues, which a waiting
+    kernel would block."""
     world = Streams(world_size)
     try:
-        for algorithm in ("", "oneshot", "twoshot"):  # packets unless told otherwise, as far as they have room
+        for algorithm in ("", "oneshot", "twoshot"):  # packets by default, where they fit
             monkeypatch.setenv("VLLM_CUSTOM_ALLREDUCE_ALGO", algorithm)
             for num_vecs in (67, 10000, 40000):
                 values = inputs(world_size, num_vecs * 16 // dtype.itemsize, dtype)
@@ -69,8 +70,8 @@ def test_ranks_as_streams(world_size: int, dtype: torch.dtype, monkeypatch: pyte
 
 
 @pytest.mark.gpu
-def test_packets_of_many_calls_in_a_row() -> None:
-    """No rank waits for the host between calls. Now and then one of them is late, and the others are a call ahead."""
+def test_packets_of_consecutive_calls() -> None:
+    """No rank waits for the host between calls. At times one rank is late, and the others are one call ahead."""
     world_size, calls = 2, 200
     values = [inputs(world_size, numel, torch.bfloat16) for numel in (2048, 40960, 8)]
     world = Streams(world_size)
@@ -117,7 +118,7 @@ def test_quick_all_reduce_of_streams(level: int, dtype: torch.dtype) -> None:
     for fa, out in zip(handles, outs, strict=True):
         assert torch.equal(out, outs[0])
         steps = (out.cpu().double() - expected.double()).abs()
-        assert int((steps > 0).sum()) <= 9000 // 500  # ties of a division that a GPU rounds otherwise
+        assert int((steps > 0).sum()) <= 9000 // 500  # ties of a division that a GPU rounds differently
         pyops.qr_destroy(fa)
 
 
@@ -133,7 +134,7 @@ def _generate(rank: int, world_size: int, file: str, results: Any) -> None:
 
 
 def _process(rank: int, world_size: int, file: str, results: Any) -> None:
-    """One of the processes: eager calls, a graph that is replayed, and the fused norm."""
+    """The work of one process: eager calls, a graph that is replayed, and the fused norm."""
     torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size)
     torch.cuda.set_device(0)
     custom = pyops.CustomAllReduce(torch.distributed.group.WORLD, "cuda:0", SIZE)
@@ -170,7 +171,7 @@ def _process(rank: int, world_size: int, file: str, results: Any) -> None:
 
 
 def _dying(rank: int, world_size: int, file: str, results: Any) -> None:
-    """Rank 1 ends after the first call, in which all ranks take part."""
+    """Rank 1 ends after the first call, which all ranks complete."""
     torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=world_size)
     torch.cuda.set_device(0)
     custom = pyops.CustomAllReduce(torch.distributed.group.WORLD, "cuda:0", SIZE)
@@ -219,8 +220,8 @@ def test_processes_share_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
-    """The kernel of the other waits 31 seconds and ends with a trap; what it has told can be read afterwards."""
+def test_process_that_dies_is_named(tmp_path: Path) -> None:
+    """The kernel of the other process waits 31 seconds and ends with a trap; its report can be read afterwards."""
     context, file = multiprocessing.get_context("spawn"), str(tmp_path / "store")
     results = context.Queue()
     processes = [context.Process(target=_dying, args=(rank, 2, file, results), daemon=True) for rank in range(2)]
@@ -232,8 +233,8 @@ def test_a_process_that_dies_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_processes_that_share_a_gpu_generate_the_tokens_of_one(tmp_path: Path) -> None:
-    """Under graphs, whose all-reduces are the kernels."""
+def test_tensor_parallel_tokens_equal_one_process(tmp_path: Path) -> None:
+    """Under graphs, which use the all-reduce kernels."""
     with torch.no_grad():
         whole = Decoder(CONFIGS["llama"]).randomise(0, 4.0)
         expected = texts(whole)

@@ -1,4 +1,4 @@
-"""What vLLM's callers give products: tensors in another shape than the usual one, scales of another dtype."""
+"""GEMM arguments as vLLM's callers pass them: unusual shapes, scales of another dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ M, N, K = 3, 64, 128
 
 
 def _scaled(of: str, device: str) -> Callable[[Tensor], Tensor]:
-    """A product of int8 by its bias, which is of float16."""
+    """An int8 GEMM as a function of its float16 bias."""
     a, b = draw(M, K, dtype=torch.int8, device=device), columns(draw(K, N, dtype=torch.int8, device=device, seed=1))
     scales = 0.001 * positive(M, device=device), positive(N, device=device)
     adj = torch.zeros(N, dtype=torch.int32, device=device)
@@ -46,7 +46,7 @@ def _scaled(of: str, device: str) -> Callable[[Tensor], Tensor]:
 
 
 def _dense(of: str, device: str) -> Callable[[Tensor], Tensor]:
-    """A product of float16 by its bias."""
+    """A float16 GEMM as a function of its bias."""
     a, b = (draw(rows, K, dtype=torch.float16, device=device, seed=rows) for rows in (M, N))
     codes = packed.marlin(packed.draw(0, 16, K, N), 4).to(device)
     scales = torch.full((1, N), 0.01, dtype=torch.float16, device=device)
@@ -66,8 +66,8 @@ def _dense(of: str, device: str) -> Callable[[Tensor], Tensor]:
 
 @ANY_DEVICE
 @pytest.mark.parametrize("of", ["scaled", "azp", "sparse", "marlin", "linear", "skinny"])
-def test_a_bias_has_any_shape(of: str, device: str) -> None:
-    """The bias of a row, of a column and of a matrix is the same one."""
+def test_bias_of_any_shape(of: str, device: str) -> None:
+    """A bias as a row, a column and a matrix gives the same result."""
     call = (_scaled if of in ("scaled", "azp", "sparse") else _dense)(of, device)
     bias = draw(N, dtype=torch.float16, device=device, seed=3)
     right = call(bias)
@@ -79,7 +79,7 @@ def test_a_bias_has_any_shape(of: str, device: str) -> None:
 
 
 def _nvfp4(k: int, n: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(w [experts, n, k] in float64, its codes, scales of blocks, and those of experts for activations of `dtype`)."""
+    """(w [experts, n, k] in float64, quants, block scales, and expert scales for activations of `dtype`)."""
     experts = len(scale)
     codes = packed.draw(0, 16, experts, k, n, seed=k)
     scales = packed.draw(0x20, 0x30, experts, k // 16, n, seed=1).to(torch.uint8).view(FP8)
@@ -94,7 +94,7 @@ def _nvfp4(k: int, n: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_scale_wide", [False, True])
 def test_marlin_experts_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device: str) -> None:
-    """Each expert has a scale of its own, in the dtype of activations, as of vLLM 0.16, or in float32, as of 0.22."""
+    """Each expert has its own scale, in the dtype of activations, as in vLLM 0.16, or in float32, as in 0.22."""
     scale = torch.tensor([0.3, 0.7, 0.11], dtype=torch.float32 if is_scale_wide else dtype)
     w1, codes1, scales1, given1 = _nvfp4(K, 2 * N, scale, dtype)
     w2, codes2, scales2, given2 = _nvfp4(N, K, scale.flip(0) / 4, dtype)
@@ -114,14 +114,14 @@ def test_marlin_experts_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device
     exact = experts_in_float64(a, w1, w2, weights, ids)
     scales = dict(zip(("global_scale1", "global_scale2"), moved(given1, given2), strict=True))
     out = pyops.fused_marlin_moe(*moved(a, codes1, codes2, None, None, scales1, scales2, weights, ids), kind, **scales)
-    # Two products, an activation and a sum, each rounded.
+    # Two GEMMs, an activation and a sum, each rounded.
     assert (out.cpu().double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 LONGER = [
     # type, blocks of a row of W, columns of X
     (12, 4, 512),
-    (8, 27, 544),  # the last unit of 256 elements goes on after the columns
+    (8, 27, 544),  # the last unit of 256 elements extends beyond the columns
     (8, 19, 320),
 ]
 
@@ -129,8 +129,8 @@ LONGER = [
 @ANY_DEVICE
 @pytest.mark.parametrize("m", [1, 2, 5, 40])
 @pytest.mark.parametrize(("quant_type", "blocks", "k"), LONGER)
-def test_rows_of_gguf_that_are_longer(quant_type: int, blocks: int, k: int, m: int, device: str) -> None:
-    """What a row holds after the columns of X, here NaN, is not multiplied."""
+def test_gguf_activations_with_longer_rows(quant_type: int, blocks: int, k: int, m: int, device: str) -> None:
+    """Elements of a row after the columns of X, here NaN, are not multiplied."""
     n, length, nbytes = 20, FORMATS[quant_type].length, FORMATS[quant_type].nbytes
     weight, truth = ggml_draw(quant_type, n, blocks * length)
     x = draw(m, k, dtype=torch.bfloat16)
@@ -146,8 +146,8 @@ def test_rows_of_gguf_that_are_longer(quant_type: int, blocks: int, k: int, m: i
 
 @ANY_DEVICE
 @pytest.mark.parametrize("longer", [0, 1])
-def test_choices_of_gguf_in_any_shape(longer: int, device: str) -> None:
-    """Those of the second product of a layer, which come as [tokens, top_k] with a top_k of 1; rows may be longer."""
+def test_gguf_expert_ids_of_any_shape(longer: int, device: str) -> None:
+    """The second GEMM of a layer gets its expert ids as [tokens, top_k] with a top_k of 1; rows may be longer."""
     tokens, top_k, experts, n, k = 7, 4, 3, 20, 256
     weight, truth = ggml_draw(12, experts * n, k * (1 + longer))
     weight, truth = weight.view(experts, n, -1), truth.view(experts, n, -1)[..., :k]
@@ -162,7 +162,7 @@ def test_choices_of_gguf_in_any_shape(longer: int, device: str) -> None:
 
 
 def _mxfp8(columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(w [K, columns] in float64, its codes of e4m3, and the exponents of groups of 32 rows, in Marlin's layout)."""
+    """(w [K, columns] in float64, e4m3 values, and the exponents of groups of 32 rows, in Marlin's layout)."""
     codes, exponents = packed.draw(0, 256, K, columns), packed.draw(110, 132, K // 32, columns, seed=1)
     codes[codes % 128 == 127] = 0  # NaN
     w = codes.to(torch.uint8).view(FP8).double() * torch.exp2(each(exponents, K).double() - 127.0)
@@ -171,8 +171,8 @@ def _mxfp8(columns: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @ANY_DEVICE
-def test_marlin_products_of_mxfp8(device: str) -> None:
-    """One weight, and those of experts; exponents as they are and as uint8."""
+def test_marlin_gemms_of_mxfp8(device: str) -> None:
+    """One weight, and weights of experts; exponents as e8m0 and as uint8."""
     (w, codes, stored), a = _mxfp8(N), draw(M, K, dtype=torch.bfloat16)
     exact, kind = a.double() @ w, SCALAR_TYPES["float8_e4m3fn"].id
     lists = *pyops.moe_align(torch.tensor([[1], [0], [1]], dtype=torch.int32), 16, 2), None, 16, 1, False
@@ -188,7 +188,7 @@ def test_marlin_products_of_mxfp8(device: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("config", [PackedMmaConfig(16, 64, 2, 1, 1), PackedConfig(16, 128, 2, 1, 1)], ids=str)
-def test_kernels_that_read_codes_of_mxfp8(config: PackedMmaConfig | PackedConfig) -> None:
+def test_kernels_that_read_packed_mxfp8(config: PackedMmaConfig | PackedConfig) -> None:
     (w, codes, stored), a = _mxfp8(2 * N), draw(M, K, dtype=torch.bfloat16)
     with forced("marlin_gemm", config):
         rest = SCALAR_TYPES["float8_e4m3fn"].id, M, 2 * N, K
@@ -198,8 +198,8 @@ def test_kernels_that_read_codes_of_mxfp8(config: PackedMmaConfig | PackedConfig
 
 
 @ANY_DEVICE
-def test_scales_of_experts_and_of_w4a8_have_any_shape(device: str) -> None:
-    """Tables of products, and the factors of NVFP4 experts."""
+def test_expert_and_w4a8_scales_of_any_shape(device: str) -> None:
+    """The w4a8 lookup tables, and the factors of NVFP4 experts."""
     raw = packed.gptq(packed.draw(0, 16, K, N), 4).t().contiguous().t().to(device)
     weight = pyops.cutlass_encode_and_reorder_int4b(raw)
     products = pyops.cutlass_pack_scale_fp8(torch.ones(K // 32, N).to(FP8).to(device))
@@ -220,8 +220,8 @@ def test_scales_of_experts_and_of_w4a8_have_any_shape(device: str) -> None:
 
 
 @ANY_DEVICE
-def test_a_scale_of_rows_that_is_repeated_for_each_expert(device: str) -> None:
-    """As vLLM hands over experts' rows in the format of batches: one scale for all rows, the first."""
+def test_row_scale_repeated_for_each_expert(device: str) -> None:
+    """vLLM's batched format repeats one scale for all rows of experts; the first one counts."""
     op = pyops.registry["cutlass_moe_mm"]
     names = [parameter.name for parameter in op.declaration.parameters]
     results = []

@@ -1,4 +1,4 @@
-"""Products with GGUF's quantised weights against float64 and the decoder of the `gguf` package."""
+"""GEMMs with GGUF weights against float64 and the decoder of the `gguf` package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = list(FORMATS)
 
 
 def draw(quant_type: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bytes [n, bytes of a row] with small scales, what the format's own decoder makes of them, in float64)."""
+    """(bytes [n, bytes of a row] with small scales, their values by the format's own decoder, in float64)."""
     format, kind = FORMATS[quant_type], gguf.GGMLQuantizationType(quant_type)
     random = numpy.random.default_rng(seed)
     blocks = random.integers(0, 256, (n * k // format.length, format.nbytes), dtype="uint8")
@@ -36,7 +36,7 @@ def draw(quant_type: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, 
 
 
 def multiply(config: Any, *args: Any, op: str = "ggml_mul_mat_a8", **more: Any) -> torch.Tensor:
-    """What the op returns with kernels, under a Config or its own choice."""
+    """The op's result with kernels, under a given Config or its own choice."""
     wanted, function = pyops.registry[op], getattr(pyops, op)
     with cpu("kernels"):
         if config is None:
@@ -97,7 +97,7 @@ def test_any_shape_and_layout(
     gap: int,
     seed: int,
 ) -> None:
-    """Rows of the weight begin anywhere, rows of X and of out lie apart; what lies between them stays."""
+    """Rows of the weight begin at any byte, rows of X and out have gaps; the gaps of out are left alone."""
     k = blocks * FORMATS[quant_type].length
     weight, truth = draw(quant_type, n, k, seed)
     torch.manual_seed(seed)
@@ -112,17 +112,17 @@ def test_any_shape_and_layout(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_many_rows(device: str) -> None:
-    """More than 32 rows are multiplied with the weight that is rounded first, fewer with the weight as it is."""
+def test_large_m(device: str) -> None:
+    """For M > 32 the weight is dequantised first; for smaller M the kernel reads it packed."""
     weight, truth = draw(12, 24, 512)
     x = torch.randn(33, 512).bfloat16()
     for m, right in ((33, truth.bfloat16().double()), (32, truth)):
         check(pyops.ggml_mul_mat_vec_a8(weight.to(device), x[:m].to(device), 12, 24), x[:m].double() @ right.T)
 
 
-def test_exact_sums() -> None:
-    """Where all sums are small multiples of a power of two, nothing is rounded: any order gives the same bits."""
-    n, k = 20, 2304  # more steps than stages, under any of the Configs
+def test_exact_accumulation() -> None:
+    """All sums are small multiples of a power of two, so nothing is rounded: any order gives the same bits."""
+    n, k = 20, 2304  # more k-tiles than stages, under any of the Configs
     weight, truth = draw(8, n, k)
     blocks = weight.view(-1, 34)
     blocks[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)  # scales of 1
@@ -135,17 +135,18 @@ def test_exact_sums() -> None:
         assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double())
 
 
-def test_sums_that_cancel() -> None:
-    """A small element next to large ones whose products cancel: digits keep its product, integers nothing else."""
+def test_cancelling_products() -> None:
+    """A small element next to large ones with products that cancel: digit kernels keep its product, integer kernels do
+    not."""
     n, k = 20, 768
     weight, truth = draw(8, 1, k)
     blocks = weight.view(-1, 34)
     blocks[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)  # scales of 1
     blocks[:, 2:] = torch.randint(-128, 128, (len(blocks), 1), dtype=torch.int8).view(
         torch.uint8
-    )  # one code to a block
+    )  # one quant to a block
     truth = blocks[:, 2:].view(torch.int8).double().view(1, k)
-    x = torch.randint(128, 256, (k // 32, 32)).double() / 128  # below 2, and all bits of bfloat16
+    x = torch.randint(128, 256, (k // 32, 32)).double() / 128  # below 2, with all mantissa bits of bfloat16
     x[:, 16:] = -x[:, :16]
     x[:, 7], x[:, 23] = x[:, 7] * 2.0**-13, 0.0
     x = x.view(1, k).bfloat16()
@@ -153,8 +154,8 @@ def test_sums_that_cancel() -> None:
     assert same_bits(got.double(), (x.double() @ truth.T).to(got.dtype).double().expand(1, n))
 
 
-def test_no_number_is_lost() -> None:
-    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the row next to it what it should."""
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    """A row of X with an infinity or NaN, which have no digits, gives NaN, and the next row its right values."""
     weight, truth = draw(12, 20, 512)
     x = torch.randn(2, 512).bfloat16()
     for row, value in ((0, torch.inf), (1, torch.nan)):
@@ -177,7 +178,7 @@ def test_no_number_is_lost() -> None:
 def test_on_matrix_cores(
     core: str, arch: str, quant_type: int, m: int, config: MulMatConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMD's products: types with minima, with raised codes and without, rows of X after the last tile."""
+    """AMD's MMA: types with minima, with and without an offset of the quants, rows of X after the last tile."""
     text, model = Specialisation.text.fget, device.model(arch)  # type: ignore[attr-defined]
     monkeypatch.setattr(device, "_HOST", dict.fromkeys(device._HOST, model))
     monkeypatch.setattr(Specialisation, "text", property(lambda one: f"#define PYOPS_HOST_CORE {core}\n{text(one)}"))
@@ -208,7 +209,7 @@ def test_on_matrix_cores(
         ("gfx1100", 2, dtypes.bfloat16, 12, GgmlSimtConfig(2, 4, 256)),
     ],
 )
-def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:
+def test_choice_of_kernel(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config: Any) -> None:
     on, format, k, n = device.model(arch), FORMATS[quant_type], 4096, 4096
 
     def arg(name: str, kind: dtypes.DType, *shape: int) -> TensorArg:
@@ -218,7 +219,7 @@ def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config:
     problem = GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
     assert ggml_plan.choose(problem, on) == config
     launch = config.launch(problem)
-    each = -(-launch.grid[0] // on.multiprocessors)  # blocks per SM: no further one fits
+    each = -(-launch.grid[0] // on.multiprocessors)  # blocks per SM: one more does not fit
     assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
     assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
 
@@ -239,7 +240,7 @@ def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config:
         ({"out": torch.zeros(3, 4)}, "out"),
     ],
 )
-def test_refuses(changed: dict[str, Any], argument: str) -> None:
+def test_refused(changed: dict[str, Any], argument: str) -> None:
     given = {
         "W": torch.zeros(4, 144, dtype=torch.uint8),
         "X": torch.zeros(2, 256),
@@ -255,7 +256,7 @@ def test_refuses(changed: dict[str, Any], argument: str) -> None:
 
 
 def by_loop(x: torch.Tensor, truth: torch.Tensor, experts: torch.Tensor, top_k: int) -> torch.Tensor:
-    """float64, one choice after another; zeros for an expert that there is not."""
+    """float64, one choice after another; zeros for an expert id out of range."""
     rows = [
         truth[e] @ x[c // top_k].double() if 0 <= e < len(truth) else torch.zeros(truth.shape[1]).double()
         for c, e in enumerate(experts.flatten().tolist())
@@ -264,15 +265,15 @@ def by_loop(x: torch.Tensor, truth: torch.Tensor, experts: torch.Tensor, top_k: 
 
 
 @pytest.mark.parametrize(("dtype", "index"), [(torch.bfloat16, torch.int32), (torch.float32, torch.int64)])
-def test_experts(dtype: torch.dtype, index: torch.dtype) -> None:
-    """In the order that `moe_align_block_size` makes, and without one; experts that there are not give zeros."""
+def test_expert_gemm(dtype: torch.dtype, index: torch.dtype) -> None:
+    """In the order of `moe_align_block_size`, and without one; expert ids out of range give zeros."""
     tokens, top_k, experts, n, k = 9, 3, 5, 20, 512
     weight, truth = draw(12, experts * n, k)
     weight, truth = weight.view(experts, n, -1), truth.view(experts, n, k)
     x, ids = torch.randn(tokens, k).to(dtype), torch.randint(0, experts, (tokens, top_k), dtype=torch.int32)
     block = pyops.ggml_moe_get_block_size(12)
     places, of_blocks, count = pyops.moe_align_block_size.new(ids, experts, block)
-    places = torch.nn.functional.pad(places, (0, block - 1))  # vLLM's lists have places after the last whole block
+    places = torch.nn.functional.pad(places, (0, block - 1))  # vLLM's lists have slots after the last whole block
     sorted_ = (places.to(index), of_blocks.to(index), count.to(index))
     got = multiply(None, x, weight, *sorted_, 12, n, top_k, tokens, op="ggml_moe_a8")
     check(got, by_loop(x, truth, ids, top_k))
@@ -281,8 +282,8 @@ def test_experts(dtype: torch.dtype, index: torch.dtype) -> None:
     check(got, by_loop(x, truth, ids, top_k))
 
 
-def test_hostile_places() -> None:
-    """Choices and experts that there are not, and a count beyond all places: nothing else is read or written."""
+def test_hostile_slots() -> None:
+    """Slots and expert ids out of range, and a count beyond all slots: nothing else is read or written."""
     weight, truth = draw(12, 2 * 16, 256)
     x, big = torch.randn(4, 256).bfloat16(), 2**31 - 1
     places = torch.tensor([0, -1, 4, big, 1, 2, -big, 4, 3, 4, 4, 4], dtype=torch.int32)
@@ -292,7 +293,7 @@ def test_hostile_places() -> None:
     got = multiply(None, *args, op="ggml_moe_a8", out=out)
     check(got[:1], x[:1].double() @ truth[16:].T)
     assert (got[1:] == 0.0).all()
-    # A count of none leaves everything alone.
+    # A count of zero leaves everything alone.
     args = (*args[:4], torch.tensor([-5], dtype=torch.int32), *args[5:])
     assert (multiply(None, *args, op="ggml_moe_a8", out=torch.full((4, 16), 5.0).bfloat16()) == 5.0).all()
 

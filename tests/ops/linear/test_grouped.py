@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts: against float64, by every kernel; rows that do not exist."""
+"""Grouped GEMM of rows with the weights of their experts: against float64, by every kernel; rows out of range."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ WIDE, FEW = GroupedConfig(128, 128), GroupedConfig(64, 256)
 MMA, SIMT = GroupedMmaConfig(16, 64, 1, 4, 4), GroupedSimtConfig(16, 64)
 
 
-_SMALL = 32 * 1024  # shared memory of a block, of a device that has no more
+_SMALL = 32 * 1024  # shared memory per block of a small device
 
 
 @contextmanager
 def forced(one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig, op: str = "grouped_gemm") -> Iterator[None]:
-    """While the context lasts, `op` runs kernels with this Config on the CPU."""
+    """In this context, `op` runs kernels with this Config on the CPU."""
     pyops.registry[op].forget()
     try:
         with tuning.forced(op, one), config.cpu("kernels"):
@@ -58,7 +58,7 @@ def forced(one: Config | CodedConfig | CodedTileConfig | CodedHopperConfig, op: 
 
 
 def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """Each activation as its definition is written, of a row."""
+    """The definition of each activation, for a row."""
     gate, up = (x[::2], x[1::2]) if activation == "swigluoai" else x.chunk(2)
     return {
         "none": lambda: x,
@@ -73,7 +73,7 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 class Case:
-    """A grouped product of random operands, and its result in float64, row by row."""
+    """A grouped GEMM of random operands, and its result in float64, row by row."""
 
     def __init__(
         self,
@@ -135,12 +135,12 @@ class Case:
 
 
 HOPPER_CASES = [
-    (GroupedConfig(192, 128), (110, 128, 656, "silu", FP8, "block", 192)),  # of three warpgroups one has rows, or two
+    (GroupedConfig(192, 128), (110, 128, 656, "silu", FP8, "block", 192)),  # one or two of three warpgroups have rows
     (WIDE, (90, 72, 328, "silu", BF16, "none", 128)),
     (FEW, (40, 128, 400, "silu", FP8, "block")),
     (GroupedConfig(128, 64), (90, 72, 272, "none", FP8, "block", 128)),
     (GroupedConfig(64, 96), (20, 66, 200, "none", torch.float16)),
-    (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # parts of 80 columns, some under two scales
+    (GroupedConfig(64, 160), (20, 296, 272, "none", FP8, "block")),  # 80 columns per part, some under two scales
     (GroupedConfig(64, 64), (20, 40, 136, "swigluoai", BF16)),
     (GroupedConfig(64, 128), (20, 72, 272, "gelu", INT8, "row")),
 ]
@@ -148,8 +148,8 @@ HOPPER_CASES = [
 
 @needs_compiler
 @pytest.mark.parametrize(("one", "case"), HOPPER_CASES, ids=str)
-def test_hopper(one: GroupedConfig, case: tuple[Any, ...]) -> None:
-    """The same bits under every schedule, and rounded once."""
+def test_hopper_grouped_gemm(one: GroupedConfig, case: tuple[Any, ...]) -> None:
+    """All schedules give the same bits, rounded once."""
     made, found = Case(*case, with_bias=True), []
     with forced(one):
         for schedule in SCHEDULES:
@@ -172,7 +172,7 @@ def test_hopper(one: GroupedConfig, case: tuple[Any, ...]) -> None:
     ],
     ids=str,
 )
-def test_other_kernels(one: Config, case: tuple[Any, ...]) -> None:
+def test_mma_and_simt_grouped_gemm(one: Config, case: tuple[Any, ...]) -> None:
     made = Case(*case, with_bias=True)
     with forced(one):
         assert_rounded_once(made.run(), made.exact())
@@ -191,8 +191,8 @@ def test_activations(activation: str, device: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("one", [GroupedConfig(64, 64), MMA, SIMT], ids=str)
-def test_numbers_of_no_row_and_no_expert(one: Config) -> None:
-    """They are skipped, rows that are not named stay as they are, and nothing is read or written beyond a tensor."""
+def test_indices_without_row_or_expert(one: Config) -> None:
+    """They are skipped, rows that are not listed are left alone, and nothing is read or written beyond a tensor."""
     made = Case(20, 40, 136)
     rows, experts, total = (part.clone() for part in made.lists)
     gone = rows[3], rows[64 * 1 + 1]
@@ -213,15 +213,15 @@ def test_numbers_of_no_row_and_no_expert(one: Config) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("columns", [40, 200])
-def test_row_tiles_of_one_expert_in_groups(columns: int) -> None:
-    """One expert has more tiles than a group; every tile is computed once."""
+def test_grouped_row_tiles_of_one_expert(columns: int) -> None:
+    """One expert has more row tiles than a group; every tile is computed once."""
     made = Case(90, columns, 72, num_experts=2, top_k=3)
     for group in (1, 2, 3):
         with forced(GroupedConfig(64, 32, group)):
             assert_rounded_once(made.run(), made.exact())
 
 
-def test_what_is_refused() -> None:
+def test_refused() -> None:
     made = Case(4, 16, 256, scales="block")
     with pytest.raises(OpError, match="a: expected operands of 8 bits under scales of blocks, got bfloat16"):
         made.run()
@@ -241,7 +241,7 @@ def test_what_is_refused() -> None:
         made.run()
 
 
-# What serves a call
+# The choice of a kernel
 
 
 def problem(
@@ -260,7 +260,7 @@ def problem(
     return GroupedProblem(out, *operands, ExpertLists.of(*lists, total, size), activation=activation, **options)
 
 
-SECOND = 256, 7168, 2048, dtypes.float8_e4m3fn  # experts, and weights of DeepSeek-V3's second product
+SECOND = 256, 7168, 2048, dtypes.float8_e4m3fn  # experts, and weights of DeepSeek-V3's down projection
 
 
 @pytest.mark.parametrize(
@@ -277,12 +277,12 @@ SECOND = 256, 7168, 2048, dtypes.float8_e4m3fn  # experts, and weights of DeepSe
     ],
     ids=str,
 )
-def test_choice(one: GroupedProblem, expected: Config) -> None:
+def test_choice_of_kernel(one: GroupedProblem, expected: Config) -> None:
     assert choose(one, HOPPER) == expected
 
 
 def test_choices_fit() -> None:
-    """Into shared memory and boxes; so does what else may be faster."""
+    """Into shared memory and TMA boxes; so do the candidates of tuning."""
     for rows, experts in ((1, 8), (8, 256), (300, 8), (8192, 8), (32768, 256)):
         for b_rows, k in ((64, 64), (4096, 7168), (14336, 2048), (200, 136)):
             for dtype, blocks in ((dtypes.bfloat16, False), (dtypes.float8_e4m3fn, True), (dtypes.int8, False)):
@@ -302,7 +302,7 @@ def test_choices_fit() -> None:
 @pytest.mark.parametrize("is_swapped", [False, True])
 @pytest.mark.parametrize("is_view", [False, True])
 def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
-    """Sizes in both orders, weights in both layouts; experts without rows; rows of no expert are left."""
+    """Sizes in both orders, weights in both layouts; experts without rows; rows of no expert are left alone."""
     counts, first, n, k = [5, 0, 70, 3], [1, 6, 6, 80], 72, 144
     a, b = draw(90, k, dtype=FP8), draw(4, n, k, dtype=FP8, seed=1)
     a_scales, b_scales = positive(90, 1, seed=2), positive(4, n, seed=3)
@@ -323,7 +323,7 @@ def test_cutlass_moe_mm(is_swapped: bool, is_view: bool, device: str) -> None:
 
 @ANY_DEVICE
 def test_cutlass_w4a8_moe_mm(device: str) -> None:
-    """Every code in every expert; rows of no expert are left. Numbers are small integers, whose sums are exact."""
+    """Every quant in every expert; rows of no expert are left alone. Numbers are small integers with exact sums."""
     counts, first, experts, n, k, size = [5, 0, 70, 3], [1, 6, 6, 80], 4, 80, 96, 32
     codes = packed.draw(-8, 8, experts, n, k)
     scales = packed.draw(-4, 5, experts, k // size, n, seed=1).float().to(FP8)
@@ -347,9 +347,9 @@ def test_cutlass_w4a8_moe_mm(device: str) -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize(("bit", "with_zeros", "block"), [(4, False, 16), (4, True, 1), (8, False, 9), (8, True, 32)])
 def test_moe_wna16_gemm(bit: int, with_zeros: bool, block: int, device: str) -> None:
-    """Codes and zero points of either half of a byte; rows of an expert that does not exist become 0.
+    """Quants and zero points in either half of a byte; rows of a missing expert become 0.
 
-    Blocks have as many places as vLLM's callers ask for: up to 16, the number of tokens. All there are count.
+    Blocks have as many slots as vLLM's callers ask for: up to 16, the number of tokens. All of them count.
     """
     tokens, n, k, groups, top_k = 9, 22, 96, 3, 2
     generator = torch.Generator().manual_seed(1)
@@ -381,24 +381,24 @@ def test_moe_wna16_gemm(bit: int, with_zeros: bool, block: int, device: str) -> 
     ("one", "activation", "k", "size"),
     [
         (CodedConfig(8, 3, 1), "swigluoai", 416, 32),
-        (CodedConfig(16, 1, 2), "silu", 640, 128),  # a group to a step, five steps of a warp
+        (CodedConfig(16, 1, 2), "silu", 640, 128),  # a group per k-tile, five k-tiles per warp
         (CodedConfig(16, 4, 3), "none", 128, 32),
-        (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last step has 32 elements
+        (CodedTileConfig(16, 64, 1, 2, 2), "swigluoai", 416, 32),  # by MFMA; the last k-tile has 32 elements
         (CodedTileConfig(16, 128, 1, 2, 4), "silu", 256, 32),
-        (CodedHopperConfig(32, 256, 64), "none", 192, 32),  # two groups to a step
-        (CodedHopperConfig(48, 256, 128), "silu", 640, 128),  # five steps, of a group each
+        (CodedHopperConfig(32, 256, 64), "none", 192, 32),  # two groups per k-tile
+        (CodedHopperConfig(48, 256, 128), "silu", 640, 128),  # five k-tiles of one group each
         (CodedHopperConfig(32, 128, 64), "swigluoai", 192, 64),
     ],
     ids=str,
 )
-def test_codes_of_experts(
+def test_packed_experts(
     one: CodedConfig | CodedTileConfig | CodedHopperConfig,
     activation: str,
     k: int,
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Codes of 4 bits with zero points, several tiles to a block: the same bits under every schedule, rounded once."""
+    """4-bit weights with zero points, several tiles per block: all schedules give the same bits, rounded once."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=1))
     on_tiles, by_wgmma = isinstance(one, CodedTileConfig), isinstance(one, CodedHopperConfig)
     block_size = one.tile_m if by_wgmma else 16
@@ -424,8 +424,8 @@ def test_codes_of_experts(
 
 
 @needs_compiler
-def test_lists_for_codes_that_lead_nowhere() -> None:
-    """Only rows that exist are written, by experts that exist, whatever the lists say."""
+def test_hostile_lists_for_packed_experts() -> None:
+    """Only rows in range are written, by experts in range, whatever the lists hold."""
     generator = torch.Generator().manual_seed(1)
     a, codes = draw(9, 64, dtype=BF16), torch.randint(-128, 128, (3, 64, 64), generator=generator, dtype=INT8)
     scales = positive(3, 64) / 64
@@ -466,8 +466,8 @@ def test_lists_for_codes_that_lead_nowhere() -> None:
         (4096, "silu", "gfx942", ["wna16_to_dense.cu", "grouped_gemm_sm80.cu"]),
     ],
 )
-def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
-    """Of Mixtral's experts with 4 bits: codes are read up to 64 rows of an expert, by wgmma up to 512."""
+def test_choice_for_packed_experts(tokens: int, activation: str, arch: str, kernels: list[str]) -> None:
+    """For Mixtral's experts with 4 bits, packed weights are read up to 64 rows per expert, by wgmma up to 512."""
     on = replace(device.model("sm_80"), shared_memory=_SMALL) if arch == "small" else device.model(arch)
     experts, n, k = 8, *((14336, 4096) if activation == "silu" else (4096, 14336))
     rows, num_rows = n * (2 if activation == "silu" else 1), 2 * tokens
@@ -503,8 +503,8 @@ def test_choice_for_codes(tokens: int, activation: str, arch: str, kernels: list
 
 
 @needs_compiler
-def test_offsets_and_sizes_that_lead_nowhere() -> None:
-    """Only rows that exist are written, whatever offsets and sizes say."""
+def test_hostile_offsets_and_sizes() -> None:
+    """Only rows in range are written, whatever the offsets and sizes hold."""
     n, k = 40, 64
     a, b = draw(70, k, dtype=FP8), draw(5, n, k, dtype=FP8, seed=1)
     sizes = torch.tensor([[2**31 - 1, n, k], [-4, n, k], [9, n, k], [9, n, k], [9, n, k]], dtype=torch.int32)

@@ -24,12 +24,12 @@ FORMATS = {"cutlass_mxfp4_group_mm": "float4_e2m1fn", "cutlass_mxfp8_grouped_mm"
 
 
 def place(row: int, block: int, columns: int) -> int:
-    """The byte where the scale of a block of a row lies."""
+    """The byte offset of the scale of a row's block."""
     return (row // 128 * (columns // 4) + block // 4) * 512 + row % 32 * 16 + row // 32 % 4 * 4 + block % 4
 
 
 def exact(name: str, codes: Any, scales: Any, first: int = 0) -> Any:
-    """float64 values of codes whose first row has its scales at row `first` of scales in tiles."""
+    """float64 values of quantized rows; `first` is the row of the first one in the scale tiles."""
     each = codes.view(torch.uint8).numpy()
     if name == "cutlass_mxfp4_group_mm":
         each = numpy.stack((each & 15, each >> 4), -1).reshape(len(each), 2 * each.shape[1])
@@ -42,7 +42,7 @@ def exact(name: str, codes: Any, scales: Any, first: int = 0) -> Any:
 
 
 def draw_codes(name: str, *sizes: int, generator: torch.Generator) -> torch.Tensor:
-    """Codes for [..., K], no NaN among them."""
+    """Quantized values [..., K] without NaN."""
     if name == "cutlass_mxfp4_group_mm":
         return torch.randint(0, 256, (*sizes[:-1], sizes[-1] // 2), generator=generator, dtype=torch.uint8)
     return torch.randn(*sizes, generator=generator).to(torch.float8_e4m3fn)
@@ -56,9 +56,9 @@ def call(name: str, out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, *lis
 
 
 def case(name: str, counts: list[int], n: int, k: int, device: str) -> tuple[list[Any], torch.Tensor]:
-    """(arguments of `call`, float64 result); of rows of no expert, and of experts without rows, both have 7.
+    """(arguments of `call`, float64 result). Both contain 7 in rows of no expert and of experts without rows.
 
-    A row is left out after those of each expert, and a tile of scales.
+    After the rows of each expert there is one unused row, and an unused tile of scales.
     """
     generator = torch.Generator().manual_seed(len(counts) + n)
     firsts = [sum(counts[:e]) + e for e in range(len(counts))]
@@ -81,7 +81,7 @@ def case(name: str, counts: list[int], n: int, k: int, device: str) -> tuple[lis
 @ANY_DEVICE
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("counts", "n", "k"), [([5, 0, 131], 40, 160), ([1], 136, 32)])
-def test_against_float64(name: str, counts: list[int], n: int, k: int, device: str) -> None:
+def test_matches_float64(name: str, counts: list[int], n: int, k: int, device: str) -> None:
     (out, *operands), right = case(name, counts, n, k, device)
     call(name, out, *operands)
     assert_rounded_once(out.cpu(), right)
@@ -89,16 +89,16 @@ def test_against_float64(name: str, counts: list[int], n: int, k: int, device: s
 
 @ANY_DEVICE
 @pytest.mark.parametrize(("counts", "n", "k"), [([5, 0, 20], 64, 96), ([1, 70], 128, 416), ([300], 64, 128)])
-def test_few_rows_by_codes(counts: list[int], n: int, k: int, device: str) -> None:
-    """MXFP4 codes of few rows are read by the kernel that multiplies them; weights of 300 rows are made in full."""
+def test_small_m_reads_packed_weights(counts: list[int], n: int, k: int, device: str) -> None:
+    """At small M the kernel reads MXFP4 weights; for 300 rows they are dequantised first."""
     name = "cutlass_mxfp4_group_mm"
     (out, *operands), right = case(name, counts, n, k, device)
     call(name, out, *operands)
     assert_rounded_once(out.cpu(), right)
 
 
-def test_which_rows_are_few() -> None:
-    """With sizes that the kernels on packed weights do not serve, or too many rows, weights are dequantised first."""
+def test_choice_of_packed_weights() -> None:
+    """For unsupported sizes or too many rows, weights are dequantised first."""
     op = registry["cutlass_mxfp4_group_mm"]
     for axes, by_codes in (
         ({"num_tokens": 16, "output_size": 64}, "wq_grouped_gemm_sm80"),
@@ -114,8 +114,8 @@ def test_which_rows_are_few() -> None:
 
 
 @ANY_DEVICE
-def test_views_of_weights(device: str) -> None:
-    """vLLM hands weights and their scales over as [num_experts, K, N]."""
+def test_transposed_weight_views(device: str) -> None:
+    """vLLM passes weights and their scales as [num_experts, K, N]."""
     name = "cutlass_mxfp8_grouped_mm"
     (out, a, b, a_scales, b_scales, *lists), _ = case(name, [3, 4], 128, 128, device)
     other = out.clone()
@@ -127,7 +127,7 @@ def test_views_of_weights(device: str) -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize("name", FORMATS)
 def test_extreme_scales(name: str, device: str) -> None:
-    """The scale 0 is 2^-127, the largest 2^127; 255 is NaN. Rows whose scales do not exist have zeros for scales."""
+    """The scale byte 0 is 2^-127, the largest 2^127; 255 is NaN. Missing rows have scales of zero."""
     codes = torch.full((1, 16), 0x22, dtype=torch.uint8)  # 1 and 1
     if name == "cutlass_mxfp8_grouped_mm":
         codes = torch.ones(1, 32).to(torch.float8_e4m3fn)
@@ -145,8 +145,8 @@ def test_extreme_scales(name: str, device: str) -> None:
         assert torch.equal(out.cpu().float().nan_to_num(-1), torch.tensor([[right]]).nan_to_num(-1)), (a_scale, tile)
 
 
-def test_weights_without_rows_are_not_written() -> None:
-    """The launch that makes weights in bfloat16 is told of the rows of each expert."""
+def test_weights_of_idle_experts_are_not_written() -> None:
+    """The launch that dequantises weights to bfloat16 gets the row count of each expert."""
     for name, format in zip(FORMATS, (MXFP4, MXFP8), strict=True):
         op = registry[name]
         launches = op.launches(*op.example(ArgMaker(model("sm_90"))))
@@ -155,7 +155,7 @@ def test_weights_without_rows_are_not_written() -> None:
         assert {one["SCALE_SIZE"] for one in constants} == {format.scale_size}
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     (out, a, b, a_scales, b_scales, *lists), _ = case("cutlass_mxfp8_grouped_mm", [2], 128, 64, "cpu")
     mm = pyops.cutlass_mxfp8_grouped_mm
     for match, arguments in (

@@ -1,4 +1,5 @@
-"""gemm_sm90.cu and gemm_sm90_swap_ab.cu: right under every schedule of the host's model of Hopper; what is chosen."""
+"""gemm_sm90.cu and gemm_sm90_swap_ab.cu: correct under every schedule of the Hopper emulation of the host; the chosen
+configs."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 @pytest.fixture(autouse=True)
 def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has four, so that blocks take several tiles, one after another."""
+    """The host gets four SMs, so that CTAs take several tiles."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=4))
 
 
-# Two waves of tiles, rows and columns and steps that do not fill them; K is no multiple of a step.
+# Two waves of tiles, with partial tiles in M, N and K.
 GEMM = [
     (GemmConfig(tile_n=128, cluster=2, group=8), 300, 264, 328),
     (GemmConfig(tile_n=112, cluster=1, group=2), 140, 264, 200),
@@ -58,7 +59,7 @@ SWAP = [
 @needs_compiler
 @pytest.mark.parametrize(("one", "m", "n", "k"), GEMM + SWAP, ids=str)
 def test_linear(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
-    """The same bits under every schedule, and rounded once."""
+    """All schedules give the same bits, rounded once."""
     x, bias = draw(m, k, dtype=torch.bfloat16), draw(n, dtype=torch.bfloat16, seed=1)
     weight = draw(n, k, dtype=torch.bfloat16, seed=2)
     first = None
@@ -110,7 +111,7 @@ def test_scaled_mm(one: GemmConfig | SwapConfig, dtype: torch.dtype, k: int) -> 
 
 @needs_compiler
 @pytest.mark.parametrize(("one", "m", "n", "k"), [GEMM[0], BLOCKS, GEMM[7], GEMM[8], *SWAP[:4]], ids=str)
-def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
+def test_block_scales(one: GemmConfig | SwapConfig, m: int, n: int, k: int) -> None:
     k, dtype = 2 * k, torch.float8_e4m3fn
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
     a_scales, b_scales = positive(m, -(-k // 128), seed=2), positive(-(-k // 128), -(-n // 128), seed=3)
@@ -124,7 +125,8 @@ def test_scales_of_blocks(one: GemmConfig | SwapConfig, m: int, n: int, k: int) 
             assert_rounded_once(out, (a.double() * wide_a) @ (b.double() * wide_b))
 
 
-# The model's choices for the layers of Llama 3 70B and 8B, and what else was measured (docs/performance/products.md).
+# The device model's choices for the layers of Llama 3 70B and 8B, and other measured cases
+# (docs/performance/products.md).
 CHOICES = [
     (16, 28672, 4096, dtypes.bfloat16, False, SwapConfig(16, 112, 1)),
     (64, 28672, 4096, dtypes.bfloat16, False, GemmConfig(224, 1, 16)),
@@ -138,14 +140,16 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("m", "n", "k", "dtype", "blocks", "expected"), CHOICES)
-def test_choice(m: int, n: int, k: int, dtype: dtypes.DType, blocks: bool, expected: GemmConfig | SwapConfig) -> None:
+def test_choice_of_kernel(
+    m: int, n: int, k: int, dtype: dtypes.DType, blocks: bool, expected: GemmConfig | SwapConfig
+) -> None:
     one = problem(m, n, k, dtype, HOPPER, blocks)
     assert serves(one, HOPPER)
     assert choose(one, HOPPER) == expected
 
 
 def test_choices_fit() -> None:
-    """Into shared memory, with a step for every part of a sum; so does what else may be faster."""
+    """Into shared memory, with a k-tile for every split; so do the candidates of tuning."""
     for m in (3, 17, 33, 65, 129, 1000, 8192):
         for n in (1, 104, 4096, 28672, 128256):
             for k in (16, 64, 4112, 16384):
@@ -153,7 +157,7 @@ def test_choices_fit() -> None:
                     one = problem(m, n, k, dtype, HOPPER, blocks)
                     if not serves(one, HOPPER):
                         assert m > 64
-                        assert n == 1  # rows of out that are not aligned
+                        assert n == 1  # rows of out are misaligned
                         continue
                     found = choose(one, HOPPER)
                     for config in (found, *found.candidates(one, HOPPER)):
@@ -167,9 +171,9 @@ def test_choices_fit() -> None:
                             assert launch.grid[0] * launch.grid[1] <= 132
 
 
-def test_what_is_left_to_other_kernels() -> None:
+def test_cases_left_to_other_kernels() -> None:
     for one in (
-        problem(16, 64, 50, dtypes.bfloat16, HOPPER),  # rows that no tensor map can describe
+        problem(16, 64, 50, dtypes.bfloat16, HOPPER),  # no tensor map can describe these rows
         problem(0, 64, 64, dtypes.bfloat16, HOPPER),
         problem(16, 33, 64, dtypes.bfloat16, HOPPER, activation="silu_and_mul"),  # rows of out that TMA cannot store
         problem(16, 64, 64, dtypes.float8_e4m3fnuz, HOPPER),

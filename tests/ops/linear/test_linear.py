@@ -1,4 +1,4 @@
-"""skinny_linear against float64, exactly where sums are exact, and in any layout."""
+"""skinny_linear against float64: exact where sums are exact, and in any layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.T
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
 
-def test_reads_nothing_beside_its_tensors() -> None:
+def test_reads_stay_inside_the_tensors() -> None:
     """Tiles with more rows of weight and of input than exist."""
     tensors = [torch.ones(3, 5), torch.ones(3, 64), torch.ones(5, 64), torch.ones(5)]
     with config.cpu("kernels"):
@@ -29,8 +29,8 @@ def test_reads_nothing_beside_its_tensors() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize(("output_size", "hidden_size"), [(3, 8), (37, 2056), (130, 776)])
-def test_against_float64(output_size: int, hidden_size: int, tokens: int, dtype: torch.dtype, device: str) -> None:
-    """A sum in float32, rounded once: off by no more than half a unit and what so many additions can lose."""
+def test_matches_float64(output_size: int, hidden_size: int, tokens: int, dtype: torch.dtype, device: str) -> None:
+    """A sum in float32, rounded once: off by at most half an ulp plus the error bound of the additions."""
     x, weight = (draw(n, hidden_size, dtype=dtype, device=device, seed=n) for n in (tokens, output_size))
     bias = draw(output_size, dtype=dtype, device=device, seed=7)
     out = x.new_full((tokens, output_size), torch.nan)
@@ -44,7 +44,7 @@ def test_against_float64(output_size: int, hidden_size: int, tokens: int, dtype:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("hidden_size", [1, 7, 96, 2048])
-def test_sums_of_integers_are_exact(hidden_size: int, device: str) -> None:
+def test_integer_accumulation_is_exact(hidden_size: int, device: str) -> None:
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (torch.randint(-15, 16, (n, hidden_size), generator=generator, device=device).float() for n in (2, 70))
     out = x.new_empty(2, 70)
@@ -55,7 +55,7 @@ def test_sums_of_integers_are_exact(hidden_size: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("output_size", "hidden_size"), [(9003, 4), (1107, 1030), (603, 4104)])
 def test_more_rows_than_blocks(output_size: int, hidden_size: int, device: str) -> None:
-    """Rows that a warp has to itself, that several share, and that they share in more than one chunk."""
+    """Rows that a warp has to itself, that several warps share, and that they share in more than one chunk."""
     generator = torch.Generator(device).manual_seed(1)
     x, weight, bias = (
         torch.randint(-9, 10, shape, generator=generator, device=device).float()
@@ -69,7 +69,7 @@ def test_more_rows_than_blocks(output_size: int, hidden_size: int, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_larger_tensors(device: str) -> None:
-    """Gaps after rows hold NaN and stay as they are; dimensions before the last are tokens."""
+    """Gaps after rows hold NaN and stay as they are; leading dimensions are tokens."""
     whole = draw(2, 3, 136, dtype=torch.bfloat16, device=device)
     x, weights = whole[..., 8:], draw(40, 160, dtype=torch.bfloat16, device=device, seed=1)
     whole[..., :8] = weights[:, 128:] = torch.nan
@@ -83,8 +83,8 @@ def test_rows_of_larger_tensors(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_finite(device: str) -> None:
-    """A token or a row with NaN or infinity leaves the others alone."""
+def test_nan_and_infinity_stay_in_their_row(device: str) -> None:
+    """A token or a weight row with NaN or infinity does not affect the others."""
     x, weight = torch.ones(2, 64, device=device), torch.ones(3, 64, device=device)
     x[1, 5], weight[2, 9] = torch.inf, torch.nan
     out = x.new_empty(2, 3)
@@ -93,7 +93,7 @@ def test_what_is_not_finite(device: str) -> None:
     assert out[:, 2].isnan().all()
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     x, weight, out = torch.ones(2, 8), torch.ones(3, 8), torch.empty(2, 3)
     for args, message in (
         ((out, x, torch.ones(3, 9)), "weight: expected shape (output_size=3, hidden_size=8), got (3, 9)"),

@@ -29,20 +29,21 @@ def activations(m: int, k: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def scales_of(groups: int, n: int, dtype: torch.dtype) -> Tensor:
-    """Powers of two times small odd numbers: products with codes may still have to be rounded."""
+    """Powers of two times small odd numbers, so that products with quants may have to be rounded."""
     generator = torch.Generator().manual_seed(n)
     return (torch.rand(groups, n, generator=generator) * 2.0**-6 + 2.0**-9).to(dtype)
 
 
 def each(rows: Tensor, k: int) -> Tensor:
-    """[K, N] of rows of groups."""
+    """[K, N] from one row per group."""
     return rows.repeat_interleave(k // len(rows), 0)
 
 
 def check_product(
     out: Tensor, a: Tensor, w: Tensor, factor: Tensor | float = 1.0, shift: Tensor | float = 0.0, rounds: bool = False
 ) -> None:
-    """`out` is ``factor * (a @ w) + shift``, rounded once; if `rounds`, of w or of w rounded to the dtype of `out`."""
+    """`out` is ``factor * (a @ w) + shift``, rounded once; if `rounds`, w may be rounded to the dtype of `out`
+    first."""
     assert out.dtype in (torch.float16, torch.bfloat16)
     exact = factor * (a.cpu().double() @ w.double()) + shift
     if rounds:
@@ -55,7 +56,8 @@ def check_product(
 def check_scaled(
     out: Tensor, a: Tensor, difference: Tensor, scales: Tensor, factor: Any = 1.0, shift: Any = 0.0
 ) -> None:
-    """`check_product` of codes less zero points under scales of groups, or of columns, which are those of sums."""
+    """`check_product` for quants minus zero points, under scales of groups, or of columns, which scale the
+    accumulators."""
     if len(scales) == 1:
         check_product(out, a, difference.double(), scales.double() * factor, shift)
     else:
@@ -66,7 +68,7 @@ def check_scaled(
 
 
 def test_layouts_are_permutations() -> None:
-    """Every bit of a weight has a place of its own, and so has every column."""
+    """Every bit of a weight has its own position, and so has every column."""
     size = 96, 128
     k, n = torch.arange(size[0])[:, None], torch.arange(size[1])[None]
     for layout, bits in (
@@ -84,7 +86,7 @@ def test_layouts_are_permutations() -> None:
         assert torch.equal(places.flatten().sort().values, torch.arange(places.numel())), (layout, bits)
 
 
-def test_scalar_types_have_the_numbers_of_vllm() -> None:
+def test_scalar_types_have_vllms_ids() -> None:
     """Fields from bit 0 on: exponent 8, mantissa 8, sign 1, bias 32, finite 1, NaN 8."""
     for name, id in (
         ("uint4", 4 << 8 | 1 << 50),
@@ -104,7 +106,7 @@ def test_scalar_types_have_the_numbers_of_vllm() -> None:
 @pytest.mark.parametrize("is_a_8bit", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_marlin_repack(bits: int, is_a_8bit: bool, device: str) -> None:
-    """Bit for bit as checkpoints have it."""
+    """Bit for bit the layout of checkpoints."""
     k, n = 64, 128
     codes = packed.draw(0, 1 << bits, k, n, seed=bits)
     expected = packed.marlin(codes, bits, is_a_8bit)
@@ -116,7 +118,7 @@ def test_marlin_repack(bits: int, is_a_8bit: bool, device: str) -> None:
 
 @ANY_DEVICE
 def test_marlin_repack_of_experts_in_any_order(device: str) -> None:
-    """Rows that do not exist are 0."""
+    """Rows out of range are 0."""
     k, n = 32, 64
     codes = packed.draw(0, 16, 2, k, n)
     perm = torch.stack([torch.randperm(k) for _ in range(2)])
@@ -149,7 +151,7 @@ def test_allspark_layout(columns: int, device: str) -> None:
 
 @ANY_DEVICE
 def test_int4_fp8_preprocess(device: str) -> None:
-    """Every code and zero point."""
+    """Every quant and zero point."""
     codes, zeros = torch.arange(16).repeat(16, 1).T.repeat_interleave(2, 0), torch.arange(16).view(1, -1)
     right = torch.where(codes >= 8, codes - 8, 15 - codes)
     found = pyops.marlin_int4_fp8_preprocess(packed.awq(codes).to(device))
@@ -191,7 +193,7 @@ def test_gptq_gemm(bits: int, v2: bool, device: str) -> None:
     raw = packed.gptq(codes, bits).to(device)
     out = pyops.gptq_gemm(a, raw, stored, scales.to(device), g_idx.int().to(device), False, v2, bits)
     check_product(out, a, (codes - points[g_idx]).double() * scales.double()[g_idx], rounds=True)
-    # A row of the shuffled weight multiplies the column of a that the permutation says.
+    # A row of the shuffled weight multiplies the column of a that the permutation names.
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(bits)).int().to(device)
     shuffled = raw.clone()
     pyops.gptq_shuffle(shuffled, perm, bits)
@@ -201,8 +203,8 @@ def test_gptq_gemm(bits: int, v2: bool, device: str) -> None:
 
 
 @ANY_DEVICE
-def test_hostile_indices(device: str) -> None:
-    """Rows with a group that does not exist, and columns that do not exist, count as zeros."""
+def test_hostile_g_idx_and_permutation(device: str) -> None:
+    """Rows of a group out of range, and columns out of range, count as zeros."""
     k, n, groups, dtype = 64, 64, 2, torch.float16
     codes, zeros, scales = packed.draw(0, 16, k, n), packed.draw(0, 16, groups, n), scales_of(groups, n, dtype)
     a, raw = activations(3, k, dtype, device), packed.gptq(codes, 4)
@@ -228,7 +230,7 @@ def test_hostile_indices(device: str) -> None:
 
 
 def marlin_gemm(a: Tensor, weight: Tensor, kind: str, scales: Tensor, n: int, device: str, **given: Any) -> Tensor:
-    """`pyops.marlin_gemm` of tensors of the CPU."""
+    """`pyops.marlin_gemm` on CPU tensors."""
     names = ("b_bias", "a_scales", "global_scale", "b_zeros", "g_idx", "perm")
     bias, a_scales, global_scale, zeros, g_idx, perm = (
         None if given.get(name) is None else given[name].to(device) for name in names
@@ -262,21 +264,21 @@ INTEGERS = [
 @ANY_DEVICE
 @pytest.mark.parametrize(("kind", "dtype", "groups"), INTEGERS)
 def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, device: str) -> None:
-    """With bias; activations are a view. Scales of 8-bit activations are those that callers prepare."""
+    """With bias; activations are a view. Scales of 8-bit activations are prepared as callers prepare them."""
     m, k, n, type = 5, 128, 128, SCALAR_TYPES[kind]
     bits, is_a_8bit = type.size_bits, dtype.itemsize == 1
     T = torch.float16 if is_a_8bit else dtype
     codes, points = packed.draw(0, 1 << bits, k, n), torch.full((groups, n), type.bias)
-    zeros = torch.empty(0, dtype=torch.int32)  # what vLLM's layers pass for none
+    zeros = torch.empty(0, dtype=torch.int32)  # vLLM's layers pass this for none
     if type.bias == 0:
         points = packed.draw(0, 1 << bits, groups, n, seed=1)
         zeros = packed.marlin_zeros(points, bits, is_a_8bit)
     scales, given = scales_of(groups, n, T), codes
     stored, exponent = scales, 0
-    if dtype == FP8:  # codes are recoded, scales times 2^9
+    if dtype == FP8:  # quants are stored in another encoding, with scales times 2^9
         stored, point = scales * 2.0**9, each(points, k)
         given = torch.where(codes >= point, codes - point, 15 - codes)
-    elif dtype == torch.int8 and groups > 1:  # integers in the bits of floats
+    elif dtype == torch.int8 and groups > 1:  # integer scales in the bits of floats
         scales = packed.draw(1, 4097, groups, n, seed=3).double()
         stored, exponent = scales.to(torch.int16).view(T), -20
     a = activations(m, k + 16, dtype, device)[:, :k]
@@ -296,7 +298,7 @@ def test_marlin_gemm_of_integers(kind: str, dtype: torch.dtype, groups: int, dev
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_marlin_gemm_of_fp8(dtype: torch.dtype, groups: int, device: str) -> None:
-    """Every code but NaN; scales are times 2^8 or 2^120."""
+    """Every value but NaN; scales are times 2^8 or 2^120."""
     k, n = 128, 64
     codes = packed.draw(0, 256, k, n)
     codes[codes % 128 == 127] = 0
@@ -312,7 +314,7 @@ def test_marlin_gemm_of_fp8(dtype: torch.dtype, groups: int, device: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_scale_wide", [False, True])
 def test_marlin_gemm_of_nvfp4(dtype: torch.dtype, is_scale_wide: bool, device: str) -> None:
-    """Scales of every magnitude that callers keep, those of blocks and of the tensor as callers prepare them."""
+    """Scales of every magnitude that callers keep; block scales and the tensor scale as callers prepare them."""
     k, n = 64, 64
     codes = packed.draw(0, 16, k, n)
     scales = packed.draw(0, 0x7F, k // 16, n, seed=1).to(torch.uint8).view(FP8)
@@ -344,8 +346,8 @@ def test_marlin_gemm_of_mxfp4(dtype: torch.dtype, device: str) -> None:
 
 @ANY_DEVICE
 @pytest.mark.parametrize("is_k_full", [True, False])
-def test_marlin_gemm_in_another_order(is_k_full: bool, device: str) -> None:
-    """Activations are permuted as rows are; where the weight is a part, groups are those of g_idx."""
+def test_marlin_gemm_with_act_order(is_k_full: bool, device: str) -> None:
+    """Activations are permuted like the rows; where the weight is a shard, g_idx gives the groups."""
     k, n, groups, dtype = 128, 64, 4, torch.bfloat16
     codes, scales, a = packed.draw(0, 16, k, n), scales_of(groups, n, dtype), activations(6, k, dtype, device)
     perm = torch.randperm(k, generator=torch.Generator().manual_seed(1))
@@ -364,7 +366,7 @@ def test_marlin_gemm_in_another_order(is_k_full: bool, device: str) -> None:
 
 @ANY_DEVICE
 @pytest.mark.parametrize("groups", [1, 2])
-def test_marlin_gemm_of_zero_points_that_are_floats(groups: int, device: str) -> None:
+def test_marlin_gemm_with_float_zero_points(groups: int, device: str) -> None:
     k, n, dtype = 64, 64, torch.float16
     codes, scales = packed.draw(0, 16, k, n), scales_of(groups, n, dtype)
     zeros = (torch.rand(groups, n, generator=torch.Generator().manual_seed(1)) * 15).to(dtype)
@@ -410,7 +412,7 @@ def test_gptq_marlin_24_gemm(kind: str, groups: int, device: str) -> None:
 )
 def test_machete(kind: str, group_size: int, dtype: torch.dtype, device: str) -> None:
     """The last group has fewer rows."""
-    m, k, n, type = 17 if group_size == -1 else 9, 144, 128, SCALAR_TYPES[kind]  # by kernels of many and of few rows
+    m, k, n, type = 17 if group_size == -1 else 9, 144, 128, SCALAR_TYPES[kind]  # by the large-M and small-M kernels
     codes = packed.draw(0, 1 << type.size_bits, k, n)
     rows = k if group_size == -1 else group_size
     groups = -(-k // rows)
@@ -431,7 +433,7 @@ def test_machete(kind: str, group_size: int, dtype: torch.dtype, device: str) ->
         pyops.machete_mm(a, raw, type.id, group_size=group_size, **more)
 
 
-def test_machete_supports_what_it_multiplies() -> None:
+def test_machete_supports_its_types() -> None:
     half, id = torch.float16, SCALAR_TYPES["uint4b8"].id
     assert pyops.machete_supported_schedules(half, id, half) == ["default"]
     for wrong in (
@@ -450,7 +452,7 @@ def test_machete_supports_what_it_multiplies() -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize("n", [96, 48])
 def test_w4a8(n: int, device: str) -> None:
-    """Products of quants and scales are rounded to e4m3, and saturate. The last tile of a weight may be half of one."""
+    """Products of quants and scales are rounded to e4m3, and saturate. The last tile of a weight may be half a tile."""
     m, k, rows = 7, 128, 32
     codes = packed.draw(-8, 8, k, n)
     scales = (torch.randn(k // rows, n, generator=torch.Generator().manual_seed(1)) * 20.0).to(FP8)
@@ -520,7 +522,7 @@ def refused(op: Any, argument: str, change: dict[str, Any], message: str, **axes
         ("gptq_marlin_24_gemm", "b_q_type", {"b_q_type": SCALAR_TYPES["uint4"].id}, "expected uint4b8"),
     ],
 )
-def test_refusals(op: str, argument: str, change: dict[str, Any], message: str) -> None:
+def test_refused(op: str, argument: str, change: dict[str, Any], message: str) -> None:
     make = ArgMaker(devices.model(), op)
     dtypes = {"b_zeros": "int32", "a": "bfloat16", "b_scales": "bfloat16", "scales": "float16"}
     change = {

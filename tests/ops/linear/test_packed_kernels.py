@@ -1,4 +1,4 @@
-"""The kernels that read packed codes: right under every schedule, at edges of tiles; what is chosen."""
+"""Kernels that read packed weights: correct under every schedule, at the edges of tiles; the chosen configs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def exllama(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) 
 
 
 def marlin(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Zero points of 4 bits; of 8 bits they are all 128."""
+    """Zero points are given for 4 bits; for 8 bits they are all 128."""
     (k, n), kind = codes.shape, SCALAR_TYPES["uint4" if bits == 4 else "uint8b128"]
     points = packed.marlin_zeros(zeros, bits) if bits == 4 else None
     weight = packed.marlin(codes, bits), None, packed.marlin_scales(scales), None, None
@@ -66,30 +66,30 @@ def allspark(a: Tensor, codes: Tensor, zeros: Tensor, scales: Tensor, bits: int)
 
 FEW = [
     (marlin, 4, PackedMmaConfig(1, 64, 3, 2, 4), 2, 128, 1024, 4),
-    (marlin, 4, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 272, 17),  # the last step has 16 rows
+    (marlin, 4, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 272, 17),  # the last k-tile has 16 rows
     (marlin, 8, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 512, 1),
     (allspark, 8, PackedMmaConfig(1, 64, 3, 2, 1, held=True), 1, 128, 512, 1),
-    (allspark, 8, PackedMmaConfig(16, 64, 2, 1, 1), 17, 192, 80, 1),  # the last step has 16 rows
+    (allspark, 8, PackedMmaConfig(16, 64, 2, 1, 1), 17, 192, 80, 1),  # the last k-tile has 16 rows
     (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1), 9, 64, 512, 16),
     (gptq, 8, PackedMmaConfig(2, 64, 2, 1, 1), 2, 128, 200, 1),
-    (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1, held=True), 3, 128, 424, 1),  # the last step has 40 rows
+    (gptq, 4, PackedMmaConfig(4, 64, 1, 2, 1, held=True), 3, 128, 424, 1),  # the last k-tile has 40 rows
     (marlin, 8, PackedMmaConfig(16, 64, 2, 1, 1, held=True), 9, 64, 512, 4),
     (exllama, 4, PackedMmaConfig(16, 64, 2, 1, 1), 30, 64, 256, 2),
-    (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a step, and the last step has 128 rows
+    (gptq, 2, PackedMmaConfig(8, 64, 2, 1, 1), 7, 64, 640, 5),  # groups of half a k-tile; the last k-tile has 128 rows
     (exllama, 2, PackedMmaConfig(16, 64, 1, 2, 1), 17, 64, 528, 1),
-    (exllama, 3, PackedMmaConfig(2, 64, 3, 1, 2), 3, 128, 416, 1),  # the last step has 32 rows
-    (exllama, 3, PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 1024, 4),  # groups of two steps
+    (exllama, 3, PackedMmaConfig(2, 64, 3, 1, 2), 3, 128, 416, 1),  # the last k-tile has 32 rows
+    (exllama, 3, PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 1024, 4),  # groups of two k-tiles
     (awq, 4, PackedMmaConfig(8, 64, 2, 4, 1), 8, 64, 1088, 1),
-    (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two steps, which parts of K may cut
+    (awq, 4, PackedMmaConfig(1, 128, 2, 2, 1), 1, 256, 640, 5),  # groups of two k-tiles, which splits of K may cut
     (awq, 4, PackedMmaConfig(16, 128, 2, 1, 1), 20, 128, 288, 9),
-    (marlin, 4, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 272, 17),  # groups of one product of a unit's two
+    (marlin, 4, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 272, 17),  # groups of one of a unit's two MMAs
 ]
 NARROW = [
-    (marlin, 4, PackedNarrowConfig(4), 13, 320, 1296, 1),  # the last step has 16 rows
+    (marlin, 4, PackedNarrowConfig(4), 13, 320, 1296, 1),  # the last k-tile has 16 rows
     (marlin, 4, PackedNarrowConfig(4), 17, 64, 768, 3),  # a second tile of rows
     (awq, 4, PackedNarrowConfig(8), 16, 576, 1024, 8),
     (awq, 4, PackedNarrowConfig(8), 1, 128, 200, 1),
-    (exllama, 4, PackedNarrowConfig(4), 16, 320, 552, 1),  # the last step has 40 rows
+    (exllama, 4, PackedNarrowConfig(4), 16, 320, 552, 1),  # the last k-tile has 40 rows
 ]
 MANY = [
     (marlin, 4, PackedConfig(16, 128, 2, 4, 1), 13, 192, 272, 17),
@@ -113,10 +113,10 @@ MANY = [
     [(*case, (torch.bfloat16, torch.float16)[i % 2]) for i, case in enumerate(FEW + NARROW + MANY)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_product(
+def test_packed_gemm(
     call: Callable[..., Tensor], bits: int, one: Any, m: int, n: int, k: int, groups: int, dtype: torch.dtype
 ) -> None:
-    """The same bits under every schedule, and rounded once."""
+    """All schedules give the same bits, rounded once."""
     codes, zeros = packed.draw(0, 1 << bits, k, n), packed.draw(0, 1 << bits, groups, n, seed=1)
     if call in (marlin, allspark) and bits == 8:
         zeros.fill_(128)
@@ -132,18 +132,18 @@ def test_product(
 
 
 SPARSE = [
-    ("uint4b8", PackedMmaConfig(2, 64, 3, 1, 1), 3, 128, 416, 1, torch.bfloat16),  # the last step has 32 rows
-    ("uint4b8", PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 512, 8, torch.float16),  # groups of half a step
+    ("uint4b8", PackedMmaConfig(2, 64, 3, 1, 1), 3, 128, 416, 1, torch.bfloat16),  # the last k-tile has 32 rows
+    ("uint4b8", PackedMmaConfig(16, 64, 2, 2, 1), 17, 64, 512, 8, torch.float16),  # groups of half a k-tile
     ("uint8b128", PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 384, 3, torch.bfloat16),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("kind", "one", "m", "n", "k", "groups", "dtype"), SPARSE)
-def test_two_of_four_rows(
+def test_sparse_2_4_weights(
     kind: str, one: PackedMmaConfig, m: int, n: int, k: int, groups: int, dtype: torch.dtype
 ) -> None:
-    """Codes of two rows of four, whichever these are: where one place is named twice, the second code is there."""
+    """Any two rows of four have quants; if the metadata names one position twice, the second quant counts."""
     type = SCALAR_TYPES[kind]
     kept, places = packed.draw(0, 1 << type.size_bits, k // 4, 2, n), packed.draw(0, 4, k // 4, 2, n, seed=1)
     quads = torch.full((k // 4, 4, n), type.bias)
@@ -164,11 +164,11 @@ def test_two_of_four_rows(
 
 TILE = [
     # (matrix core, ...): of MFMA, warps of 64 lanes
-    ("MFMA", marlin, 4, PackedTileConfig(32, 128, 1, 2, 2, 2), 17, 192, 272, 17),  # the last step has 16 rows
-    ("MFMA", awq, 4, PackedTileConfig(16, 64, 1, 2, 4, 4), 20, 64, 1088, 17),  # parts of four and of five steps
-    ("MFMA", allspark, 8, PackedTileConfig(16, 64, 1, 2, 4, 2), 3, 128, 80, 1),  # a part is one step of 16 rows
+    ("MFMA", marlin, 4, PackedTileConfig(32, 128, 1, 2, 2, 2), 17, 192, 272, 17),  # the last k-tile has 16 rows
+    ("MFMA", awq, 4, PackedTileConfig(16, 64, 1, 2, 4, 4), 20, 64, 1088, 17),  # splits of four and of five k-tiles
+    ("MFMA", allspark, 8, PackedTileConfig(16, 64, 1, 2, 4, 2), 3, 128, 80, 1),  # a split is one k-tile of 16 rows
     ("MFMA", gptq, 8, PackedTileConfig(128, 128, 2, 4, 2, 1), 130, 64, 72, 1),
-    ("WMMA_12", gptq, 2, PackedTileConfig(16, 64, 1, 4, 4, 1), 7, 64, 640, 5),  # half of the threads have pieces
+    ("WMMA_12", gptq, 2, PackedTileConfig(16, 64, 1, 4, 4, 1), 7, 64, 640, 5),  # half of the threads load
     ("WMMA_12", marlin, 8, PackedTileConfig(32, 64, 1, 4, 2, 1), 20, 64, 512, 1),
     ("WMMA_11", exllama, 4, PackedTileConfig(64, 64, 2, 2, 2, 1), 70, 128, 256, 2),
 ]
@@ -180,7 +180,7 @@ TILE = [
     TILE,
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_product_on_matrix_cores(
+def test_packed_gemm_on_matrix_cores(
     monkeypatch: pytest.MonkeyPatch,
     core: str,
     call: Callable[..., Tensor],
@@ -191,7 +191,7 @@ def test_product_on_matrix_cores(
     k: int,
     groups: int,
 ) -> None:
-    """The same bits under several schedules, and rounded once; float16 by pairs."""
+    """Several schedules give the same bits, rounded once; float16 in pairs."""
     dtype = torch.float16 if call in (awq, exllama) else torch.bfloat16
     codes, zeros = packed.draw(0, 1 << bits, k, n), packed.draw(0, 1 << bits, groups, n, seed=1)
     if call in (marlin, allspark) and bits == 8:
@@ -219,16 +219,16 @@ CUT = [
         320,
         3,
         3,
-    ),  # a round, then two tiles by three blocks: more steps than stages
-    (gptq, torch.bfloat16, _LAST_ROUND, 70, 128, 320, 6, 5),  # a tile by five blocks, a step each
-    # A round of two clusters, which share the last tile and no other.
+    ),  # a wave, then two tiles by three blocks: more k-tiles than stages
+    (gptq, torch.bfloat16, _LAST_ROUND, 70, 128, 320, 6, 5),  # a tile by five blocks, a k-tile each
+    # A wave of two clusters, which share the last tile and no other.
     (gptq, torch.float16, replace(_LAST_ROUND, neighbours=2), 70, 640, 320, 4, 2),
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "multiprocessors", "sharers"), CUT)
-def test_last_round_is_cut(
+def test_stream_k_last_wave(
     monkeypatch: pytest.MonkeyPatch,
     call: Callable[..., Tensor],
     dtype: torch.dtype,
@@ -239,7 +239,7 @@ def test_last_round_is_cut(
     multiprocessors: int,
     sharers: int | None,
 ) -> None:
-    """Sums of parts are added up in the order of K, whichever block comes last."""
+    """Partial sums are added in the order of K, whichever block arrives last."""
     monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=multiprocessors))
     if sharers is not None:
         monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
@@ -255,7 +255,7 @@ def test_last_round_is_cut(
     check_scaled(out, a, codes - each(zeros, k), scales)
 
 
-FLOATS = [  # a kernel of few rows rounds no weight; that of many, differences
+FLOATS = [  # the small-M kernel rounds no weight; the large-M kernel rounds weight minus zero point
     (marlin, PackedMmaConfig(16, 64, 2, 1, 1), 11, 64, 272, 17, False),
     (marlin, PackedNarrowConfig(4), 11, 64, 256, 2, False),
     (allspark, PackedMmaConfig(4, 64, 1, 2, 1), 3, 128, 512, 1, False),
@@ -265,7 +265,7 @@ FLOATS = [  # a kernel of few rows rounds no weight; that of many, differences
 
 @needs_compiler
 @pytest.mark.parametrize(("call", "one", "m", "n", "k", "groups", "rounds"), FLOATS)
-def test_zero_points_that_are_floats(
+def test_float_zero_points(
     call: Callable[..., Tensor], one: Any, m: int, n: int, k: int, groups: int, rounds: bool
 ) -> None:
     dtype, first = torch.bfloat16, None
@@ -294,21 +294,19 @@ def test_zero_points_that_are_floats(
 
 EIGHT_BIT = [
     ("uint4b8", torch.int8, PackedMmaConfig(1, 64, 2, 2, 1), 1, 128, 512, 128),
-    ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last step has 32 rows
+    ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(16, 64, 2, 1, 1), 17, 64, 288, 32),  # the last k-tile has 32 rows
     ("uint4b8", torch.float8_e4m3fn, PackedMmaConfig(8, 64, 2, 1, 1), 5, 64, 256, 32),
     ("float4_e2m1f", torch.float8_e4m3fn, PackedMmaConfig(2, 64, 1, 2, 1), 3, 128, 256, 32),
-    ("uint4b8", torch.float8_e4m3fn, PackedConfig(16, 256, 2, 2, 1), 20, 320, 160, 32),  # the last step has 32 rows
+    ("uint4b8", torch.float8_e4m3fn, PackedConfig(16, 256, 2, 2, 1), 20, 320, 160, 32),  # the last k-tile has 32 rows
     ("float4_e2m1f", torch.float8_e4m3fn, PackedConfig(80, 128, 2, 1, 1), 70, 64, 128, 32),
-    ("uint4b8", torch.float8_e4m3fn, PackedTileConfig(16, 64, 1, 2, 2, 1), 3, 64, 96, 32),  # the last step has 32 rows
+    ("uint4b8", torch.float8_e4m3fn, PackedTileConfig(16, 64, 1, 2, 2, 1), 3, 64, 96, 32),  # 32 rows in the last k-tile
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize(("kind", "dtype", "one", "m", "n", "k", "group_size"), EIGHT_BIT)
-def test_activations_of_8_bits(
-    kind: str, dtype: torch.dtype, one: Any, m: int, n: int, k: int, group_size: int
-) -> None:
-    """Widened, and multiplied with the codes as they lie."""
+def test_8_bit_activations(kind: str, dtype: torch.dtype, one: Any, m: int, n: int, k: int, group_size: int) -> None:
+    """Activations are upcast and multiplied with the quants as they are stored."""
     is_int, groups = dtype == torch.int8, k // group_size
     codes, scales = packed.draw(0, 16, k, n), packed.draw(110, 120, groups, n, seed=1)
     a = activations(m, k, dtype, "cpu")
@@ -335,7 +333,7 @@ def test_activations_of_8_bits(
 
 
 W4A8 = [
-    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32, torch.bfloat16),  # the last step has 32 rows
+    (PackedConfig(16, 128, 2, 4, 1), 13, 96, 800, 32, torch.bfloat16),  # the last k-tile has 32 rows
     (PackedConfig(32, 256, 1, 1, 1), 20, 320, 256, 128, torch.bfloat16),
     (PackedConfig(128, 256, 1, 1, 1), 130, 288, 256, 256, torch.bfloat16),
     (PackedConfig(16, 256, 2, 2, 1), 13, 288, 544, 32, torch.float16),
@@ -345,9 +343,9 @@ W4A8 = [
 @needs_compiler
 @pytest.mark.parametrize(("one", "m", "n", "k", "group_size", "dtype"), W4A8)
 def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
-    """Entries of tables, whatever they are: every code, zero too, in every group and column.
+    """Arbitrary entries of lookup tables: every quant, zero too, in every group and column.
 
-    Numbers are small integers: what tensor cores lose of sums of fp8 is smaller than one.
+    Numbers are small integers, so that the truncation of fp8 accumulators is smaller than one.
     """
     e4m3 = torch.float8_e4m3fn
     codes = packed.draw(-8, 8, k, n)
@@ -370,7 +368,8 @@ def test_w4a8(one: PackedConfig, m: int, n: int, k: int, group_size: int, dtype:
 
 @needs_compiler
 def test_w4a8_of_float16_is_rounded_once() -> None:
-    """Sums of tensor cores have 14 bits. They reach over 64 elements of K: over all they are off thrice as far."""
+    """Tensor core accumulators have 14 bits. They are promoted every 64 elements of K; without promotion the error is
+    three times the bound."""
     m, n, k, make = 16, 128, 2048, torch.Generator().manual_seed(0)
     a = torch.randn(m, k, generator=make).to(torch.float8_e4m3fn)
     codes, scales = packed.draw(-8, 8, k, n), (torch.rand(k // 128, n, generator=make) + 0.5).to(torch.float8_e4m3fn)
@@ -383,11 +382,11 @@ def test_w4a8_of_float16_is_rounded_once() -> None:
     assert (out.double() - exact).abs().max() <= 2.0**-11 * exact.abs().max()
 
 
-# What is chosen
+# Choices
 
 
 def problem(m: int, n: int, k: int, on: Device, layout: Any = "marlin", group_size: int = 128, **given: Any) -> Any:
-    """Of codes of 4 bits, less 8; `given` changes the weight."""
+    """A GEMM with 4-bit weights, offset by 8; `given` changes the weight."""
     make = ArgMaker(on)
     a, out = make.empty(m, k, dtype="bfloat16"), make.empty(m, n, dtype="bfloat16")
     codes = make.empty(k * n // 8, dtype="int32")
@@ -420,47 +419,47 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("arch", "m", "n", "k", "expected"), CHOICES)
-def test_choice(arch: str, m: int, n: int, k: int, expected: Any) -> None:
+def test_choice_of_config(arch: str, m: int, n: int, k: int, expected: Any) -> None:
     for layout in ("marlin", "gptq", "exllama", "awq"):
         on = device.model(arch)
         one = problem(m, n, k, on, layout)
         found = choose(one, on) if serves(one, on) else None
         if layout == "awq" and m <= 8 and arch == "sm_90" and n == 28672:
             assert found == replace(expected, tile_n=128, warps=6, min_blocks=2)
-        elif layout == "awq" and arch == "sm_90" and n == 24576:  # columns enough for tiles twice as wide
+        elif layout == "awq" and arch == "sm_90" and n == 24576:  # enough columns for tiles twice as wide
             assert found == PackedMmaConfig(16, 128, 4, 1, 2)
         elif layout == "gptq" and expected == PackedNarrowConfig():
             assert found == PackedMmaConfig(16, 64, 3, 1, 4)
-        elif layout in ("gptq", "exllama") and m <= 8 and n == 28672:  # lanes hold codes of the next step
+        elif layout in ("gptq", "exllama") and m <= 8 and n == 28672:  # lanes prefetch the quants of the next k-tile
             assert found == replace(expected, held=True)
         else:
             assert found == expected
 
 
 SHARERS = [
-    # (config, tiles of the last round, steps of a tile, layout, blocks of 132 that share these)
+    # (config, tiles of the last wave, k-tiles of a tile, layout, blocks of 132 that share these tiles)
     (PackedConfig(256, 128, 1, 1, 1, 4), 92, 64, "marlin", 132),  # 256 x 28672 x 4096
     (PackedConfig(256, 128, 1, 1, 1, 4), 104, 64, "marlin", 130),  # 1024: five for every four tiles
     (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "marlin", 80),  # 4096: four for every tile
     (PackedConfig(256, 128, 1, 1, 1, 4), 20, 64, "awq", 80),
     (PackedConfig(256, 128, 1, 1, 1, 4), 20, 32, "w4a8", 60),
-    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 32, "w4a8", 92),  # an exchange of sums takes what it saves
+    (PackedConfig(256, 128, 1, 1, 1, 4), 92, 32, "w4a8", 92),  # exchanging partial sums costs what sharing saves
     (PackedConfig(256, 128, 1, 1, 1, 4), 128, 64, "marlin", 128),
     (PackedConfig(128, 256, 2, 1, 1, 4), 112, 64, "marlin", 112),
-    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 1, "marlin", 20),  # no step for a second part
+    (PackedConfig(256, 128, 1, 1, 1, 4), 20, 1, "marlin", 20),  # no k-tile for a second block
     (PackedConfig(256, 128, 1, 1, 1, 4), 1, 3, "marlin", 1),
     (PackedConfig(256, 128, 1, 1, 1, 4), 0, 64, "marlin", 1),
 ]
 
 
 @pytest.mark.parametrize(("config", "rest", "steps", "layout", "expected"), SHARERS)
-def test_blocks_that_share_the_last_round(
+def test_blocks_that_share_the_last_wave(
     config: PackedConfig, rest: int, steps: int, layout: str, expected: int
 ) -> None:
     assert packed_hopper.sharers(config, rest, steps, 132, layout) == expected
 
 
-def test_room_for_what_blocks_share() -> None:
+def test_stream_k_workspace() -> None:
     """Each part of a tile has its own slot among the partial sums, and each tile its own counters."""
     launch = choose(one := problem(256, 28672, 4096, HOPPER), HOPPER).launches(one)[0]
     rest, steps, sharers = 224 - 132, 64, launch.fixed["sharers"]
@@ -472,8 +471,8 @@ def test_room_for_what_blocks_share() -> None:
     assert launch.fixed["arrived"].nbytes == rest * 8 * 4
 
 
-def test_activations_of_8_bits_and_many_rows() -> None:
-    """Widened and multiplied by wq_gemm_sm90.cu, but for scales that 16 bits do not hold."""
+def test_8_bit_activations_at_large_m() -> None:
+    """wq_gemm_sm90.cu upcasts and multiplies them, except under scales that 16 bits do not hold."""
     make = ArgMaker(HOPPER)
     one = problem(256, 28672, 4096, HOPPER, "marlin_8", recoding="marlin_fp8")
     one = replace(one, a=Operand.of_rows(make.empty(256, 4096, dtype="float8_e4m3fn")))
@@ -490,7 +489,7 @@ def test_activations_of_8_bits_and_many_rows() -> None:
     assert not serves(replace(one, weight=scales, epilogue=half), HOPPER)
 
 
-def test_several_groups_in_a_step() -> None:
+def test_several_groups_in_a_k_tile() -> None:
     """Threads have twice the registers, and tiles eight rows at most."""
     one = problem(16, 28672, 4096, HOPPER, group_size=64)
     assert choose(one, HOPPER) == PackedMmaConfig(8, 64, 1, 1, 8)
@@ -498,7 +497,7 @@ def test_several_groups_in_a_step() -> None:
 
 
 def test_choices_fit() -> None:
-    """Into shared memory, with a step of K for every part of a sum; so do the candidates."""
+    """Into shared memory, with a k-tile for every split; so do the candidates."""
     for m in (1, 3, 17, 64, 65, 300, 5000):
         for n in (64, 192, 4096, 28672):
             for k in (64, 1088, 14336):
@@ -512,8 +511,9 @@ def test_choices_fit() -> None:
                             assert launch.specialisation.constants["STAGES"] >= 2
 
 
-def test_warps_that_shared_memory_holds() -> None:
-    """A warp of eight rows has 4096 bytes of codes, 2048 of a and 128 of scales in a step, and two steps at least."""
+def test_warps_limited_by_shared_memory() -> None:
+    """For eight rows, a warp has 4096 bytes of quants, 2048 of a and 128 of scales per k-tile, and two stages at
+    least."""
     small = replace(HOPPER, shared_memory=2 * 3 * 6272)
     one = problem(8, 4096, 4096, small)
     assert choose(one, small) == PackedMmaConfig(8, 64, 3, 2, 2)
@@ -522,14 +522,14 @@ def test_warps_that_shared_memory_holds() -> None:
     assert launch.specialisation.constants["STAGES"] == 2
 
 
-def test_what_is_written_in_full() -> None:
-    """Whatever the kernels that read quants have no instance for."""
+def test_weights_that_are_dequantised_first() -> None:
+    """Weights for which the packed kernels have no instance."""
     for given in (
         {"g_idx": ArgMaker(HOPPER).empty(256, dtype="int32")},
         {"type": SCALAR_TYPES["int4"]},
         {"recoding": "marlin_fp8"},
         {"zero_kind": "codes", "zero_layout": "marlin_8"},
-        {"layout": "gptq", "type": ScalarType(0, 3, False)},  # pairs of raw codes straddle words
+        {"layout": "gptq", "type": ScalarType(0, 3, False)},  # pairs of raw quants straddle words
         {"group_size": 48},
     ):
         assert not serves(problem(4, 128, 256, HOPPER, **given), HOPPER)
@@ -558,7 +558,7 @@ def test_w4a8_of_float16() -> None:
     assert not serves(of(513), HOPPER)
 
 
-def test_no_geometry() -> None:
+def test_invalid_geometries() -> None:
     for wrong in (
         lambda: PackedConfig(24, 128, 1, 1, 1),
         lambda: PackedConfig(128, 128, 1, 2, 1),
@@ -572,9 +572,9 @@ def test_no_geometry() -> None:
         with pytest.raises(ValueError, match="no geometry"):
             wrong()
     assert choose_mma(1, 64, 64, 1, HOPPER) == PackedMmaConfig(1, 64, 1, 1, 16)
-    # 128 tiles, for which clusters of two do not fit: all warps of an SM, if each warp's part of K is long.
+    # 128 tiles, for which clusters of two do not fit: all warps of an SM, if the K range of each warp is long.
     assert choose_mma(8, 64, 4096, 112, HOPPER, weights=2) == PackedMmaConfig(8, 64, 16, 1, 1)
     assert choose_mma(8, 64, 4096, 32, HOPPER, weights=2) == PackedMmaConfig(8, 64, 8, 1, 2)
-    # Of several groups in a step tiles have 8 rows: twice as many as of 16.
+    # With several groups in a k-tile, tiles have 8 rows: twice as many tiles as with 16.
     assert choose_mma(16, 64, 4096, 112, HOPPER, True, weights=2) == PackedMmaConfig(8, 64, 4, 1, 2)
     assert packed_hopper.choose(16, 64, 64, "awq", HOPPER).splits == 1

@@ -1,4 +1,4 @@
-"""Matrix products against float64, exactly where sums are exact; in any layout, at edges of tiles, under any Config."""
+"""GEMM against float64, exact where sums are exact; in any layout, at the edges of tiles, under any Config."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def columns(matrix: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def forced(op: str, one: Config) -> Iterator[None]:
-    """While the context lasts, `op` runs with this Config, on the CPU, too."""
+    """In this context, `op` runs with this Config, on the CPU, too."""
     pyops.registry[op].forget()
     try:
         with tuning.forced(op, one), config.cpu("kernels"):
@@ -79,7 +79,7 @@ def forced(op: str, one: Config) -> Iterator[None]:
         (20, 33, 51, torch.float32),
     ],
 )
-def test_linear_against_float64(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
+def test_linear_matches_float64(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
     x, bias = (draw(*shape, dtype=dtype, device=device, seed=k) for shape in ((m, k), (2 * n,)))
     weight = draw(2 * n, k, dtype=dtype, device=device, seed=n) * k**-0.5
     sums = x.double() @ weight.double().T + bias.double()
@@ -89,15 +89,15 @@ def test_linear_against_float64(m: int, n: int, k: int, dtype: torch.dtype, devi
         ("silu_and_mul", torch.nn.functional.silu(sums[:, :n]) * sums[:, n:]),
     ):
         out = pyops.linear.new(x, weight, bias, activation)
-        if dtype == torch.float32:  # sums of so many numbers, each rounded
+        if dtype == torch.float32:  # that many float32 roundings
             assert (out.double() - exact).abs().max() <= 2.0**-24 * k**0.5 * 4 * exact.abs().max()
         else:
             assert_rounded_once(out, exact)
 
 
 @pytest.mark.parametrize("device", KERNELS)
-def test_float32_products_are_fused_with_their_sum(device: str) -> None:
-    """``x * x - y``, where y is the square of x rounded to float32: what is left is what the rounding took."""
+def test_float32_uses_fused_multiply_add(device: str) -> None:
+    """``x * x - y``, where y is x * x rounded to float32, leaves exactly the rounding error."""
     x = 1 + 2.0**-12
     out, input = (torch.empty(5, 3, device=device), torch.tensor([[1.0, x]] * 5, device=device))
     rounded = torch.tensor(x * x, dtype=torch.float32).item()
@@ -106,8 +106,8 @@ def test_float32_products_are_fused_with_their_sum(device: str) -> None:
 
 
 @ANY_DEVICE
-def test_no_rows_no_columns_and_no_terms(device: str) -> None:
-    """A sum of nothing is 0, to which the bias is added."""
+def test_empty_m_n_and_k(device: str) -> None:
+    """An empty sum is 0, to which the bias is added."""
     for m, n in ((0, 5), (3, 0)):
         empty = torch.empty(m, n, device=device).bfloat16()
         x, weight = (torch.ones(rows, 8, device=device).bfloat16() for rows in (m, n))
@@ -119,7 +119,7 @@ def test_no_rows_no_columns_and_no_terms(device: str) -> None:
 
 
 @ANY_DEVICE
-def test_rows_that_are_not_finite_leave_others_alone(device: str) -> None:
+def test_nan_and_infinity_stay_in_their_row(device: str) -> None:
     x, weight = torch.ones(20, 64, device=device).bfloat16(), torch.ones(40, 64, device=device).bfloat16()
     x[1, 5], weight[2, 9] = torch.inf, torch.nan
     out = pyops.linear.new(x, weight)
@@ -129,12 +129,12 @@ def test_rows_that_are_not_finite_leave_others_alone(device: str) -> None:
     assert (out == 64.0).all()
 
 
-# Products of 8 bits
+# GEMM of 8-bit operands
 
 
 @ANY_DEVICE
 @pytest.mark.parametrize("dtype", EIGHT_BITS)
-def test_scaled_mm_against_float64(dtype: torch.dtype, device: str) -> None:
+def test_scaled_mm_matches_float64(dtype: torch.dtype, device: str) -> None:
     """Scales of the matrix, of rows and of columns, mixed."""
     m, k, n = 19, 272, 70
     a, b = draw(m, k, dtype=dtype, device=device), columns(draw(n, k, dtype=dtype, device=device, seed=1).t())
@@ -152,13 +152,13 @@ def test_scaled_mm_against_float64(dtype: torch.dtype, device: str) -> None:
 
 @ANY_DEVICE
 @pytest.mark.parametrize("k", [16, 1040])
-def test_sums_of_integers_are_exact(k: int, device: str) -> None:
+def test_int32_accumulation_is_exact(k: int, device: str) -> None:
     """Also where float32 is not: every sum is -2^14 k + 1."""
     a = torch.full((18, k), -128, dtype=torch.int8, device=device)
     b = columns(torch.full((k, 33), -128, dtype=torch.int8, device=device))
     a[:, 0] = b[0] = 1
     one = torch.ones(1, device=device)
-    high = (k - 1) * 2**14  # the sum without the odd 1: a zero point
+    high = (k - 1) * 2**14  # the sum without the odd 1, as a zero point
     out = torch.empty(18, 33, dtype=torch.bfloat16, device=device)
     pyops.cutlass_scaled_mm_azp(out, a, b, one, one, torch.full((33,), high, dtype=torch.int32, device=device))
     assert (out == 1.0).all()
@@ -166,7 +166,7 @@ def test_sums_of_integers_are_exact(k: int, device: str) -> None:
 
 @ANY_DEVICE
 def test_zero_points(device: str) -> None:
-    """Of rows and of all; the difference wraps around as int32 does."""
+    """Per row and for the whole matrix; the difference wraps around as int32 does."""
     m, k, n = 33, 96, 20
     a = draw(m, k, dtype=torch.int8, device=device)
     b = columns(draw(k, n, dtype=torch.int8, device=device, seed=1))
@@ -192,8 +192,8 @@ def test_zero_points(device: str) -> None:
     ("m", "n", "k", "dtype"),
     [(5, 130, 300, torch.float8_e4m3fn), (40, 128, 128, torch.int8), (129, 264, 512, torch.float8_e4m3fn)],
 )
-def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
-    """In every order in memory; blocks at the end are cut."""
+def test_block_scales(m: int, n: int, k: int, dtype: torch.dtype, device: str) -> None:
+    """Scales in every memory order; blocks at the end are partial."""
     a, b = draw(m, k, dtype=dtype, device=device), columns(draw(k, n, dtype=dtype, device=device, seed=1))
     factor = 0.001 if dtype == torch.int8 else 1.0
     a_scales = factor * positive(m, -(-k // 128), device=device, seed=2)
@@ -209,8 +209,8 @@ def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
-def test_more_tiles_than_multiprocessors(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-    """Blocks take several tiles, their warpgroups in ping-pong order; three runs have the same bits."""
+def test_more_tiles_than_sms(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Blocks take several tiles, their warpgroups in ping-pong order; three runs give the same bits."""
     m, n, k = 1000, 6000, 520 if dtype == torch.bfloat16 else 528
     a, b = draw(m, k, dtype=dtype, device="cuda"), columns(draw(k, n, dtype=dtype, device="cuda", seed=1))
     exact, out = a.double() @ b.double(), torch.empty(m, n, dtype=out_dtype, device="cuda")
@@ -228,11 +228,11 @@ def test_more_tiles_than_multiprocessors(dtype: torch.dtype, out_dtype: torch.dt
     assert_rounded_once(out, exact)
 
 
-# Products of NVFP4, and with sparse weights
+# GEMM of NVFP4, and with 2:4 sparse weights
 
 
 def exact_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float64 values: codes by ml_dtypes, the place of each scale by the formula of its tile."""
+    """float64 values: quants by ml_dtypes, the offset of each scale by the formula of its tile."""
     each = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
     values = torch.from_numpy(each.cpu().numpy().view(ml_dtypes.float4_e2m1fn).astype(numpy.float64))
     columns = scales.shape[1]
@@ -246,7 +246,7 @@ def exact_nvfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @ANY_DEVICE
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 16), (130, 40, 112)])
-def test_fp4_mm_against_float64(m: int, n: int, k: int, device: str) -> None:
+def test_fp4_mm_matches_float64(m: int, n: int, k: int, device: str) -> None:
     codes = [torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device) for rows in (m, n)]
     sizes = [(-(-rows // 128) * 128, -(-k // 64) * 4) for rows in (m, n)]
     scales = [draw(*size, dtype=torch.float8_e4m3fn, device=device, seed=i) for i, size in enumerate(sizes)]
@@ -257,8 +257,8 @@ def test_fp4_mm_against_float64(m: int, n: int, k: int, device: str) -> None:
 
 
 @ANY_DEVICE
-def test_fp4_mm_of_what_was_quantised(device: str) -> None:
-    """`scaled_fp4_quant` writes what the product takes: the result is near that of the tensors."""
+def test_fp4_mm_of_quantised_tensors(device: str) -> None:
+    """`scaled_fp4_quant` writes the operands; the result is close to that of the unquantized tensors."""
     x, weight = draw(20, 128, dtype=torch.bfloat16, device=device), draw(48, 128, dtype=torch.bfloat16, device=device)
     g = [(448 * 6 / one.abs().max().float()).view(1) for one in (x, weight)]
     (a, a_scales), (b, b_scales) = (
@@ -272,8 +272,8 @@ def test_fp4_mm_of_what_was_quantised(device: str) -> None:
 
 @ANY_DEVICE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
-def test_compression_and_back(dtype: torch.dtype, device: str) -> None:
-    """The product of the identity and a compressed weight is the weight; any product is that of the weight."""
+def test_compressed_weight_equals_the_weight(dtype: torch.dtype, device: str) -> None:
+    """The identity times a compressed weight is the weight, and any GEMM gives the result of the weight."""
     n, k = 24, 64
     weight = draw(n, k, dtype=dtype, device=device).double()
     if dtype == torch.int8:
@@ -295,7 +295,7 @@ def test_compression_and_back(dtype: torch.dtype, device: str) -> None:
 
 @ANY_DEVICE
 def test_compression_of_every_group(device: str) -> None:
-    """What is not zero is kept, the first two of more; of fewer, zeros fill up."""
+    """Of the nonzero values the first two are kept; zeros fill up if there are fewer."""
     groups = torch.tensor([[i >> bit & 1 for bit in range(4)] for i in range(16)], device=device)
     nzs, meta = pyops.cutlass_sparse_compress((groups * torch.tensor([1, 2, 3, 4], device=device)).half().view(1, 64))
     places = torch.stack([meta.flatten() >> shift & 3 for shift in (0, 2, 4, 6)], -1).view(16, 2).tolist()
@@ -310,9 +310,9 @@ def test_compression_of_every_group(device: str) -> None:
 
 @ANY_DEVICE
 def test_matrices_of_any_strides(device: str) -> None:
-    """Transposed, misaligned, with gaps: the same bits, by whichever kernel: sums of small integers are exact in all.
+    """Transposed, misaligned, with gaps: all kernels give the same bits, because sums of small integers are exact.
 
-    What lies in the gaps of out stays.
+    The gaps of out are left alone.
     """
     m, k, n, dtype = 20, 176, 48, torch.float8_e4m3fn
     a, b = (
@@ -329,7 +329,8 @@ def test_matrices_of_any_strides(device: str) -> None:
 
     each_a = (a, columns(a), shifted(a, 1, 0), shifted(a, 8, 4), shifted(a, 0, 7), shifted(a, 0, 2))
     each_b = (b, columns(b), shifted(b.t(), 4, 0).t(), shifted(b.t(), 0, 1).t())
-    # A kernel needs both as it reads them: one at a time is another, and two at a time.
+    # A kernel takes an operand only in the layout that it reads: here one operand has another layout, in the last pair
+    # both.
     for one, other in [*((one, columns(b)) for one in each_a), *((a, other) for other in each_b), (each_a[1], b)]:
         whole = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16, device=device)
         pyops.cutlass_scaled_mm(whole[:, :n], one, other, scale, scale)
@@ -339,8 +340,8 @@ def test_matrices_of_any_strides(device: str) -> None:
 
 @ANY_DEVICE
 @pytest.mark.parametrize("tokens", [1, 33])
-def test_few_tokens(tokens: int, device: str) -> None:
-    """vLLM's names for one product: a bias for each column, or for each element."""
+def test_small_m_entry_points(tokens: int, device: str) -> None:
+    """vLLM's names for the same GEMM: a bias per column, or per element."""
     weight, x = (
         draw(40, 136, dtype=torch.bfloat16, device=device),
         draw(tokens, 136, dtype=torch.bfloat16, device=device),
@@ -375,7 +376,8 @@ TALL = MmaConfig(tile_m=64, tile_n=32, warps_m=2, warps_n=1, stages=3, splits=1,
 @pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL, GemmSimtConfig(16, 64)], ids=str)
 @given(m=st.integers(1, 34), n=st.integers(1, 70), k=st.integers(1, 40), seed=st.integers(0, 99))
 def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
-    """Any sizes, several steps, more splits than steps: exact for integers, the same bits under every schedule."""
+    """Any sizes, several k-tiles, more splits than k-tiles: exact for integers, with the same bits under every
+    schedule."""
     a = draw(m, 8 * k, dtype=torch.int8, seed=seed)
     b = columns(draw(8 * k, n, dtype=torch.int8, seed=seed + 1))
     scale, out = torch.full((1,), 2.0**-9), torch.empty(m, n, dtype=torch.bfloat16)
@@ -391,7 +393,7 @@ def test_edges_of_tiles(one: Config, m: int, n: int, k: int, seed: int) -> None:
 @pytest.mark.parametrize("one", [replace(SMALL, splits=4), TALL], ids=str)
 @pytest.mark.parametrize("activation", ["none", "silu_and_mul"])
 def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
-    """Under one Config a row has the same bits, whatever lies after it and whatever the schedule."""
+    """Under one Config a row has the same bits, whatever rows follow and whatever the schedule."""
     weight = draw(80, 200, dtype=torch.bfloat16)
     x = draw(70, 200, dtype=torch.bfloat16, seed=1)
     x[50:] = torch.nan
@@ -409,7 +411,7 @@ def test_rows_do_not_depend_on_others(one: Config, activation: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("one", [SMALL, replace(SMALL, splits=4), TALL], ids=str)
 def test_edges_of_tiles_by_mfma(one: Config) -> None:
-    """In warps of 64 lanes, several steps and columns of gates between ups: exact for integers."""
+    """In warps of 64 lanes, with several k-tiles and interleaved gate and up columns: exact for integers."""
     a, b = draw(35, 328, dtype=torch.int8), draw(72, 328, dtype=torch.int8, seed=1)
     scale, out = torch.full((1,), 2.0**-9), torch.empty(35, 72, dtype=torch.bfloat16)
     x, weight = draw(35, 200, dtype=torch.bfloat16), draw(72, 200, dtype=torch.bfloat16, seed=1)
@@ -436,8 +438,8 @@ def test_edges_of_tiles_by_mfma(one: Config) -> None:
     ],
     ids=str,
 )
-def test_sums_of_blocks(one: Config, dtype: torch.dtype) -> None:
-    """Splits begin at any block; fp8 by its own products and as float16; by multiply-adds."""
+def test_block_scale_promotion(one: Config, dtype: torch.dtype) -> None:
+    """Splits begin at any scale block; fp8 by its own MMA and as float16; by multiply-adds."""
     m, n, k = 18, 40, 900
     a, b = draw(m, k, dtype=dtype), columns(draw(k, n, dtype=dtype, seed=1))
     factor = 0.001 if dtype == torch.int8 else 1.0
@@ -452,7 +454,7 @@ def test_sums_of_blocks(one: Config, dtype: torch.dtype) -> None:
 def problem(
     m: int, n: int, k: int, dtype: dtypes.DType, on: Device, blocks: bool = False, **options: Any
 ) -> GemmProblem:
-    """A product of contiguous matrices, planned for a device."""
+    """A GEMM of contiguous matrices, planned for a device."""
 
     def arg(name: str, kind: dtypes.DType, *shape: int) -> TensorArg:
         return TensorArg("op", name, kind, shape, (*shape[1:], 1), 16, on)
@@ -500,7 +502,7 @@ INSTINCT = device.model("gfx942")
         (INSTINCT, 512, 256, 7168, dtypes.float32, GemmSimtConfig(64, 64)),
     ],
 )
-def test_choice(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:
+def test_choice_of_config(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expected: Any) -> None:
     one = problem(m, n, k, dtype, on)
     found = choose_mma(one, on) if isinstance(expected, MmaConfig) else choose(one, on)
     assert isinstance(found, expected) if isinstance(expected, type) else found == expected
@@ -508,7 +510,7 @@ def test_choice(on: Device, m: int, n: int, k: int, dtype: dtypes.DType, expecte
 
 @pytest.mark.parametrize("on", [AMPERE, ADA, BLACKWELL, GEFORCE], ids=lambda on: on.arch)
 def test_choices_fit(on: Device) -> None:
-    """Into shared memory, with tiles for every sum, and with all of K."""
+    """Into shared memory, with enough K for every split, in a grid that covers the output."""
     for m in (3, 17, 33, 65, 129, 1000, 8192):
         for n in (1, 100, 4096, 28672):
             for k in (1, 64, 4097, 16384):
@@ -525,15 +527,15 @@ def test_choices_fit(on: Device) -> None:
                     assert launch.grid == (-(-m // found.tile_m) * -(-one.b.rows // found.tile_n), found.splits, 1)
 
 
-def test_tiles_have_their_warps() -> None:
+def test_warps_must_divide_the_tile() -> None:
     with pytest.raises(ValueError, match="warps do not divide the tile"):
         replace(SMALL, tile_n=16)
 
 
-# What is refused
+# Refusals
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     codes, one = torch.zeros(4, 16, dtype=torch.int8), torch.ones(1)
     b, out = torch.zeros(16, 8, dtype=torch.int8), torch.zeros(4, 8, dtype=torch.bfloat16)
     blocks, half = torch.ones(4, 2), torch.zeros(4, 16).half()

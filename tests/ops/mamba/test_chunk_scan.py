@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 over prompts, held to its quadratic form in float64, and to itself where prompts are cut."""
+"""Mamba-2's chunk scan over prompts, against its quadratic form in float64, and against itself for chunked prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyops.testing.calls import assert_results, expected, run
 from tests.hip.host import on_matrix_core
 from tests.support.calls import CUDA
 
-# Of results; the tolerances of vLLM's own tests.
+# For results; the tolerances of vLLM's own tests.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
     params=["cpu", pytest.param("host", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler")), CUDA]
 )
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the tensors lie: "cpu" runs the reference, "host" the kernels on the CPU."""
+    """The device of the tensors: "cpu" runs the reference, "host" the kernels on the CPU."""
     with config.cpu("kernels" if request.param == "host" else "reference"):
         yield "cpu" if request.param == "host" else request.param
 
@@ -52,7 +52,7 @@ class Prompts:
         torch.manual_seed(len(lengths) + head_size)
         self.lengths, self.device, self.dtype = lengths, device, dtype
         num_tokens = sum(lengths)
-        # One tensor, as a projection gives it, of which the others are views.
+        # One tensor, as a projection writes it; the others are views of it.
         sizes = [heads * head_size, groups * state_size, groups * state_size, heads]
         sizes.append(-sum(sizes) % 8)
         parts = torch.randn(num_tokens, sum(sizes), device=device).to(dtype).split(sizes, 1)
@@ -149,7 +149,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("head_size", "state_size", "groups", "dtype"), SHAPES)
-def test_equals_the_quadratic_form(
+def test_matches_the_quadratic_form(
     device: str, head_size: int, state_size: int, groups: int, dtype: torch.dtype
 ) -> None:
     prompts = Prompts(device, [45, 1, 0, 37], head_size=head_size, state_size=state_size, groups=groups, dtype=dtype)
@@ -159,20 +159,20 @@ def test_equals_the_quadratic_form(
 
 
 @pytest.mark.parametrize("chunk_size", [1, 8, 128])
-def test_chunks_change_roundings_at_most(device: str, chunk_size: int) -> None:
-    """From one segment of a prompt to as many as there are."""
+def test_chunk_size_changes_roundings_only(device: str, chunk_size: int) -> None:
+    """From one segment per prompt to the maximum."""
     prompts = Prompts(device, [100, 19], dtype=torch.bfloat16)
     for actual, wanted in zip(prompts.whole(chunk_size=chunk_size), prompts.truth(), strict=True):
         assert_near(actual, wanted, torch.bfloat16)
 
 
 def test_segments_of_several_tiles(device: str) -> None:
-    """Of three tiles of 64 tokens, as many as shared memory holds while states are found."""
+    """Segments of three 64-token tiles, the most that shared memory holds while states are computed."""
     assert_slow_scan(device, [310, 390])
 
 
 def assert_slow_scan(device: str, lengths: list[int]) -> None:
-    """No tile of these prompts is forgotten soon, and none is missing in what follows it."""
+    """Every tile of these prompts decays slowly, so that a missing one would change all that follows."""
     prompts = Prompts(device, lengths, heads=2, groups=1, head_size=64, state_size=64, dtype=torch.bfloat16)
     prompts.A, prompts.B = prompts.A * 0.02, prompts.B * 64**-0.5
     for actual, wanted in zip(prompts.whole(chunk_size=1024), prompts.truth(), strict=True):
@@ -181,8 +181,8 @@ def assert_slow_scan(device: str, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[0.5], [0.3, 0.8]])
-def test_prompts_may_be_cut(device: str, dtype: torch.dtype, cuts: list[float]) -> None:
-    """Several calls, each with the float32 states of the one before, give what one call gives."""
+def test_prompts_may_be_chunked(device: str, dtype: torch.dtype, cuts: list[float]) -> None:
+    """Several calls, each with the float32 states of the previous one, give the result of one call."""
     prompts = Prompts(device, [90, 33, 2], dtype=dtype)
     whole, last = prompts.whole()
     states, outs = prompts.initial, []
@@ -191,7 +191,7 @@ def test_prompts_may_be_cut(device: str, dtype: torch.dtype, cuts: list[float]) 
         out, states = prompts.call(spans, states)
         outs.append(out.split([end - begin for begin, end in spans]))
     joined = torch.cat([part for parts in zip(*outs, strict=True) for part in parts])
-    # The state of a tile is rounded where it meets C: other tiles, other roundings.
+    # The state of a tile is rounded before its product with C: other tiles, other roundings.
     tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7 * float(whole.double().abs().max())
     torch.testing.assert_close(joined, whole, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(
@@ -204,7 +204,7 @@ def test_prompts_may_be_cut(device: str, dtype: torch.dtype, cuts: list[float]) 
     ("core", "head_size", "state_size"), [("MFMA", 64, 64), ("WMMA_11", 32, 48), ("WMMA_12", 32, 16)]
 )
 def test_on_matrix_cores(core: str, head_size: int, state_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMD's products, in two segments of several tiles each, which take one place in shared memory or two."""
+    """AMD's MMA, in two segments of several tiles each, with one stage in shared memory or two."""
     sizes = {"heads": 2, "groups": 1, "head_size": head_size, "state_size": state_size}
     prompts = Prompts("cpu", [140, 0, 20], **sizes, dtype=torch.bfloat16)
     prompts.B, prompts.A = prompts.B * state_size**-0.5, prompts.A * 0.1
@@ -217,7 +217,7 @@ def test_on_matrix_cores(core: str, head_size: int, state_size: int, monkeypatch
 
 
 def test_states_of_chunks(device: str) -> None:
-    """They are those that a shorter prompt ends with."""
+    """They equal the final states of shorter prompts."""
     prompts = Prompts(device, [40, 24], dtype=torch.bfloat16)
     _, states = prompts.whole(return_intermediate_states=True)
     ends = [(16, 0), (32, 0), (40, 0), (0, 16), (0, 24)]
@@ -227,15 +227,15 @@ def test_states_of_chunks(device: str) -> None:
         torch.testing.assert_close(state, shorter[0 if a else 1], rtol=1e-4, atol=1e-4)
 
 
-def test_decays_that_vanish(device: str) -> None:
-    """Time steps so long that every token forgets the ones before it; none is NaN or infinite."""
+def test_vanishing_decays(device: str) -> None:
+    """Time steps so long that every token forgets the previous ones; no result is NaN or infinite."""
     prompts = Prompts(device, [70], dtype=torch.bfloat16)
     prompts.A, prompts.dt_bias = prompts.A * 1e4, prompts.dt_bias.abs() + 10
     for actual, wanted in zip(prompts.whole(), prompts.truth(), strict=True):
         assert_near(actual / wanted.abs().max(), wanted / wanted.abs().max(), torch.bfloat16)
 
 
-def test_limits_of_time_steps(device: str) -> None:
+def test_time_step_limits(device: str) -> None:
     prompts = Prompts(device, [20])
     out, states = prompts.whole(dt_limit=(0.25, 0.25))
     prompts.dt, prompts.dt_bias = torch.full_like(prompts.dt, 0.25), torch.zeros_like(prompts.dt_bias)
@@ -264,7 +264,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("name", "place", "value"), HOSTILE)
 @pytest.mark.parametrize(("head_dim", "every_chunk"), [(64, False), (5, True)])
 def test_hostile_indices(device: str, name: str, place: int, value: int, head_dim: int, every_chunk: bool) -> None:
-    """Nothing outside a tensor is touched, and chunks that cannot be leave the state as it is."""
+    """Nothing outside a tensor is touched, and invalid chunks leave the state alone."""
     op = pyops.registry["mamba_chunk_scan_varlen"]
     assert op.example is not None
     args = list(op.example(TorchMaker(device), num_tokens=200, head_dim=head_dim, options=every_chunk))
@@ -287,7 +287,7 @@ def test_hostile_indices(device: str, name: str, place: int, value: int, head_di
         ({"state_dtype": torch.int32}, "x"),
     ],
 )
-def test_refuses(changes: dict[str, Any], argument: str) -> None:
+def test_refused(changes: dict[str, Any], argument: str) -> None:
     op = pyops.registry["mamba_chunk_scan_varlen"]
     assert op.example is not None
     args = dict(zip((p.name for p in op.parameters), op.example(TorchMaker(), num_tokens=7), strict=True))

@@ -1,4 +1,4 @@
-"""Causal convolutions: pieces and steps of sequences against torch's conv1d of whole ones, and hostile indices."""
+"""Causal convolutions: chunked sequences and decode steps against torch's conv1d of whole ones, and hostile indices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS = range(4)
     ]
 )
 def compute(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test runs on the references, on the kernels by a CPU, and on the kernels by a GPU."""
+    """Run a test on the references, on the kernels on the CPU, and on the kernels on a GPU."""
     contexts = {"kernels": testing.cpu("kernels"), "cuda": torch.device("cuda")}
     with contexts.get(request.param, nullcontext()):
         yield
@@ -44,7 +44,7 @@ def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 
 def _window(inputs: Tensor, tokens: int, width: int) -> Tensor:
-    """The last width - 1 of the first `tokens` inputs, as a slot holds them: [dim, width - 1]."""
+    """The last width - 1 of the first `tokens` inputs, in the layout of a slot: [dim, width - 1]."""
     return functional.pad(inputs.t(), (width - 1, 0))[:, tokens : tokens + width - 1]
 
 
@@ -66,7 +66,7 @@ def _indices(values: Any) -> Tensor:
 
 
 def _laid_out(x: Tensor, channel_last: bool) -> Tensor:
-    """[num_tokens, dim] as models give it: [dim, num_tokens] in either layout."""
+    """[num_tokens, dim] in the shape that models pass: [dim, num_tokens], in either layout."""
     return x.t() if channel_last else x.t().contiguous()
 
 
@@ -81,10 +81,11 @@ def _laid_out(x: Tensor, channel_last: bool) -> Tensor:
         (torch.bfloat16, 16, 8, True, None),
     ],
 )
-def test_prompts_in_pieces(
+def test_chunked_prompts(
     compute: None, dtype: torch.dtype, dim: int, width: int, with_bias: bool, activation: str | None, channel_last: bool
 ) -> None:
-    """Sequences in random pieces, some of no or one token, together with padding: as conv1d of each whole sequence."""
+    """Sequences in random pieces, some of no or one token, together with padding: equal to conv1d of each whole
+    sequence."""
     weight, bias = _parameters(dim, width, dtype, with_bias)
     random = numpy.random.default_rng(0)
     lengths, num_slots = [1, 2, 33, 70, 5], 9
@@ -127,7 +128,7 @@ def test_prompts_in_pieces(
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 257, 300])
 def test_one_prompt(compute: None, num_tokens: int) -> None:
-    """Without a cache, across the tiles of blocks of threads, for both index types."""
+    """Without a cache, across the tiles of CUDA blocks, for both index types."""
     weight, bias = _parameters(8, 4, torch.float32)
     x = torch.randn(num_tokens, 8)
     for channel_last in (True, False):
@@ -147,7 +148,7 @@ class Cached:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("block_size", [8, 2])
 def test_prefix_caching(compute: None, seed: int, block_size: int) -> None:
-    """After any pieces, every block that is full holds the inputs before its end, and the last one those so far."""
+    """After any pieces, every full block holds the inputs before its end, and the last one the newest inputs."""
     dim, width, dtype = 16, 4, torch.bfloat16
     weight, bias = _parameters(dim, width, dtype, seed=seed)
     random = numpy.random.default_rng(seed)
@@ -192,7 +193,7 @@ def test_prefix_caching(compute: None, seed: int, block_size: int) -> None:
     ("dtype", "dim", "width"), [(torch.float32, 6, 4), (torch.bfloat16, 64, 4), (torch.float16, 8, 2)]
 )
 def test_decoding(compute: None, form: str, dtype: torch.dtype, dim: int, width: int) -> None:
-    """Step after step, token by token: as conv1d of whole sequences. Padding keeps its elements."""
+    """Token by token: equal to conv1d of whole sequences. Padding is left alone."""
     weight, bias = _parameters(dim, width, dtype)
     random = numpy.random.default_rng(1)
     sequences = torch.randn(4, 20, dim).to(dtype)
@@ -229,7 +230,7 @@ def test_decoding(compute: None, form: str, dtype: torch.dtype, dim: int, width:
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_speculative_decoding(compute: None, seed: int, varlen: bool) -> None:
-    """However many drafts are accepted, results are those of the sequence of accepted tokens."""
+    """For any number of accepted drafts, results equal those of the sequence of accepted tokens."""
     dim, width, drafts = 16, 4, 3
     weight, bias = _parameters(dim, width, torch.float32, seed=seed)
     random = numpy.random.default_rng(seed)
@@ -255,7 +256,7 @@ def test_speculative_decoding(compute: None, seed: int, varlen: bool) -> None:
 
 
 def test_decoding_with_prefix_caching(compute: None) -> None:
-    """The state is read in one column and written in another, whatever is in between."""
+    """The state is read in one column and written in another; the columns in between do not matter."""
     weight, bias = _parameters(8, 4, torch.float32)
     states = torch.randn(8, 8, 3)
     before = states.clone()
@@ -280,7 +281,7 @@ def test_decoding_with_prefix_caching(compute: None) -> None:
     assert testing.same_bits(states[others], before[others])
 
 
-def test_without_indices(compute: None) -> None:
+def test_without_slot_indices(compute: None) -> None:
     """Slots are then 0, 1, 2, ...; no sequence has a state at first."""
     weight, bias = _parameters(8, 3, torch.float32)
     states = torch.randn(2, 8, 2)
@@ -293,7 +294,7 @@ def test_without_indices(compute: None) -> None:
     _assert_near(out, torch.stack([_convolved(part, weight, bias)[-1] for part in whole]))
 
 
-def test_another_dtype_of_the_cache(compute: None) -> None:
+def test_cache_of_another_dtype(compute: None) -> None:
     weight, bias = _parameters(8, 4, torch.bfloat16)
     states = torch.zeros(1, 8, 3)
     x = torch.randn(6, 8).bfloat16()
@@ -306,7 +307,7 @@ def test_another_dtype_of_the_cache(compute: None) -> None:
 
 
 def _fault(call: Callable[[], Any]) -> str:
-    """The first line of the fault that a call ends with; "" if it ends well."""
+    """The first line of the fault that a call ends with; "" without a fault."""
     try:
         call()
     except pyops.KernelFault as fault:
@@ -317,7 +318,7 @@ def _fault(call: Callable[[], Any]) -> str:
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize("seed", range(12))
 def test_hostile_indices(seed: int) -> None:
-    """No index reaches outside of a tensor. Sequences that overlap or share a slot race: no other fault comes."""
+    """No index reaches outside of a tensor. Sequences that overlap or share a slot race; no other fault occurs."""
     random = numpy.random.default_rng(seed)
     kind = (torch.int32, torch.int64)[seed % 2]
     limits = torch.iinfo(kind)
@@ -361,7 +362,7 @@ def test_hostile_indices(seed: int) -> None:
         assert "race" in fault or not fault, fault
 
 
-def test_functions_compile() -> None:
+def test_functions_under_torch_compile() -> None:
     weight, bias = _parameters(8, 4, torch.float32)
     x, starts = torch.randn(6, 8), _indices([0, 6])
 
@@ -412,12 +413,12 @@ _COLUMNS = {
         ({"initial_state_idx": _COLUMN}, "initial_state_idx: expected the slots of blocks and all"),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(pyops.OpError, match=message):
         _call(**changes)
 
 
-def test_bad_steps_are_refused() -> None:
+def test_bad_decode_steps_are_refused() -> None:
     weight, bias = _parameters(8, 4, torch.float32)
     with pytest.raises(pyops.OpError, match="causal_conv1d_decode: query_start_loc: expected at least one entry"):
         pyops.causal_conv1d_update(torch.zeros(2, 8), torch.zeros(2, 8, 4), weight, bias, query_start_loc=_indices([]))

@@ -1,4 +1,4 @@
-"""The gated delta rule, held to transformers' own function, to cut prompts and to hostile slots."""
+"""The gated delta rule, against transformers' own function, chunked prompts and hostile slots."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     params=["cpu", pytest.param("host", marks=pytest.mark.skipif(not toolchains(), reason="no C++ compiler")), CUDA]
 )
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the tensors lie: "cpu" runs the reference, "host" the kernels on the CPU."""
+    """The device of the tensors: "cpu" runs the reference, "host" the kernels on the CPU."""
     with config.cpu("kernels" if request.param == "host" else "reference"):
         yield "cpu" if request.param == "host" else request.param
 
 
 @cache
 def transformers_rule() -> Any:
-    """The recurrence as the model Qwen3-Next of transformers has it."""
+    """The recurrence of Qwen3-Next in transformers."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     return modeling.torch_recurrent_gated_delta_rule
 
@@ -39,7 +39,7 @@ def transformers_rule() -> Any:
 def tokens(
     device: str, batch: int, count: int, key_heads: int, value_heads: int, sizes: tuple[int, int], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """q, k, v, g and beta; q, k and v are views of one tensor, as a projection gives them."""
+    """q, k, v, g and beta; q, k and v are views of one tensor, as a projection writes them."""
     torch.manual_seed(count + sum(sizes))
     widths = [key_heads * sizes[0], key_heads * sizes[0], value_heads * sizes[1]]
     parts = torch.randn(batch, count, sum(widths), device=device).to(dtype).split(widths, 2)
@@ -55,9 +55,9 @@ def tokens(
 def truth(
     call: dict[str, torch.Tensor], initial: torch.Tensor | None, norm: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, final state) of transformers' function, computed in float32.
+    """(o, final state) of transformers' function in float32.
 
-    It is given a key head for each value head: only newer versions of transformers repeat them.
+    It gets a key head for each value head, because only newer versions of transformers repeat them.
     """
     heads = call["v"].shape[2]
     q, k = (call[name].float().repeat_interleave(heads // call[name].shape[2], 2) for name in ("q", "k"))
@@ -86,7 +86,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("batch", "count", "key_heads", "value_heads", "sizes", "dtype", "norm"), SHAPES)
 @pytest.mark.parametrize("state_v_first", [False, True])
-def test_equals_transformers(
+def test_matches_transformers(
     device: str,
     batch: int,
     count: int,
@@ -113,8 +113,8 @@ def test_equals_transformers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sequences_of_any_length_and_cuts(device: str, dtype: torch.dtype) -> None:
-    """One call on several prompts, and two calls on their parts, give what each prompt gives by itself."""
+def test_prompts_of_any_length_and_chunking(device: str, dtype: torch.dtype) -> None:
+    """One call on several prompts, and two calls on their parts, give the result of each prompt by itself."""
     lengths, cut = [37, 0, 1, 66], [20, 0, 1, 32]
     call = tokens(device, 1, sum(lengths), 1, 2, (32, 16), dtype)
     parts = {name: value.split(lengths, 1) for name, value in call.items()}
@@ -148,8 +148,8 @@ def test_sequences_of_any_length_and_cuts(device: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_after_another(device: str, dtype: torch.dtype) -> None:
-    """Decoding token by token, the state in a slot, gives what the prompt gives."""
+def test_token_by_token_equals_prefill(device: str, dtype: torch.dtype) -> None:
+    """Decoding token by token, with the state in a slot, gives the result of the prompt."""
     call = tokens(device, 3, 12, 2, 4, (16, 24), dtype)
     slots = torch.tensor([4, 0, 2], device=device)
     state = torch.randn(5, 4, 16, 24, device=device)
@@ -167,7 +167,7 @@ def test_one_token_after_another(device: str, dtype: torch.dtype) -> None:
 
 
 def test_speculative_decoding(device: str) -> None:
-    """A state for each draft token, and the start at the last token that was accepted."""
+    """Each draft token has its own state, and a step starts from that of the last accepted token."""
     call = tokens(device, 1, 9, 1, 2, (16, 8), torch.float32)
     starts = torch.tensor([0, 3, 3, 5, 9], device=device)
     slots = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [8, -1, 10, 11], [12, 13, 99, 15]], device=device)
@@ -194,12 +194,12 @@ def test_speculative_decoding(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_newest_value_of_a_key_is_found(device: str, dtype: torch.dtype) -> None:
-    """Where every token has the same key, and errors are corrected in full: each value replaces the one before it."""
+def test_newest_value_of_a_key_replaces_the_old(device: str, dtype: torch.dtype) -> None:
+    """Every token has the same key and beta = 1, so that each value replaces the previous one."""
     call = tokens(device, 1, 70, 1, 1, (128, 32), dtype)
     call["k"] = call["q"] = call["k"][:, :1].expand(1, 70, 1, 128).contiguous()
     call["g"], call["beta"] = torch.zeros_like(call["g"]), torch.ones_like(call["beta"])
-    call["v"] = torch.where(call["v"] < 0, -1.0, 1.0).to(dtype)  # changes of 0 and 2, which rounding keeps
+    call["v"] = torch.where(call["v"] < 0, -1.0, 1.0).to(dtype)  # changes of 0 and 2, which are exact
     o, _ = pyops.chunk_gated_delta_rule(**call, scale=1.0, use_qk_l2norm_in_kernel=True)
     assert_near(o, call["v"].double(), dtype)
 
@@ -207,7 +207,7 @@ def test_the_newest_value_of_a_key_is_found(device: str, dtype: torch.dtype) -> 
 @pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 @pytest.mark.parametrize(("core", "sizes"), [("MFMA", (64, 32)), ("WMMA_11", (16, 32)), ("WMMA_12", (64, 32))])
 def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMD's products, in tiles of 16 tokens and, of small heads, of 32; the last tile is not full."""
+    """AMD's MMA, in tiles of 16 tokens or, for small heads, of 32; the last tile is partial."""
     call = tokens("cpu", 1, 60, 1, 2, sizes, torch.bfloat16)
     initial = torch.randn(1, 2, *sizes)
     wanted = truth(call, initial)
@@ -221,7 +221,7 @@ def test_on_matrix_cores(core: str, sizes: tuple[int, int], monkeypatch: pytest.
                 assert_near(actual, right, torch.bfloat16)
 
 
-def test_new_states_instead_of_slots(device: str) -> None:
+def test_returned_states_without_slots(device: str) -> None:
     call = tokens(device, 2, 5, 1, 2, (16, 8), torch.float32)
     initial = torch.randn(2, 2, 16, 8, device=device)
     o, last = pyops.fused_recurrent_gated_delta_rule(
@@ -248,7 +248,7 @@ HOSTILE = [
 @pytest.mark.parametrize(("name", "argument", "place", "value"), HOSTILE)
 @pytest.mark.parametrize("head_dim", [128, 7])
 def test_hostile_indices(device: str, name: str, argument: str, place: int, value: int, head_dim: int) -> None:
-    """Nothing outside a tensor is touched, and what does not exist is skipped."""
+    """Nothing outside a tensor is touched, and invalid indices are skipped."""
     op = pyops.registry[name]
     args = example(op, device, num_tokens=20, head_dim=head_dim, options=argument != "cu_seqlens")
     index = [p.name for p in op.parameters].index(argument)
@@ -259,13 +259,13 @@ def test_hostile_indices(device: str, name: str, argument: str, place: int, valu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [3, 40])
-def test_norms_of_keys_and_queries_at_the_largest_float(device: str, dtype: torch.dtype, count: int) -> None:
-    """Their squares are above it, and their directions are what counts: those of the same rows times a power of two."""
+def test_norms_of_keys_and_queries_near_the_float_maximum(device: str, dtype: torch.dtype, count: int) -> None:
+    """Their squares overflow, but only the directions count: those of the same rows times a power of two."""
     call = tokens(device, 1, count, 2, 4, (64, 32), dtype)
     for name in ("q", "k"):
         signs = call[name][:, 1::5].sign()
         of_ones = {**call, name: call[name].clone()}
-        of_ones[name][:, 1::5] = signs * 1024.0  # compared with this, 1e-6 does not count
+        of_ones[name][:, 1::5] = signs * 1024.0  # next to this, epsilon = 1e-6 is negligible
         of_largest = {**call, name: call[name].clone()}
         of_largest[name][:, 1::5] = signs * torch.finfo(dtype).max
         wanted, _ = truth({key: value.cpu() for key, value in of_ones.items()}, None)
@@ -274,20 +274,20 @@ def test_norms_of_keys_and_queries_at_the_largest_float(device: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decay_of_zero_forgets_the_state(device: str, dtype: torch.dtype) -> None:
-    """The tokens from there on are a text of their own; those before it do not see it."""
+def test_zero_decay_resets_the_state(device: str, dtype: torch.dtype) -> None:
+    """The tokens from there on are a sequence of their own; those before it are unaffected."""
     call = tokens(device, 1, 48, 2, 4, (64, 32), dtype)
     begin = 19
     call["g"][:, begin] = -torch.inf
     actual = pyops.gated_delta_rule(**call, scale=64**-0.5, use_qk_l2norm_in_kernel=True).cpu()
     spans = [slice(0, begin), slice(begin, 48)]
     parts = [{name: value.cpu()[:, span].clone() for name, value in call.items()} for span in spans]
-    parts[1]["g"][:, 0] = 0.0  # of a state of zeros
+    parts[1]["g"][:, 0] = 0.0  # the state is zero
     wanted = torch.cat([truth(part, None)[0] for part in parts], 1)
     assert_near(actual, wanted, dtype)
 
 
-def test_refuses_what_it_cannot_serve() -> None:
+def test_refused() -> None:
     call = tokens("cpu", 2, 5, 2, 4, (16, 8), torch.float32)
     with pytest.raises(ValueError, match="head_first"):
         pyops.chunk_gated_delta_rule(**call, head_first=True)

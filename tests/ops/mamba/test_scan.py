@@ -1,4 +1,4 @@
-"""The selective scan: held to the recurrence in float64, token by token."""
+"""The selective scan against the recurrence in float64, token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAN = float("nan")
 
 
 class Layer(NamedTuple):
-    """What the sequences of a call share."""
+    """The tensors that the sequences of a call share."""
 
     A: torch.Tensor
     D: torch.Tensor | None
@@ -110,8 +110,8 @@ def _seeded() -> None:
         (torch.float32, 1, 5, 3),
     ],
 )
-def test_recurrence(dtype: torch.dtype, state_size: int, count: int, groups: int, device: str) -> None:
-    """A batch with states, of states of any number, with and without options."""
+def test_matches_the_recurrence(dtype: torch.dtype, state_size: int, count: int, groups: int, device: str) -> None:
+    """A batch with states of any number, and without states, with and without options."""
     dim = 6
     for options in (False, True):
         by = layer(dim, state_size, options)
@@ -131,11 +131,11 @@ def test_recurrence(dtype: torch.dtype, state_size: int, count: int, groups: int
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cuts", [(0, 1, 70), (0, 31, 40, 70), (0, 64, 65, 70)])
-def test_a_prompt_may_be_cut_anywhere(cuts: tuple[int, ...], device: str) -> None:
-    """Calls that carry the float32 state on give the bits of one call."""
+def test_prompt_may_be_chunked_anywhere(cuts: tuple[int, ...], device: str) -> None:
+    """Calls that pass on the float32 state give the bits of one call."""
     dim, state_size = 20, 16
     by, given = layer(dim, state_size), tokens(dim, state_size, cuts[-1], torch.bfloat16)
-    # torch, as the reference, adds up rows of other strides in another order: two roundings of bfloat16.
+    # For rows of other strides torch, as the reference, adds in another order: two roundings of bfloat16.
     near = (
         {"rtol": 2.0**-7, "atol": 1e-5} if device == "cpu" and not isinstance(device, Host) else {"rtol": 0, "atol": 0}
     )
@@ -152,12 +152,12 @@ def test_a_prompt_may_be_cut_anywhere(cuts: tuple[int, ...], device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_size", [1, 5, 16, 33, 1000])
 def test_states_of_blocks(block_size: int, device: str) -> None:
-    """The state after each block goes to its own slot, whatever the size of blocks."""
+    """The state after each block goes to the block's own slot, for any block size."""
     dim, state_size, lengths = 7, 4, [33, 0, 12]
     by, given = layer(dim, state_size), tokens(dim, state_size, sum(lengths), torch.float32)
     most = 1 + -(-max(lengths) // block_size)
     slots = torch.randperm(3 * most + 2)[: 3 * most].reshape(3, most).int()
-    slots[2, 2:] = -1  # blocks that nobody keeps, the last but one token's among them
+    slots[2, 2:] = -1  # blocks without a slot, the last but one token's among them
     states = torch.randn(3 * most + 2, dim, state_size, device=device)
     before = states.cpu().clone()
     counts = [-(-length // block_size) for length in lengths]
@@ -187,9 +187,9 @@ def test_states_of_blocks(block_size: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("more", [(), (40,)])
-def test_a_first_chunk_fills_a_block(more: tuple[int, ...], device: str) -> None:
-    """Sequences that go on within a block of 8: states lie at the ends of blocks. A chunk that does not exist, or is
-    longer than a block, does not count."""
+def test_first_chunk_fills_a_block(more: tuple[int, ...], device: str) -> None:
+    """Sequences that continue within a block of 8: states are stored at the ends of blocks. A chunk that is missing or
+    longer than a block does not count."""
     dim, state_size, lengths = 7, 4, [3 + 8 + 5, 4, 20]
     by, given = layer(dim, state_size), tokens(dim, state_size, sum(lengths), torch.float32)
     chunks = [[3, 8, 5], [4], [8, 8, 4]]  # the last sequence has no chunk, or one of 20 tokens
@@ -222,8 +222,8 @@ def test_a_first_chunk_fills_a_block(more: tuple[int, ...], device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_does_not_exist(device: str) -> None:
-    """Padding, slots and tokens out of range, and sequences that end before they begin: nothing of them is written."""
+def test_out_of_range_indices_write_nothing(device: str) -> None:
+    """Padding, slots and tokens out of range, and sequences that end before they begin."""
     dim, state_size, count = 5, 4, 24
     by, given = layer(dim, state_size), tokens(dim, state_size, count, torch.float32)
     states = torch.randn(3, dim, state_size, device=device)
@@ -249,8 +249,8 @@ def test_what_does_not_exist(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_columns_that_do_not_exist(device: str) -> None:
-    """No column of slots is read or written that a sequence does not have."""
+def test_missing_slot_columns(device: str) -> None:
+    """No column of slots is accessed that a sequence does not have."""
     dim, state_size = 3, 2
     by, given = layer(dim, state_size), tokens(dim, state_size, 12, torch.float32)
     states = torch.randn(4, dim, state_size, device=device)
@@ -276,7 +276,7 @@ def test_columns_that_do_not_exist(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_stays_with_its_channel(device: str) -> None:
-    """And leaves the tokens before it as they are."""
+    """And leaves earlier tokens alone."""
     dim, state_size, count = 18, 16, 20
     by, given = layer(dim, state_size), tokens(dim, state_size, count, torch.float32)
     right, _, _ = truth(given, by, torch.zeros(dim, state_size))
@@ -305,8 +305,8 @@ def test_time_steps_of_any_size(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rates_of_any_size(device: str) -> None:
-    """A up to the largest number: a state stays in a time step of 0, and is gone after any other."""
+def test_decay_rates_of_any_size(device: str) -> None:
+    """With A up to the largest number, a state survives a time step of 0 and vanishes after any other."""
     largest = torch.finfo(torch.float32).max
     A = torch.tensor([[-largest, -1e30, 0.0, 1e-30]])
     deltas, ones = torch.tensor([[0.0, 1e-3, 0.0, 2.0]]), torch.ones(4, 4)
@@ -317,8 +317,8 @@ def test_rates_of_any_size(device: str) -> None:
     assert states.tolist() == [[[0.0, 0.0, 3.0, 4.0]]]
 
 
-def test_columns_of_other_strides() -> None:
-    """The function of Python takes rows of any strides, and B and C without groups."""
+def test_columns_of_any_stride() -> None:
+    """The Python function takes rows of any strides, and B and C without groups."""
     dim, state_size = 4, 3
     by, given = layer(dim, state_size), tokens(dim, state_size, 9, torch.float32)
     right, right_gated, _ = truth(given, by, torch.zeros(dim, state_size))
@@ -366,7 +366,7 @@ def test_lanes_fill_the_device(problem: tuple[int, int, int], tile: tuple[int, i
     ("problem", "shares_tokens"),
     [((1, 1536, 8192), True), ((1, 1536, 256), False), ((8, 64, 8192), True), ((8, 64, 2048), False)],
 )
-def test_lanes_share_tokens_of_few_channels(problem: tuple[int, int, int], shares_tokens: bool) -> None:
+def test_lanes_share_tokens_at_few_channels(problem: tuple[int, int, int], shares_tokens: bool) -> None:
     batch, dim, num_tokens = problem
     config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.dtypes.bfloat16, 8, 4), devices.model())
     assert isinstance(config, TokensConfig) == shares_tokens
@@ -378,10 +378,10 @@ def test_lanes_share_tokens_of_few_channels(problem: tuple[int, int, int], share
     ("dtype", "state_size", "count", "groups"),
     [(torch.bfloat16, 16, 280, 2), (torch.float32, 40, 70, 1), (torch.float16, 3, 37, 3)],
 )
-def test_lanes_that_share_tokens(
+def test_scan_with_lanes_that_share_tokens(
     dtype: torch.dtype, state_size: int, count: int, groups: int, lanes: int, parts: int, device: str
 ) -> None:
-    """The recurrence, with states that go on from call to call and from block to block, of few and many lanes."""
+    """Against the recurrence, with states that pass from call to call and block to block, for few and many lanes."""
     dim, cut = 12, count // 3
     by, given = layer(dim, state_size), tokens(dim, state_size, count, dtype, groups)
     states = torch.zeros(4, dim, state_size, device=device)
@@ -414,7 +414,7 @@ def test_lanes_that_share_tokens(
         assert_near(states[i], truth(part, by, torch.zeros(dim, state_size))[2])
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     by, given = layer(4, 2), tokens(4, 2, 6, torch.float32).batched()
     states = torch.zeros(1, 4, 2)
     for wrong, where in (

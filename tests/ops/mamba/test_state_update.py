@@ -1,4 +1,4 @@
-"""The step of a state-space model: held to the recurrence in float64, token by token."""
+"""The decode step of a state-space model against the recurrence in float64, token by token."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(call: Call, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     def placed(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        # An expanded tensor stays one: only its memory is moved.
+        # An expanded tensor stays expanded: only its memory is moved.
         whole = value.untyped_storage().nbytes() // value.element_size()
         memory = value.as_strided((whole,), (1,), 0).clone().to(device)
         return memory.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -112,8 +112,8 @@ def test_one_token(rows: tuple[int, ...], state_size: int, dtype: torch.dtype, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tied(device: str) -> None:
-    """Numbers for each head, expanded over rows and states; and A of one number for each row."""
+def test_parameters_tied_per_head(device: str) -> None:
+    """Per-head parameters, expanded over rows and states; and A with one number per row."""
     heads, head_size, state_size = 4, 5, 32
     call = example(2, 2, heads, head_size, state_size=state_size)
     tied = call | {
@@ -133,7 +133,7 @@ def test_tied(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [None, 1, 3])
-def test_slots(columns: int | None, device: str) -> None:
+def test_state_slots(columns: int | None, device: str) -> None:
     """Sources and destinations, of one dimension or two; padding and slots out of range in both."""
     call = example(6, 8, 5, state_size=4)
     source, target = ints(7, -1, 2, 8, 4, 5), ints(6, 1, -1, 7, 2**31 - 1, 5)
@@ -162,7 +162,7 @@ def test_slots(columns: int | None, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [(9,), (2, 5)])
 def test_sequences_of_several_tokens(rows: tuple[int, ...], device: str) -> None:
-    """One after another, from states and into states of other slots; empty sequences, and some that do not exist."""
+    """One after another, from states and into states of other slots; empty sequences, and sequences out of range."""
     call = example(9, 5, *rows, state_size=8) | {
         "cu_seqlens": ints(0, 4, 4, 5, 8, 20, -3, 1),
         "state_batch_indices": ints(2, 0, 1, 3, 4, 0, 4),
@@ -178,8 +178,8 @@ def test_sequences_of_several_tokens(rows: tuple[int, ...], device: str) -> None
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_targets", [False, True])
-def test_drafts(with_targets: bool, device: str) -> None:
-    """The state of the accepted token is where a sequence begins, and every token's state is kept."""
+def test_draft_tokens(with_targets: bool, device: str) -> None:
+    """A sequence begins with the state of its accepted token, and every token's state is stored."""
     call = example(8, 20, 6, state_size=4)
     sources = torch.arange(12).reshape(4, 3).int()
     sources[1, 2] = -1
@@ -201,8 +201,8 @@ def test_drafts(with_targets: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_drafts_of_more_tokens_than_slots(device: str) -> None:
-    """The states of tokens without a slot are lost, and nothing else is."""
+def test_more_draft_tokens_than_slots(device: str) -> None:
+    """The states of tokens without a slot are dropped, and nothing else is."""
     call = example(4, 3, 6, state_size=4) | {
         "cu_seqlens": ints(0, 4),
         "state_batch_indices": ints(2, 0)[None],
@@ -219,8 +219,8 @@ def test_drafts_of_more_tokens_than_slots(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_scan_goes_on(device: str) -> None:
-    """Token by token the state and the results are those of the selective scan."""
+def test_continues_a_selective_scan(device: str) -> None:
+    """Token by token, states and results equal those of the selective scan."""
     call = example(1, 1, 12, state_size=16)
     count = 5
     xs, dts, zs = (torch.randn(count, 12) for _ in range(3))
@@ -245,8 +245,8 @@ def test_a_scan_goes_on(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rates_of_any_size(device: str) -> None:
-    """A up to the largest number: a state stays in a time step of 0, and is gone after any other."""
+def test_decay_rates_of_any_size(device: str) -> None:
+    """With A up to the largest number, a state survives a time step of 0 and vanishes after any other."""
     call = {
         "state": torch.arange(1.0, 9.0).reshape(2, 1, 4),
         "x": torch.zeros(2, 1),
@@ -279,13 +279,13 @@ def test_nan_stays_with_its_row() -> None:
         ((256, 80, 64, 128), 4),
     ],
 )
-def test_threads_take_more_work_where_the_device_is_full(problem: tuple[int, int, int, int], rows: int) -> None:
+def test_threads_take_more_rows_when_the_device_is_full(problem: tuple[int, int, int, int], rows: int) -> None:
     tied = problem[1] > 1
     config = choose(StepProblem(*problem, dtypes.float32, 4, tied, has_starts=False), devices.model())
     assert (config.rows, config.sequences) == (rows, 1)
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     call = example(2, 2, 4, 6, state_size=4)
     for wrong, changes in (
         ("out", {"out": None}),

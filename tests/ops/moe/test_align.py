@@ -1,4 +1,4 @@
-"""Rows of experts, aligned to blocks and counted, against loops in Python: every slot, and ids that do not exist."""
+"""Rows of experts, aligned to blocks and counted, against Python loops: every slot, and ids out of range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = (-1, -7, 2**31 - 1, -(2**31))
 
 
 def ids_of(num_tokens: int, topk: int, num_experts: int, seed: int, skewed: bool = False) -> torch.Tensor:
-    """Experts of tokens, of which one in ten does not exist; nearly all the same if `skewed`."""
+    """Expert ids of tokens, one in ten out of range; nearly all the same if `skewed`."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, num_experts, (num_tokens, topk), generator=random, dtype=torch.int32)
     if skewed:
@@ -31,7 +31,7 @@ def ids_of(num_tokens: int, topk: int, num_experts: int, seed: int, skewed: bool
 
 
 def map_of(num_experts: int, seed: int) -> torch.Tensor:
-    """The number of each expert on a device that has about half of them; some numbers do not exist."""
+    """The local index of each expert on a device that has about half of them; some indices are out of range."""
     random = torch.Generator().manual_seed(seed)
     numbers = torch.randint(-1, num_experts, (num_experts,), generator=random, dtype=torch.int32)
     numbers[torch.rand(num_experts, generator=random) < 0.4] = -1
@@ -40,7 +40,7 @@ def map_of(num_experts: int, seed: int) -> torch.Tensor:
 
 
 def local(expert: int, num_experts: int, expert_map: torch.Tensor | None) -> int:
-    """The number of an expert, or -1."""
+    """The local index of an expert, or -1."""
     if not 0 <= expert < (num_experts if expert_map is None else min(num_experts, len(expert_map))):
         return -1
     number = expert if expert_map is None else int(expert_map[expert])
@@ -57,7 +57,7 @@ def by_expert(experts: list[int], num_experts: int) -> list[list[int]]:
 
 
 def aligned(rows: list[list[int]], block_size: int, pad: int) -> tuple[list[int], list[int]]:
-    """(places, experts of blocks) up to the last expert."""
+    """(slots, experts of blocks) up to the last expert."""
     places: list[int] = []
     blocks: list[int] = []
     for expert, own in enumerate(rows):
@@ -110,7 +110,7 @@ def test_align(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_map_to_one_expert_too_many_is_a_map_to_none(device: str) -> None:
+def test_map_to_an_expert_out_of_range_is_ignored(device: str) -> None:
     expert_map = torch.tensor([0, 4, 2, 3], dtype=torch.int32, device=device)
     check_align(torch.tensor([[0, 1], [1, 2]], dtype=torch.int32, device=device), 4, 4, expert_map)
 
@@ -119,18 +119,18 @@ def test_a_map_to_one_expert_too_many_is_a_map_to_none(device: str) -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(530, 8), (700, 128), (1100, 512), (2111, 64), (3, 4096), (600, 6000)]
 )
-def test_align_by_several_blocks(num_tokens: int, num_experts: int, device: str) -> None:
-    """Clusters of 2 to 8 blocks, shares that are not full, and as many experts as one block's memory has room for."""
+def test_align_with_clusters(num_tokens: int, num_experts: int, device: str) -> None:
+    """Clusters of 2 to 8 CTAs with partial shares, and as many experts as fit in one CTA's shared memory."""
     for skewed in (False, True):
         check_align(ids_of(num_tokens, 8, num_experts, 1, skewed).to(device), num_experts, 16, None)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_tokens", [5, 150, 600])
-def test_align_of_more_rows_than_registers_keep(
+def test_align_of_more_rows_than_registers_hold(
     num_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """The ids are read twice, by one block and by a cluster."""
+    """The ids are read twice, by one CTA and by a cluster."""
     op = pyops.registry["moe_align_block_size"]
     request.addfinalizer(op.forget)
     op.forget()
@@ -157,13 +157,13 @@ def test_align_of_outputs_at_any_address(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_align_ids_of_64_bits(device: str) -> None:
+def test_align_64_bit_ids(device: str) -> None:
     """No id is cut to 32 bits."""
     ids = torch.tensor([[3, 2**32 + 3], [-(2**40) + 1, 1]], device=device)
     check_align(ids, 4, 2, None)
 
 
-def test_align_launches_once_with_room_for_4096_experts() -> None:
+def test_align_is_one_launch_with_space_for_4096_experts() -> None:
     """On every device, for few rows and for many."""
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100"):
         for num_tokens in (1, 16, 4096, 16384):
@@ -188,7 +188,7 @@ def test_align_launches_once_with_room_for_4096_experts() -> None:
 def test_moe_align(
     num_tokens: int, num_experts: int, block_size: int, pad: bool, ignores: bool, has_map: bool, device: str
 ) -> None:
-    """Sizes are vLLM's, and the map is used before the sort or after it."""
+    """Sizes are vLLM's, and the map is applied before the sort or after it."""
     ids = ids_of(num_tokens, 3, num_experts, 5).to(device)
     expert_map = map_of(num_experts, 5).to(device) if has_map else None
     size = ids.numel() + num_experts * (block_size - 1)
@@ -216,7 +216,7 @@ def test_align_without_tokens() -> None:
     assert (places.tolist(), blocks.tolist()) == ([0] * 64, [-1])
 
 
-def test_align_refuses_too_little_room() -> None:
+def test_align_refuses_too_little_space() -> None:
     op = pyops.registry["moe_align_block_size"]
     ids = torch.zeros(3, 2, dtype=torch.int32)
     for places, blocks, argument in ((95, 6, "sorted_token_ids"), (96, 5, "experts_ids")):
@@ -229,7 +229,7 @@ def test_align_refuses_too_little_room() -> None:
         (128, 2**30, "block_size"),
     ):
         assert refusal(op, [ids, num_experts, block_size, *outputs, None]).argument == argument
-    # One row takes 2^31 - 1 slots, which 32 bits can still count; only the memory for them is missing.
+    # One row takes 2^31 - 1 slots, which 32 bits can still count, but no memory can hold.
     assert refusal(op, [ids[:1, :1], 128, 2**31 - 1, *outputs, None]).argument == "sorted_token_ids"
 
 
@@ -252,8 +252,8 @@ def test_batched(counts: list[int], max_tokens: int, block_size: int, device: st
     assert total.tolist() == [len(right)]
 
 
-def test_batched_of_many_experts() -> None:
-    """More than a block has threads."""
+def test_batched_with_many_experts() -> None:
+    """More experts than threads in a CTA."""
     counts = torch.arange(1500, dtype=torch.int32) % 5
     places, _, total = pyops.batched_moe_align_block_size.new(4, 2, counts)
     rows = [[expert * 4 + i for i in range(count)] for expert, count in enumerate(counts.tolist())]
@@ -271,7 +271,7 @@ def test_batched_of_many_experts() -> None:
     has_map=st.booleans(),
 )
 def test_lora(num_tokens: int, max_loras: int, lora_ids: list[int], enabled: int, has_map: bool, device: str) -> None:
-    """Every adapter that is named and enabled, wherever it is named; no other keeps its bits."""
+    """Every adapter that is named and enabled, in any position; the output of the others is left alone."""
     topk, num_experts, block_size = 6, 64, 16
     ids = ids_of(num_tokens, topk, num_experts, 3)
     owners = torch.randint(-1, max_loras + 1, (num_tokens,), generator=torch.Generator().manual_seed(4)).int()

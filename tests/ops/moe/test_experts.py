@@ -1,4 +1,4 @@
-"""Mixtures of experts end to end: against float64; experts that do not exist, or are elsewhere; quantised weights."""
+"""Mixtures of experts end to end against float64; missing and remote experts; quantised weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def experts_in_float64(
 def test_fused_experts(
     activation: str, with_map: bool, on_input: bool, with_bias: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """With choices of no expert, which add nothing."""
+    """With expert ids out of range, which add nothing."""
     tokens, experts, hidden, channels, top_k = 20, 4, 128, 64, 1 if on_input else 3
     x = draw(tokens, hidden, dtype=dtype)
     w1 = draw(experts, 2 * channels, hidden, dtype=dtype, seed=1) * hidden**-0.5
@@ -84,7 +84,7 @@ def test_fused_experts(
 
 
 @needs_compiler
-def test_a_call_of_16_bits_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_call_is_four_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sort, a GEMM with the activation, a GEMM, a sum: no copies of inputs, no memory for the activation's inputs."""
     names: list[str] = []
     launch = HostFunction.launch
@@ -118,9 +118,9 @@ def quantised(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tens
 @ANY_DEVICE
 @pytest.mark.parametrize("kind", ["fp8 tensor", "fp8 row", "fp8 block", "int8 row", "int8 block"])
 def test_quantised_experts(kind: str, device: str) -> None:
-    """As exact as 8 bits of two activations: vLLM's bound for the mean error is 0.05."""
+    """As exact as 8 bits in two activations: vLLM's bound for the mean error is 0.05."""
     x, ids = draw(20, 256, dtype=BF16), torch.randint(0, 4, (20, 2), generator=torch.Generator().manual_seed(1))
-    ids[0, 0] = 9  # an expert that does not exist: its rows must not count for scales
+    ids[0, 0] = 9  # out of range: its rows must not affect scales
     weights = positive(20, 2)
     (c1, s1, w1), (c2, s2, w2) = (
         quantised(torch.randn(4, *size, generator=torch.Generator().manual_seed(2)) * size[1] ** -0.5, kind)
@@ -166,7 +166,7 @@ def coded(kind: str, sizes: tuple[int, int, int], seed: int) -> tuple[torch.Tens
 @ANY_DEVICE
 @pytest.mark.parametrize("tokens", [3, 200])
 @pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8 groups", "int8 groups zeros", "int8", "mxfp4"])
-def test_coded_experts(kind: str, tokens: int, device: str) -> None:
+def test_packed_experts(kind: str, tokens: int, device: str) -> None:
     """Small M, with a kernel that reads packed weights, and large M, with weights dequantised first."""
     experts, hidden, channels = 3, 128, 64
     x, weights = draw(tokens, hidden, dtype=BF16), positive(tokens, 2)
@@ -190,7 +190,7 @@ def test_coded_experts(kind: str, tokens: int, device: str) -> None:
 
 @needs_compiler
 def test_mxfp4_by_wgmma() -> None:
-    """Of more than 64 rows to an expert."""
+    """More than 64 rows per expert."""
     sizes, tokens = (3, 128, 128), 100
     x, weights = draw(tokens, 128, dtype=BF16), positive(tokens, 2)
     ids = torch.randint(0, 3, (tokens, 2), generator=torch.Generator().manual_seed(1))
@@ -203,8 +203,8 @@ def test_mxfp4_by_wgmma() -> None:
     assert (out.double() - exact).abs().max() <= 2.0**-7 * exact.abs().max()
 
 
-def test_an_object_of_vllms_class() -> None:
-    """Its properties say what is quantised; weights that are not have their own dtype, which is None."""
+def test_config_object_of_vllm() -> None:
+    """Its properties say which tensors are quantised; the dtype of an unquantized weight is None."""
     codes, scales, _, _ = coded("int8", (2, 64, 64), 1)
     x, ids = draw(3, 64, dtype=BF16), torch.zeros(3, 1, dtype=torch.int32)
     absent = dict.fromkeys(
@@ -225,7 +225,7 @@ def test_an_object_of_vllms_class() -> None:
 @ANY_DEVICE
 @pytest.mark.parametrize("grouped", [False, True])
 def test_fused_moe(grouped: bool, device: str) -> None:
-    """The experts of a token are the best by its logits, from the best groups if there are groups."""
+    """A token takes the best experts by its logits, from the best groups if there are groups."""
     x, logits = draw(9, 64, dtype=torch.float32), draw(9, 8, dtype=torch.float32, seed=1)
     w1 = draw(8, 32, 64, dtype=torch.float32, seed=2) / 8
     w2 = draw(8, 64, 16, dtype=torch.float32, seed=3) / 4
@@ -276,7 +276,7 @@ def test_no_tokens() -> None:
         ),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+def test_refused(change: dict[str, Any], message: str) -> None:
     given = {
         "hidden_states": torch.ones(3, 4),
         "w1": torch.ones(2, 8, 4),

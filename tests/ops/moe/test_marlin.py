@@ -28,7 +28,7 @@ EXPERTS, HIDDEN, CHANNELS, GROUP = 4, 128, 64, 32
 
 
 def weight(k: int, n: int, seed: int, permuted: bool, with_zeros: bool) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """(w [experts, n, k] in float64, its parts in Marlin's layout)."""
+    """(w [experts, n, k] in float64, its tensors in Marlin's layout)."""
     numbers, parts = [], []
     for e in range(EXPERTS):
         codes, zeros = packed.draw(0, 16, k, n, seed=seed + e), packed.draw(0, 16, k // GROUP, n, seed=seed + 9 + e)
@@ -51,7 +51,7 @@ CASES = [
     (3, "silu", False, False, False),
     (3, "swigluoai", True, False, True),
     (20, "silu", True, True, False),
-    (300, "gelu", False, False, True),  # more rows to an expert than the kernel takes that reads quants
+    (300, "gelu", False, False, True),  # more rows per expert than the packed kernel takes
     *((3, f"{name}_no_mul", False, False, False) for name in ("silu", "gelu", "relu2")),
 ]
 
@@ -61,7 +61,7 @@ CASES = [
 def test_fused_marlin_moe(
     tokens: int, activation: str, with_map: bool, permuted: bool, with_zeros: bool, device: str
 ) -> None:
-    """With choices of no expert, which add nothing."""
+    """With expert ids out of range, which add nothing."""
     top_k, in_all = 2, 2 * EXPERTS if with_map else EXPERTS
     columns = CHANNELS if activation.endswith("_no_mul") else 2 * CHANNELS
     x = draw(tokens, HIDDEN, dtype=torch.bfloat16)
@@ -98,12 +98,12 @@ def test_fused_marlin_moe(
         **parts,
     )
     error = (out.cpu().double() - exact).abs().max() / exact.abs().max()
-    assert error <= 2.0**-6  # two products, an activation and a sum, each rounded to bfloat16
+    assert error <= 2.0**-6  # two GEMMs, an activation and a sum, each rounded to bfloat16
     assert not out[2].any()
 
 
 EIGHT_BITS = [
-    # dtype of activations, type of codes, groups, dtype of the result
+    # dtype of activations, type of quants, groups, dtype of the result
     (torch.int8, "uint4b8", 4, torch.float16),
     (torch.int8, "uint4", 1, torch.bfloat16),
     (torch.float8_e4m3fn, "uint4", 4, torch.bfloat16),
@@ -113,10 +113,10 @@ EIGHT_BITS = [
 
 
 def weight_for_8_bits(case: tuple[Any, ...], k: int, n: int, seed: int) -> tuple[Tensor, list[Tensor | None]]:
-    """(w [experts, n, k] in float64, its codes, scales, zero points and the factor of scales of activations)."""
+    """(w [experts, n, k] in float64, quants, scales, zero points and the factor of activation scales)."""
     a_dtype, kind, groups, dtype = case
     numbers, parts = [], []
-    largest = 2.0**-4 * k**-0.5  # of the scales
+    largest = 2.0**-4 * k**-0.5  # the largest scale
     for e in range(EXPERTS):
         codes, points = packed.draw(0, 16, k, n, seed=seed + e), packed.draw(0, 16, groups, n, seed=seed + 9 + e)
         points = points if kind == "uint4" else torch.full_like(points, 8)
@@ -126,10 +126,10 @@ def weight_for_8_bits(case: tuple[Any, ...], k: int, n: int, seed: int) -> tuple
         if kind == "float4_e2m1f":
             values, exponents = packed.E2M1[codes].double(), packed.draw(115, 120, groups, n, seed=seed + e)
             scales, stored = torch.exp2(exponents - 127.0), (exponents + 6).byte()
-        elif a_dtype == torch.float8_e4m3fn:  # codes are recoded, scales times 2^9
+        elif a_dtype == torch.float8_e4m3fn:  # fp8: quants are stored in another encoding, with scales times 2^9
             stored = scales * 2.0**9
             given = torch.where(codes >= each(points, k), codes - each(points, k), 15 - codes)
-        elif groups > 1:  # integers in the bits of floats, under a factor that activations have
+        elif groups > 1:  # integer scales in the bits of floats, under a factor in the activation scales
             whole = packed.draw(1, 4097, groups, n, seed=seed + e)
             scales, stored = whole * 2.0**-16, whole.to(torch.int16).view(dtype)
         numbers.append((values * each(scales.double(), k)).T)
@@ -142,8 +142,8 @@ def weight_for_8_bits(case: tuple[Any, ...], k: int, n: int, seed: int) -> tuple
 
 @ANY_DEVICE
 @pytest.mark.parametrize("case", EIGHT_BITS)
-def test_activations_of_8_bits(case: tuple[Any, ...], device: str) -> None:
-    """A product as exact as its dtype; both of a layer as exact as 8 bits: vLLM's bound for the mean error is 0.05."""
+def test_8_bit_activations(case: tuple[Any, ...], device: str) -> None:
+    """One GEMM is as exact as its dtype; two are as exact as 8 bits: vLLM's bound for the mean error is 0.05."""
     a_dtype, kind, _, dtype = case
     tokens, top_k, id = 20, 2, SCALAR_TYPES[kind].id
     w1, (codes1, scales1, zeros1, factor1) = weight_for_8_bits(case, HIDDEN, 2 * CHANNELS, 1)
@@ -189,8 +189,8 @@ def test_activations_of_8_bits(case: tuple[Any, ...], device: str) -> None:
     ],
     ids=str,
 )
-def test_many_rows(permuted: bool, config: Any) -> None:
-    """By kernels that read quants, under every schedule: blocks of all experts and of none, rows that are no rows."""
+def test_large_m(permuted: bool, config: Any) -> None:
+    """By kernels that read quants, under every schedule: blocks of all experts and of none, padding rows."""
     block_size = 8 if isinstance(config, PackedTileConfig) else config.tile_m
     m, k, n, top_k = 4 * block_size, 128, 192, 2
     w, of_w = weight(k, n, 1, permuted, True)
@@ -249,8 +249,8 @@ def test_many_rows(permuted: bool, config: Any) -> None:
         ("gfx1201", 4000, {}, ["dequantize_packed", "grouped_gemm_sm80"]),
     ],
 )
-def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:
-    """Of the permuted ones, groups are those that g_idx names."""
+def test_supported_experts(arch: str, num_tokens: int, given: dict[str, Any], kernels: list[str]) -> None:
+    """With act order, g_idx gives the groups."""
     op = pyops.registry["moe_wna16_marlin_gemm"]
     args = op.example(ArgMaker(device.model(arch), op.name), num_tokens=num_tokens, **given)
     found = [launch.specialisation.kernel.file for launch in op.launches(*args)]
@@ -270,7 +270,7 @@ def test_what_serves_experts(arch: str, num_tokens: int, given: dict[str, Any], 
     ],
 )
 def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expected: Any) -> None:
-    """Of Mixtral's experts with 4 bits."""
+    """For Mixtral's experts with 4 bits."""
     make, experts = ArgMaker(device.model("sm_90"), "moe_wna16_marlin_gemm"), 8
     top_k, rows = (2, tokens) if k == 4096 else (1, 2 * tokens)
     blocks, empty = min(2 * tokens, experts + 2 * tokens // block_size), make.empty
@@ -283,8 +283,8 @@ def test_choice_for_experts(tokens: int, block_size: int, k: int, n: int, expect
     assert tuning.last["moe_wna16_marlin_gemm"] == expected
 
 
-def test_memory_that_is_given() -> None:
-    """Results of both products and of the activation lie in it; the output may, where the last was."""
+def test_given_workspaces() -> None:
+    """They hold the results of both GEMMs and of the activation; the output may overlap the last one."""
     x, ids = draw(3, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, 3], [1, 3]], dtype=torch.int32)
     (_, of_w1), (_, of_w2) = weight(HIDDEN, 2 * CHANNELS, 1, False, False), weight(CHANNELS, HIDDEN, 50, False, False)
     call = x, of_w1["codes"], of_w2["codes"], None, None, of_w1["scales"], of_w2["scales"], positive(3, 2), ids
@@ -299,7 +299,7 @@ def test_memory_that_is_given() -> None:
     assert products[6 * HIDDEN :].isnan().all()
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     x, ids = torch.zeros(2, HIDDEN, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32)
     _, of_w1 = weight(HIDDEN, 2 * CHANNELS, 1, False, False)
     _, of_w2 = weight(CHANNELS, HIDDEN, 50, False, False)

@@ -1,4 +1,4 @@
-"""Rows of tokens in the order of experts and back, against loops in Python: every row, and ids that do not exist."""
+"""Rows of tokens in the order of experts and back, against Python loops: every row, and ids out of range."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uin
 
 
 def rows_of(num_rows: int, hidden_size: int, dtype: str) -> torch.Tensor:
-    """Rows of bytes that may be any element of `dtype`."""
+    """Rows of random bytes, so that they contain any element of `dtype`."""
     kind = getattr(torch, dtype)
     random = torch.Generator().manual_seed(num_rows)
     size = (num_rows, hidden_size * kind.itemsize)
@@ -33,7 +33,7 @@ def bits(x: torch.Tensor) -> list[list[int]]:
 def check_permute(
     hidden: torch.Tensor, ids: torch.Tensor, num_experts: int, num_local: int, expert_map: torch.Tensor | None
 ) -> None:
-    """The op against a loop; rows of other devices come last, by their experts, and nothing is copied for them."""
+    """The op against a loop; rows of remote experts come last, by expert, and are not copied."""
     num_tokens, topk = ids.shape
     num_rows = num_tokens * topk
     permuted = torch.full((num_rows, hidden.shape[1] * hidden.element_size()), 0x5A, dtype=torch.uint8).to(ids.device)
@@ -96,7 +96,7 @@ def test_permute_by_several_blocks(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("num_local", "map_size"), [(5, 20), (20, 12), (3, None), (30, None)])
 def test_permute_on_one_of_several_devices(num_local: int, map_size: int | None, device: str) -> None:
-    """Few experts here or many, a map of fewer experts than there are, and no map of experts elsewhere."""
+    """Few local experts or many, a map shorter than the number of experts, and no map."""
     expert_map = None
     if map_size is not None:
         expert_map = torch.tensor([n if n < num_local else -1 for n in range(-2, map_size - 2)], dtype=torch.int32)
@@ -105,7 +105,7 @@ def test_permute_on_one_of_several_devices(num_local: int, map_size: int | None,
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_permute_rows_apart(device: str) -> None:
+def test_permute_strided_rows(device: str) -> None:
     """Rows of any stride."""
     hidden = rows_of(5, 24, "float16").to(device)[:, 3:19]
     check_permute(hidden, ids_of(5, 4, 16, 2).to(device), 16, 16, None)
@@ -123,7 +123,7 @@ def test_permute_rows_apart(device: str) -> None:
 def test_unpermute(
     num_tokens: int, topk: int, hidden_size: int, dtype: str, places: int, valid: int | None, device: str
 ) -> None:
-    """Against a sum in float64; places that do not exist are left out, whatever they hold."""
+    """Against a sum in float64; slots out of range are skipped, whatever they hold."""
     random = torch.Generator().manual_seed(topk)
     rows = torch.randn(places, hidden_size, generator=random).to(getattr(torch, dtype))
     limit = places if valid is None else min(places, max(valid, 0))
@@ -148,8 +148,8 @@ def test_unpermute(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_there_and_back(device: str) -> None:
-    """With weights that add up to 1 in float32 exactly, every token comes back."""
+def test_round_trip(device: str) -> None:
+    """With weights that add up to 1 exactly in float32, every token comes back."""
     num_tokens, topk = 33, 4
     hidden = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     ids = torch.randint(0, 16, (num_tokens, topk), dtype=torch.int32).to(device)
@@ -168,7 +168,7 @@ def test_there_and_back(device: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("num_tokens", "topk", "hidden_size"), [(1, 6, 511), (33, 2, 128), (5, 9, 1024), (3, 32, 24)])
 def test_sum(num_tokens: int, topk: int, hidden_size: int, dtype: str, device: str) -> None:
-    """Against a sum in float64: rounded once, also of two to four choices."""
+    """Against a sum in float64: rounded once, also for two to four choices."""
     random = torch.Generator().manual_seed(topk)
     x = torch.randn(num_tokens, topk, hidden_size, generator=random).to(getattr(torch, dtype))
     result = pyops.moe_sum.new(x.to(device)).cpu().double()
@@ -197,7 +197,7 @@ def test_shuffle(num_sources: int, num_rows: int, hidden_size: int, dtype: str, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_shuffle_reads_as_much_of_the_map_as_there_are_rows(device: str) -> None:
+def test_shuffle_reads_one_map_entry_per_row(device: str) -> None:
     source, wanted = (
         torch.arange(40, dtype=torch.int32, device=device).view(5, 8),
         torch.tensor([4, 0, 3, 1], dtype=torch.int32),
@@ -208,7 +208,7 @@ def test_shuffle_reads_as_much_of_the_map_as_there_are_rows(device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_shuffle_of_several_rows_to_a_thread(
+def test_shuffle_with_several_rows_per_thread(
     device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Also where the last thread has fewer rows than the others."""
@@ -225,7 +225,7 @@ def test_shuffle_of_several_rows_to_a_thread(
         assert memory.tolist() == right + [[-9] * 24] * 4
 
 
-def test_bad_calls() -> None:
+def test_bad_calls_are_refused() -> None:
     op = pyops.registry["moe_permute"]
     sizes: list[Any] = [(3, 8), (3, 2), (3, 2), None, 4, 4, 2, (6, 8), (5,), (3, 2), (6,)]
     kinds = {1: torch.int32, 2: torch.int32, 8: torch.int64, 9: torch.int32, 10: torch.int32}

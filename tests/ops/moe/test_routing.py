@@ -1,4 +1,4 @@
-"""The choice of experts against loops in float64: every id, also of equal logits, of NaN and of infinities."""
+"""The choice of experts against float64 loops: every id, also for equal logits, NaN and infinities."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pyops.testing import same_bits
 from tests.support.calls import DEVICES
 
 NAN, INF = math.nan, math.inf
-LARGEST = 3.4028234663852886e38  # float
-CLOSE = 1e-5  # between keys whose order float32 may change
+LARGEST = 3.4028234663852886e38  # the float32 maximum
+CLOSE = 1e-5  # keys that float32 may order differently
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -59,7 +59,7 @@ def outputs(num_tokens: int, topk: int, device: str, ids: torch.dtype = torch.in
 
 
 def assert_best(ids: list[int], keys: list[float], ties: list[Any]) -> None:
-    """`ids` are the best by `keys`, in order, where `ties` says which experts are equal beyond doubt."""
+    """`ids` are the best by `keys`, in order; `ties` tells which experts are exactly equal."""
     assert len(set(ids)) == len(ids)
     for a, b in pairwise(ids):
         assert keys[a] >= keys[b] - CLOSE
@@ -133,7 +133,7 @@ def test_other_scores(name: str, with_bias: bool, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_tokens_without_a_number(with_bias: bool, device: str) -> None:
-    """NaN alone, or -inf alone: the first experts, with weights of 0. A single number comes first and weighs 1."""
+    """Only NaN, or only -inf: the first experts, with weights of 0. A single number comes first and weighs 1."""
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.full((3, 60), NAN, dtype=dtype, device=device)
         logits[1] = -INF
@@ -147,8 +147,8 @@ def test_tokens_without_a_number(with_bias: bool, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_bias_below_everything_and_nan_in_a_bias(device: str) -> None:
-    """An expert may be chosen whose key is far below 0; one with a NaN key comes last, and keeps its score."""
+def test_very_negative_bias_and_nan_bias(device: str) -> None:
+    """An expert with a key far below 0 may be chosen; one with a NaN key comes last, and keeps its score."""
     logits = logits_of("normal", 4, 60).to(device)
     bias = torch.full((60,), -1e6, device=device)
     bias[5] = NAN
@@ -171,8 +171,8 @@ def test_types_of_ids_and_strided_rows(kind: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kinds", [("int32", "int64"), ("int64", "int32")], ids=str)
-def test_a_table_of_experts(kinds: tuple[str, str], device: str) -> None:
-    """Ids by token, in the order of the table; what leads outside of it is -1 and weighs 0."""
+def test_expert_table(kinds: tuple[str, str], device: str) -> None:
+    """Ids by token, in the order of the table; an entry out of range gives -1 and weighs 0."""
     logits = logits_of("normal", 6, 60).to(device)
     table = torch.randint(0, 60, (20, 4), generator=torch.Generator().manual_seed(1))
     table[3], table[4, 2], table[4, 3] = torch.tensor([59, 0, 60, -1]), 2**31 - 1, -(2**31)
@@ -218,11 +218,11 @@ GROUPED = [
     # experts, groups, top groups, topk
     (256, 8, 4, 8),
     (16, 16, 3, 3),  # groups of one expert
-    (48, 12, 3, 6),  # two threads to a group
+    (48, 12, 3, 6),  # two threads per group
     (60, 3, 2, 6),
     (96, 32, 5, 9),
     (20, 1, 1, 7),
-    (1200, 6, 2, 32),  # several warps to a token
+    (1200, 6, 2, 32),  # several warps per token
 ]
 
 
@@ -232,7 +232,7 @@ GROUPED = [
 def test_grouped_topk(
     experts: int, groups: int, top_groups: int, topk: int, function: int, with_bias: bool, device: str
 ) -> None:
-    """Sixteenths and eighths, whose sums are exact, so that groups and experts tie; and what is not finite."""
+    """Sixteenths and eighths, with exact sums, so that groups and experts tie; and values that are not finite."""
     for kind in ("few values", "special", "nan"):
         scores = (logits_of("few values", 7, experts) + (0 if function else 8)).to(device)
         if kind == "special":
@@ -255,7 +255,7 @@ def test_grouped_topk(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_bias_of_grouped_topk_has_any_shape(device: str) -> None:
+def test_grouped_topk_bias_of_any_shape(device: str) -> None:
     scores, bias = (logits_of("few values", *shape, seed=9).to(device) for shape in ((5, 24), (24,)))
     right = pyops.grouped_topk(scores, 4, 2, 3, True, 1.0, bias, 1)
     for shape in ((1, 24), (24, 1), (4, 6)):
@@ -264,7 +264,7 @@ def test_a_bias_of_grouped_topk_has_any_shape(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_types_of_grouped_topk(device: str) -> None:
+def test_grouped_topk_dtypes(device: str) -> None:
     """Scores and biases of any float type; weights are those of float32."""
     for dtype, kind in (
         (torch.bfloat16, torch.float32),
@@ -282,7 +282,7 @@ def test_types_of_grouped_topk(device: str) -> None:
 
 
 def test_routing_functions() -> None:
-    """They allocate what the ops write."""
+    """They allocate the tensors that the ops write."""
     hidden, logits, bias = torch.zeros(5, 3), logits_of("normal", 5, 60), logits_of("normal", 60, seed=1)
     for scoring in ("softmax", "sigmoid"):
         weights, ids, places = pyops.fused_topk(hidden, logits, 4, True, torch.int64, scoring)
@@ -337,14 +337,14 @@ def test_routing_functions() -> None:
         ),
     ],
 )
-def test_what_is_refused(call: Any, message: str) -> None:
+def test_refused(call: Any, message: str) -> None:
     with pytest.raises(pyops.OpError) as caught:
         call(torch.zeros(5, 60), torch.zeros(5, 1))
     assert message in str(caught.value)
 
 
 def test_geometry() -> None:
-    """Every expert has a thread, no thread more than it can sort, and vectors stay in their group."""
+    """Every expert has a thread, no thread has more than it can sort, and vectors stay in their group."""
     make = ArgMaker(devices.model())
     for groups in (1, 2, 3, 8, 31, 32):
         for size in [*range(1, 70), 96, 127, 128, 160, 255, 256]:

@@ -1,4 +1,4 @@
-"""The norm family: its references against float64, and what is special to its kernels."""
+"""The norm family: references against float64, and the properties of its kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, shift: flo
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, roundings: int = 2) -> None:
-    """Within so many roundings of a 16-bit dtype; float32 rounds at every step."""
+    """Within this number of roundings of a 16-bit dtype; float32 rounds at every step."""
     unit = torch.finfo(actual.dtype).eps * (8 if actual.dtype is torch.float32 else roundings)
     torch.testing.assert_close(actual.double(), expected, rtol=unit, atol=unit * 1e-2)
 
@@ -45,7 +45,7 @@ def rms64(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden_size", [1, 8, 769, 4096])
-def test_norms_against_float64(dtype: torch.dtype, hidden_size: int, device: str) -> None:
+def test_norms_match_float64(dtype: torch.dtype, hidden_size: int, device: str) -> None:
     x, residual, weight = (
         draw(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate([(5, hidden_size)] * 2 + [(hidden_size,)])
     )
@@ -80,8 +80,8 @@ def test_gemma_keeps_a_float32_residual_for_float16(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_where_norms_round(dtype: torch.dtype, device: str) -> None:
-    """A root mean square of 3 and quotients that have to be rounded: before the weight, or for Gemma only after it."""
+def test_rounding_points_of_norms(dtype: torch.dtype, device: str) -> None:
+    """A root mean square of 3 gives quotients that must be rounded: before the weight, or for Gemma only after it."""
     hidden_size = 768
     x = torch.tensor([1.0, 5.0, -1.0], dtype=dtype, device=device).repeat(7, hidden_size // 3)
     weight = draw(hidden_size, dtype=dtype, device=device, seed=1)
@@ -95,8 +95,8 @@ def test_where_norms_round(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_norms_are_those_of_the_rounded_sum(device: str) -> None:
-    """256 + 1 is 256 in bfloat16, as is 256 + 0, so that the norm of the sum is 1, and the result the weight."""
+def test_norms_use_the_rounded_residual_sum(device: str) -> None:
+    """In bfloat16 both 256 + 1 and 256 + 0 are 256, so the norm of the sum is 1, and the result is the weight."""
     shape, dtype = (7, 768), torch.bfloat16
     x, residual = (torch.full(shape, value, dtype=dtype, device=device) for value in (1.0, 256.0))
     x[:, ::2] = 0.0
@@ -118,7 +118,7 @@ def test_norms_are_those_of_the_rounded_sum(device: str) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("is_rms", [False, True])
 @pytest.mark.parametrize("activation", ["swish", "sigmoid"])
-def test_gated_groups_against_float64(activation: str, is_rms: bool, groups: int, before: bool, device: str) -> None:
+def test_gated_groups_match_float64(activation: str, is_rms: bool, groups: int, before: bool, device: str) -> None:
     tokens, hidden_size = 5, 512
     x, z = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i, shift=0.3) for i in (0, 1))
     weight, bias = (draw(hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (2, 3))
@@ -145,8 +145,8 @@ def test_gated_groups_against_float64(activation: str, is_rms: bool, groups: int
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 8])
-def test_norm_of_mixer2_against_float64(groups: int, dtype: torch.dtype, device: str) -> None:
-    """For gates of any size, where estimates of the exponential could go wrong."""
+def test_norm_of_mixer2_matches_float64(groups: int, dtype: torch.dtype, device: str) -> None:
+    """For gates of any size, where approximations of the exponential could fail."""
     x = draw(9, 512, dtype=dtype, device=device, seed=0)
     gate = (
         draw(9, 512, dtype=dtype, device=device, seed=1)
@@ -163,7 +163,7 @@ def test_norm_of_mixer2_against_float64(groups: int, dtype: torch.dtype, device:
         pyops.mixer2_gated_rms_norm(x, gate, weight, EPSILON, 5)
 
 
-def test_names_of_the_gates_activation() -> None:
+def test_names_of_gate_activations() -> None:
     x, z = draw(2, 3, 64, dtype=torch.float32, device="cpu")
     swish, silu = torch.empty(2, 3, 64)
     pyops.rms_norm_gated(swish, x, None, EPSILON, z)
@@ -181,10 +181,10 @@ def test_names_of_the_gates_activation() -> None:
 @pytest.mark.parametrize("hidden_size", [781, 4095, 4096, 14336, 20001])
 @pytest.mark.parametrize("tokens", [3, 300])
 @E4M3
-def test_static_codes_are_those_of_the_norm(
+def test_static_quant_equals_norm_then_quantise(
     kind: torch.dtype, tokens: int, hidden_size: int, with_residual: bool, device: str
 ) -> None:
-    """Code for code: the fused kernels sum in the same order as the plain ones."""
+    """Bit for bit: the fused kernels sum in the same order as the plain ones."""
     if device == "cpu" and tokens > 3:
         pytest.skip("the reference has one order")
     x, residual = (draw(tokens, hidden_size, dtype=torch.bfloat16, device=device, seed=i) for i in (0, 1))
@@ -205,8 +205,8 @@ def test_static_codes_are_those_of_the_norm(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_static_codes_under_bad_scales(device: str) -> None:
-    """Those of the op that quantises alone: reciprocals that are not finite are none."""
+def test_static_quant_under_bad_scales(device: str) -> None:
+    """Equals the op that only quantises, also for scales without a finite reciprocal."""
     x, weight = draw(3, 64, dtype=torch.bfloat16, device=device), torch.ones(64, dtype=torch.bfloat16, device=device)
     x[1] = 0.0
     y = torch.empty_like(x)
@@ -222,8 +222,9 @@ def test_static_codes_under_bad_scales(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_residual", [False, True])
 @E4M3
-def test_static_codes_of_any_magnitude(kind: torch.dtype, with_residual: bool, device: str) -> None:
-    """With rows of 1 the norm is the weight: numbers around the largest code, infinities, NaN, and what becomes 0."""
+def test_static_quant_of_any_magnitude(kind: torch.dtype, with_residual: bool, device: str) -> None:
+    """With rows of 1 the norm is the weight: numbers around the fp8 maximum, infinities, NaN, and values that become
+    0."""
     largest, inf, nan = LARGEST[kind], float("inf"), float("nan")
     ends = [largest, largest * 33 / 32, largest * 15 / 14, largest * 2, 1e30, inf]
     weight = torch.tensor([*ends, *(-x for x in ends), nan, 0.0, -0.0, -1e-30], device=device).repeat(4)
@@ -256,8 +257,8 @@ ROWS = [
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("hidden_size", [781, 4094, 4095, 4097, 8191, 20001, 32767])
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_that_begin_anywhere(name: str, hidden_size: int, dtype: str) -> None:
-    """Few rows and many, packed, with gaps that shift all tensors alike or not, and misaligned from the first row."""
+def test_rows_of_any_alignment(name: str, hidden_size: int, dtype: str) -> None:
+    """Few rows and many: contiguous, with equal and different gaps, and misaligned from the first row."""
     op = pyops.registry[name]
     for num_tokens in (9, 150):
         args = example(op, "cuda", num_tokens=num_tokens, hidden_size=hidden_size, dtype=dtype, **axes.fullest(op))
@@ -290,10 +291,8 @@ def test_rows_that_begin_anywhere(name: str, hidden_size: int, dtype: str) -> No
         (257, (0, 0), 16, 1, False),
     ],
 )
-def test_when_rows_are_shifted(
-    hidden_size: int, gaps: tuple[int, int], alignment: int, vec_size: int, shifted: bool
-) -> None:
-    """Only if all tensors begin aligned, and their rows agree about what else is aligned."""
+def test_shifted_rows(hidden_size: int, gaps: tuple[int, int], alignment: int, vec_size: int, shifted: bool) -> None:
+    """Vectors are shifted only if all tensors begin aligned, and their rows have the same misalignment."""
     op = pyops.registry["rms_norm"]
     assert op.example is not None
     out, x, weight, epsilon = op.example(ArgMaker(devices.model()), hidden_size=hidden_size)
@@ -325,7 +324,7 @@ def test_registers_are_bounded_unless_the_kernel_would_spill(
 
 
 def codes_of(y: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales from float64 quotients, rounded as the specification says."""
+    """Quantized values and scales from float64 quotients, rounded as the specification says."""
     largest = 127.0 if dtype is torch.int8 else LARGEST[dtype]
     smallest = 2.0**-23 if dtype is torch.int8 else 1 / (largest * 512)
     scale = (absmax.double() / largest).float().clamp_min(smallest)
@@ -339,11 +338,11 @@ def codes_of(y: torch.Tensor, absmax: torch.Tensor, dtype: torch.dtype) -> tuple
 @pytest.mark.parametrize("quant_dtype", [*LARGEST, torch.int8])
 @pytest.mark.parametrize("group_size", [None, 64, 128])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("hidden_size", [1024, 640])  # the second is no multiple of what a row's threads hold
-def test_dynamic_codes_are_exact(
+@pytest.mark.parametrize("hidden_size", [1024, 640])  # not a multiple of the elements that a row's threads hold
+def test_dynamic_quant_is_exact(
     hidden_size: int, transposed: bool, group_size: int | None, quant_dtype: torch.dtype, device: str
 ) -> None:
-    """With rows of +-1 and a weight the norm is the weight, exactly, so the codes and scales have one right value."""
+    """With rows of +-1 and a weight the norm equals the weight, so quantized values and scales have one right value."""
     tokens = 7
     x = draw(tokens, hidden_size, dtype=torch.float32, device=device).sign().bfloat16()
     weight = draw(hidden_size, dtype=torch.bfloat16, device=device, seed=1)
@@ -368,8 +367,8 @@ def test_dynamic_codes_are_exact(
 
 @pytest.mark.parametrize("device", DEVICES)
 @E4M3
-def test_dynamic_quant_of_what_is_not_finite(kind: torch.dtype, device: str) -> None:
-    """NaN is ignored by the maximum and becomes the largest code; zero rows take the smallest scale."""
+def test_dynamic_quant_of_nan_and_zeros(kind: torch.dtype, device: str) -> None:
+    """The absmax ignores NaN, which becomes the fp8 maximum; rows of zeros take the smallest scale."""
     x = torch.ones(3, 64, device=device)
     x[2] = 0.0
     weight = torch.ones(64, device=device)
@@ -393,7 +392,7 @@ def test_dynamic_quant_of_what_is_not_finite(kind: torch.dtype, device: str) -> 
 )
 @pytest.mark.parametrize("extreme", [1e36, float("inf")])
 def test_dynamic_quant_of_extreme_weights(extreme: float, quant_dtype: str, bound: bool, device: str) -> None:
-    """What is infinite, or is when divided by its scale, and of either sign."""
+    """Weights that are infinite, or become infinite when divided by their scale, of either sign."""
     op = pyops.registry["rms_norm_dynamic_per_token_quant"]
     args = example(op, device, dtype="float32", hidden_size=256, quant_dtype=quant_dtype, with_bound=bound)
     if bound:
@@ -403,8 +402,8 @@ def test_dynamic_quant_of_extreme_weights(extreme: float, quant_dtype: str, boun
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_int8_codes_of_ties_are_even(device: str) -> None:
-    """With a largest magnitude of 127 the scale is 1, and halves lie between two codes."""
+def test_int8_ties_round_to_even(device: str) -> None:
+    """With an absmax of 127 the scale is 1, and halves are ties."""
     weight = torch.arange(-127.0, 128.0, device=device) / 2
     weight = torch.cat((weight, weight.new_tensor([127.0])))
     codes = torch.empty(1, 256, dtype=torch.int8, device=device)
@@ -417,8 +416,8 @@ def test_int8_codes_of_ties_are_even(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bound", [0.25, -1.0])
 @E4M3
-def test_scale_bound(kind: torch.dtype, bound: float, device: str) -> None:
-    """The bound caps the scale, down to the smallest one; what exceeds it saturates."""
+def test_scale_ub_caps_the_scale(kind: torch.dtype, bound: float, device: str) -> None:
+    """scale_ub caps the scale, down to the smallest one; larger values saturate."""
     x = draw(4, 256, dtype=torch.float32, device=device).sign()
     weight = draw(256, dtype=torch.float32, device=device, seed=1)
     codes = torch.empty(4, 256, dtype=kind, device=device)
@@ -433,13 +432,13 @@ def test_scale_bound(kind: torch.dtype, bound: float, device: str) -> None:
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [128, 64, 20])
 @pytest.mark.parametrize("tokens", [4, 200])
-def test_qk_norm_rope_against_complex_rotation(tokens: int, rotary_dim: int, is_neox: bool, device: str) -> None:
+def test_qk_norm_rope_matches_complex_rotation(tokens: int, rotary_dim: int, is_neox: bool, device: str) -> None:
     heads, head_dim, positions = (5, 2, 3), 128, 50
     qkv = draw(tokens, sum(heads) * head_dim, dtype=torch.float16, device=device)
     q_weight, k_weight = (draw(head_dim, dtype=torch.float16, device=device, seed=i, shift=1.0) for i in (1, 2))
     angle = draw(positions, rotary_dim // 2, dtype=torch.float32, device=device, seed=3)
     cache = torch.cat((angle.cos(), angle.sin()), -1)
-    ids = torch.arange(tokens, device=device) % (positions + 2) - 1  # the first and some others lie outside
+    ids = torch.arange(tokens, device=device) % (positions + 2) - 1  # the first and some others are out of range
     before = qkv.clone()
     pyops.fused_qk_norm_rope(qkv, *heads, head_dim, EPSILON, q_weight, k_weight, cache, is_neox, ids)
 
@@ -459,8 +458,8 @@ def test_qk_norm_rope_against_complex_rotation(tokens: int, rotary_dim: int, is_
     assert torch.equal(after[:, heads[0] + heads[1] :], before.unflatten(-1, (-1, head_dim))[:, heads[0] + heads[1] :])
 
 
-def test_a_weight_may_be_a_row_of_the_input() -> None:
-    """Only what is written may share no memory."""
+def test_weight_may_be_a_row_of_the_input() -> None:
+    """Only written tensors may share no memory."""
     x = torch.randn(3, 16)
     out = torch.empty_like(x)
     pyops.rms_norm(out, x, x[0], 1e-6)
@@ -471,7 +470,7 @@ def test_a_weight_may_be_a_row_of_the_input() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
-    """Query heads as a strided view, three and four dimensions, without a copy."""
+    """Query heads as a strided view, in three and four dimensions, without a copy."""
     qkv = draw(6, 10, 128, dtype=torch.bfloat16, device=device)
     weight = draw(128, dtype=torch.bfloat16, device=device, seed=1)
     query = qkv[:, 2:7]
@@ -490,7 +489,8 @@ def test_rms_norm_of_heads_in_a_fused_projection(device: str) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("is_scale_transposed", [False, True])
 def test_per_block_quant_scales_of_any_stride(is_scale_transposed: bool, groups: int, device: str) -> None:
-    """Scales have a row stride; and a column stride where TMA wants columns to begin at multiples of 16 bytes."""
+    """Scales have any row stride, and any column stride, because TMA wants columns to begin at multiples of 16
+    bytes."""
     tokens, width = 5, 128 * groups
     x, weight = (draw(*shape, dtype=torch.bfloat16, device=device) for shape in ((tokens, width), (width,)))
 
@@ -540,7 +540,7 @@ def test_per_block_quant_scales_by_groups(rows: int, device: str) -> None:
         ({"bound": True}, "scale_ub: is only taken with a result of fp8, got int8"),
     ],
 )
-def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
+def test_per_block_quant_refused(change: dict[str, Any], message: str) -> None:
     width, group_size = change.get("width", 128), change.get("group_size", 64)
     x = torch.ones(2, width)
     bound = torch.ones(1) if change.get("bound") else None
@@ -559,7 +559,7 @@ def test_per_block_quant_refuses(change: dict[str, Any], message: str) -> None:
     assert str(caught.value) == f"rms_norm_per_block_quant: {message}"
 
 
-def test_rows_are_counted_in_32_bits() -> None:
+def test_rows_beyond_32_bit_counts_are_refused() -> None:
     row = ArgMaker(devices.model()).empty(1, 2**30 + 8, dtype="bfloat16")
     vectors = geometry.row_vectors(2**30 + 8, (2**30 + 8,), row)
     with pytest.raises(pyops.OpError, match=r"expected rows of at most 2\^30 elements"):
@@ -567,14 +567,14 @@ def test_rows_are_counted_in_32_bits() -> None:
 
 
 @pytest.mark.parametrize(("wanted_vecs", "threads"), [(4, 448), (6, 320), (7, 256)])
-def test_the_shapes_that_were_measured_best_for_rows_of_14336(wanted_vecs: int, threads: int) -> None:
+def test_measured_shapes_for_rows_of_14336(wanted_vecs: int, threads: int) -> None:
     """docs/performance/rows.md: 448 threads of 4 vectors, 320 of 6 or 256 of 7."""
     assert geometry.threads_for_row(14336 // 8, wanted_vecs, wanted_vecs + 2) == threads
 
 
 @pytest.mark.parametrize("num_rows", [1, 200, 4096])
 @pytest.mark.parametrize("hidden_size", [64, 769, 4096, 14336, 32768])
-def test_static_codes_come_from_rows_cut_as_those_of_the_norms(hidden_size: int, num_rows: int) -> None:
+def test_static_quant_splits_rows_like_the_norms(hidden_size: int, num_rows: int) -> None:
     """So that sums agree bit for bit."""
     row = ArgMaker(devices.model()).empty(num_rows, hidden_size, dtype="bfloat16")
     vectors = geometry.row_vectors(hidden_size, (hidden_size,), row)
@@ -583,8 +583,8 @@ def test_static_codes_come_from_rows_cut_as_those_of_the_norms(hidden_size: int,
         assert (one.vec_size, one.shifted, one.row_threads) == (two.vec_size, two.shifted, two.row_threads)
 
 
-def test_a_choice_is_made_once_and_can_be_read() -> None:
-    """A plan miss looks it up; a kernel that cannot bound its registers differs in one field."""
+def test_choice_is_made_once_and_printed() -> None:
+    """A plan miss looks it up; the config of a kernel that cannot bound its registers differs in one field."""
     row = ArgMaker(devices.model()).empty(4096, 4096, dtype="bfloat16")
     vectors = geometry.row_vectors(4096, (4096,), row)
     config = geometry.choose_rows(row, 4096, vectors, RMS_NORM)
@@ -598,7 +598,7 @@ def test_a_choice_is_made_once_and_can_be_read() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("present", ["neither", "weight", "bias"])
-def test_layer_norm_without_a_weight_or_a_bias(present: str, device: str) -> None:
+def test_layer_norm_without_weight_or_bias(present: str, device: str) -> None:
     x = draw(5, 256, dtype=torch.float32, device=device, seed=0, shift=0.3)
     vectors = {name: draw(256, dtype=torch.float32, device=device, seed=i) for i, name in enumerate(("weight", "bias"))}
     given = {name: vector if name == present else None for name, vector in vectors.items()}

@@ -1,4 +1,4 @@
-"""Quantisation into new arrays: what torch tensors are given, arrays of numpy and CuPy are given, too."""
+"""Quantisation into new numpy and CuPy arrays equals that of torch tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyops._core.tensor import library_of, to_torch
 from pyops.testing import same_bits
 from tests.support.calls import as_cupy, as_numpy
 
-# How calls run, the device of their tensors, and what makes arrays of these.
+# The way calls run, the device of their tensors, and the function that makes arrays of these.
 LIBRARIES = pytest.mark.parametrize(
     ("mode", "device", "arrays"),
     [
@@ -125,8 +125,8 @@ def hadamard(make: Make) -> list[Any]:
     [scaled_fp8, scaled_int8, groups, packed_groups, int8_groups, nvfp4, gated_nvfp4, nvfp4_experts, hadamard],
     ids=lambda calls: calls.__name__,
 )
-def test_arrays(calls: Callable[[Make], list[Any]], mode: str, device: str, arrays: Make) -> None:
-    """The same codes, scales and strides as of torch tensors, in arrays of the library of the input."""
+def test_arrays_equal_torch_tensors(calls: Callable[[Make], list[Any]], mode: str, device: str, arrays: Make) -> None:
+    """The quants, scales and strides of torch tensors, in arrays of the input's library."""
     with config.cpu(mode):
         right = calls(lambda tensor: tensor.to(device))
         found = calls(lambda tensor: arrays(tensor.to(device)))
@@ -136,7 +136,7 @@ def test_arrays(calls: Callable[[Make], list[Any]], mode: str, device: str, arra
         assert to_torch(array).stride() == tensor.stride()
 
 
-def test_refusals_of_arrays() -> None:
+def test_array_refusals() -> None:
     x = as_numpy(draw(5, 256))
     with pytest.raises(pyops.OpError, match=r"^per_token_group_quant_fp8: out_q: expected codes of an e4m3, got int8$"):
         pyops.per_token_group_quant_fp8(x, 64, out_q=as_numpy(empty(torch.int8)))

@@ -1,4 +1,4 @@
-"""permute_cols: any order of columns, and columns that do not exist."""
+"""permute_cols: any order of columns, and columns out of range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.quantize_truth import draw
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 512), (5, 1000), (300, 64), (271, 33), (2, 3, 8), (2, 120000)])
 def test_permute_cols(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """A random order, one with repetitions, and bits of no number. (The last shape does not fit in shared memory.)"""
+    """A random order, one with repetitions, and NaN bit patterns. (The last shape does not fit in shared memory.)"""
     a = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), dtype=torch.int16, device=device).view(dtype)[
         ..., 0
     ]
@@ -31,7 +31,7 @@ def test_permute_cols(shape: tuple[int, ...], dtype: torch.dtype, device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [3, 300])
-def test_columns_that_do_not_exist_are_zero(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_out_of_range_are_zero(rows: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a = draw(rows, 24, device=device) + 100
     perm = torch.arange(24, dtype=torch.int32, device=device)
     perm[[0, 5, 8, 23]] = torch.tensor([-1, 24, 2**31 - 1, -(2**31)], dtype=torch.int32, device=device)

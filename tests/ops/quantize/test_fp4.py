@@ -1,4 +1,4 @@
-"""NVFP4 against float64: quants and scales are exact, wherever they lie and whatever the contents and the scale."""
+"""NVFP4 against float64: quants and scales are exact, for any alignment, contents and scale."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIXTH = f32(1 / 6)
 
 
 def truth(x: Any, g: Any) -> tuple[Any, Any]:
-    """(quants, one to an element; codes of scales) of rows, g being one number or one for each row."""
+    """(quants, one per element; fp8 bytes of scales) of rows; g is one number or one for each row."""
     blocks = exact(x).reshape(x.shape[0], -1, 16)
     g = f32(numpy.broadcast_to(numpy.asarray(g, "float64"), (x.shape[0],)))[:, None, None]
     scales = fp8(f32(g * f32(absmax(blocks) * SIXTH)))
@@ -43,13 +43,13 @@ def truth(x: Any, g: Any) -> tuple[Any, Any]:
 
 
 def values(codes: torch.Tensor) -> Any:
-    """One code to an element, from two to a byte."""
+    """Quants one per element, from two per byte."""
     pairs = codes.cpu().numpy()
     return numpy.stack((pairs & 15, pairs >> 4), -1).reshape(codes.shape[0], -1)
 
 
 def untiled(scales: torch.Tensor, columns: int, rows: int, first: int = 0) -> Any:
-    """The bytes of so many rows and columns of scales in tiles that begin `first` rows into them."""
+    """The scale bytes of rows and columns, from tiles in which they begin at row `first`."""
     flat = scales.cpu().contiguous().view(torch.uint8).flatten().numpy()
     padded = -(-columns // 4) * 4
     m, k = numpy.arange(rows)[:, None], numpy.arange(columns)
@@ -62,7 +62,7 @@ def tensor(g: float, device: str) -> torch.Tensor:
 
 
 def quantised(x: torch.Tensor, g: float | torch.Tensor, layout: Layout | None = None) -> tuple[Any, Any]:
-    """(quants, scales) of rows, from tiles and from rows, which are the same; padding is 0."""
+    """(quants, scales) of rows; scales in tiles and in rows are the same, and padding is 0."""
     rows, columns = x.shape[0], x.shape[1] // 16
     device = str(x.device)
     scale = g if isinstance(g, torch.Tensor) else tensor(g, device)
@@ -94,8 +94,8 @@ def assert_true(x: torch.Tensor, g: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [2, 5, 65])
 @pytest.mark.parametrize("rows", [20, 300, 1000])
-def test_rows_in_turn(rows: int, columns: int, device: str) -> None:
-    """Several to a thread, one by one and in fours; of narrow rows a block has several at a time."""
+def test_several_rows_per_thread(rows: int, columns: int, device: str) -> None:
+    """Rows one by one and in fours; for narrow rows a CTA has several at a time."""
     assert_true(draw(rows, columns * 16, device=device), 5.0)
 
 
@@ -113,7 +113,7 @@ def test_any_shape(shape: tuple[int, int], dtype: torch.dtype, device: str) -> N
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows(dtype: torch.dtype, device: str) -> None:
-    """Rows have several blocks of threads, which have more than one row."""
+    """Several blocks share a row, and each has more than one row."""
     problem = Fp4Problem(24, 128, 1028)
     chosen = choose(problem, model())
     assert chosen.rounds > 1
@@ -125,15 +125,15 @@ def test_long_rows(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("g", [1.0, 37.5, 1e-3, 3e38, 1e-38, 1e-44, -2.0, 0.0, -0.0, float("inf"), float("nan")])
 def test_every_value_under_any_scale(g: float, dtype: torch.dtype, device: str) -> None:
-    """All 65536 numbers of 16 bits: neighbours in one block, and far ones; NaN is +6 and infinities are +-6."""
+    """All 65536 16-bit numbers, adjacent ones and distant ones in one block; NaN is +6 and infinities are +-6."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
     for x in (every.view(64, 1024), every.view(16, 4096).t().contiguous().view(64, 1024)):
         assert_true(x, g)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_halves_are_even(device: str) -> None:
-    """Ties go to the even code. Block scale and factor are 1."""
+def test_ties_round_to_even(device: str) -> None:
+    """Block scale and global scale are 1."""
     ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
     right = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     x = torch.tensor([[6.0, *ties, -6.0, *(-tie for tie in ties)]], dtype=torch.bfloat16, device=device)
@@ -146,8 +146,8 @@ def test_halves_are_even(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_next_to_ties(dtype: torch.dtype, device: str) -> None:
-    """Products a float32 or two away from a tie: they are rounded to float32, and then to a code."""
+def test_values_next_to_ties(dtype: torch.dtype, device: str) -> None:
+    """Products one or two float32 away from a tie: they are rounded to float32, and then to fp4."""
     block = [24.0, 1.0, 3.0, 5.0, 7.0, 10.0, 14.0, 20.0, -1.0, -3.0, -5.0, -7.0, -10.0, -14.0, -20.0, 0.0]
     x = torch.tensor([block], dtype=dtype, device=device)
     quarter = int(torch.tensor(0.25).view(torch.int32))
@@ -172,7 +172,7 @@ def test_any_contents(dtype: torch.dtype, device: str, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_special_values(device: str) -> None:
-    """What the definition says of them, in so many words."""
+    """Expected values, spelled out by hand."""
     inf, nan = float("inf"), float("nan")
     rows = [
         ([nan, -nan, 1.0, -3.0] + [6.0] * 12, 0x38, [7, 7, 2, 13] + [7] * 12),
@@ -180,7 +180,7 @@ def test_special_values(device: str) -> None:
         ([0.0, -0.0] * 8, 0, [0, 8] * 8),
         ([inf, -inf, 448.0, -448.0] + [0.0] * 12, 0x7E, [7, 15, 2, 10] + [0] * 12),
         ([1e4, -1e4] + [1.0] * 14, 0x7E, [7, 15] + [0] * 14),
-        ([0.0078125] * 16, 1, [6] * 16),  # a scale of 2^-9, the least
+        ([0.0078125] * 16, 1, [6] * 16),  # a scale of 2^-9, the smallest
         ([2.0**-9, -(2.0**-10)] * 8, 0, [0, 8] * 8),  # 2^-9 / 6 rounds to a scale of 0
     ]
     x = torch.tensor([row for row, _, _ in rows], dtype=torch.bfloat16, device=device)
@@ -191,8 +191,8 @@ def test_special_values(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_come_back(dtype: torch.dtype, device: str) -> None:
-    """Within half of the widest step, a third of the largest magnitude over 2, and what rounding the scale adds."""
+def test_round_trip(dtype: torch.dtype, device: str) -> None:
+    """Within half of the largest step, a third of the absmax over 2, and the rounding of the scale."""
     x = draw(70, 512, dtype=dtype, device=device)
     g = f32(448 * 6 / exact(x).__abs__().max()).item()
     codes, scales = quantised(x, g)
@@ -203,7 +203,7 @@ def test_values_come_back(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [Layout(gap=16), Layout(gap=8), Layout(gap=3), Layout(offset=1), Layout(offset=4)])
-def test_rows_apart(layout: Layout, device: str) -> None:
+def test_strided_rows(layout: Layout, device: str) -> None:
     """Rows of one stride, aligned or not."""
     x = draw(5, 80, device=device)
     codes, scales = quantised(x, 9.0, layout)
@@ -225,7 +225,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", CONTENTS)
 @pytest.mark.parametrize("shape", [(3, 4096), (130, 160), (2, 14336 * 2), (1100, 2080)])
 def test_silu_and_mul(shape: tuple[int, int], kind: str, dtype: torch.dtype, device: str) -> None:
-    """Rounded once, before the codes; all padding is 0."""
+    """Rounded once, before quantisation; all padding is 0."""
     if kind != "normal" and shape[0] != 3:
         pytest.skip("contents do not depend on the shape")
     x = filled(draw(*shape, dtype=dtype), kind).to(device)
@@ -248,8 +248,8 @@ def bf16(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES[1:2])
-def test_estimates_of_silu(device: str) -> None:
-    """Products that the estimates round to another bfloat16 than the definition does; each decides about a code."""
+def test_approximations_of_silu(device: str) -> None:
+    """Products that the approximations round to another bfloat16 than the definition; each decides about a quant."""
     gates = (numpy.arange(0x3E00, 0x4240, dtype="uint32") << 16).view("float32").astype("float64")[:, None]
     gates, ups = numpy.broadcast_arrays(numpy.concatenate([gates, -gates]), 1 + numpy.arange(128) / 128)
     shares = f32(1 / f32(1 + f32(numpy.exp2(f32(gates * f32(-1.4426950408889634))))))
@@ -260,8 +260,8 @@ def test_estimates_of_silu(device: str) -> None:
     assert (differ & (gates < -5.5)).sum() > 4
     gates, ups, right = gates[differ], ups[differ], right[differ]
     for gate, up, y in [*zip(gates, ups, right, strict=True), (-88.0, 2.0**124, -88.0 * numpy.exp(-88.0) * 2.0**124)]:
-        # The largest magnitude of the block is so large that its scale is 448, so the factor g / 448 is free. The two
-        # numbers that y lies between are then on two sides of the tie 1.25.
+        # The absmax of the block is so large that its scale is 448, so the factor g / 448 is free. The two candidates
+        # for y lie on two sides of the tie 1.25.
         g = 448 * 1.25 / abs(float(y))
         for place in (0, 6, 15):
             x = torch.zeros(1, 32, dtype=torch.bfloat16)
@@ -295,7 +295,7 @@ def run_experts(
 
 
 def assert_experts(x: torch.Tensor, g: list[float], offsets: list[int], tiles: list[int], scale_rows: int) -> None:
-    """Every expert that is there whole has its codes, scales and padding; nothing else is written."""
+    """Every expert with all rows present has its quants, scales and padding; nothing else is written."""
     codes, scales = run_experts(x, g, offsets, tiles, scale_rows)
     rows, columns = x.shape[0], x.shape[1] // 16
     padded = -(-columns // 4) * 4
@@ -332,7 +332,7 @@ def test_experts(counts: list[int], columns: int, dtype: torch.dtype, device: st
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [2, 65])
 def test_many_rows_of_experts(columns: int, device: str) -> None:
-    """Enough that a thread has rows of more than one unit, and that tiles of one expert are several blocks'."""
+    """Enough that a thread has rows of several units, and several blocks share the tiles of one expert."""
     counts = [399, 0, 2, 700]
     offsets, tiles = of_experts(counts)
     assert_experts(draw(sum(counts), columns * 16, device=device), [2.0, 3.0, 5.0, 7.0], offsets, tiles, tiles[-1])
@@ -340,8 +340,9 @@ def test_many_rows_of_experts(columns: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offsets", [[1, 0, 2], [0, 2, 1], [0, -1, 2], [0, 1, 3, 2], [0, 3, 1, 2]])
-def test_offsets_that_do_not_grow(offsets: list[int], device: str) -> None:
-    """Experts before the first such offset are written, others are not; also where a lane counts those of several."""
+def test_non_ascending_offsets(offsets: list[int], device: str) -> None:
+    """Experts before the first descending offset are written, later ones are not; also where one lane counts the rows
+    of several experts."""
     for before in (0, 40):
         all_offsets = [0] * before + offsets
         count = len(all_offsets) - 1
@@ -352,7 +353,7 @@ def test_offsets_that_do_not_grow(offsets: list[int], device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data())
 def test_hostile_offsets(device: str, data: st.DataObject) -> None:
-    """Offsets that do not grow or lead outside. Tiles are no one's twice, or what lies there would be anyone's."""
+    """Offsets that do not ascend, or out of range. No scale tile is written by two experts, which would race."""
     count, rows = data.draw(st.integers(1, 6) | st.just(70)), data.draw(st.integers(1, 40))
     any_offset = st.integers(-3, rows + 3) | st.sampled_from([-(2**31), 2**31 - 1])
     offsets = data.draw(st.lists(any_offset, min_size=count + 1, max_size=count + 1))
@@ -381,7 +382,7 @@ def test_indices_out_of_range_are_named(device: str, monkeypatch: pytest.MonkeyP
         op.op.forget()
 
 
-# What makes new tensors
+# Ops that allocate
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -435,7 +436,7 @@ def test_empty() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_experts(device: str) -> None:
-    """Rows are nobody's, as many as make tiles: nothing is written, and no offset is read."""
+    """No expert owns a row, though the rows would fill tiles: nothing is written, and no offset is read."""
     x = draw(130, 64, device=device)
     nothing, offsets = torch.empty(0, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     codes = torch.full((130, 32), 7, dtype=torch.uint8, device=device)
@@ -455,7 +456,7 @@ def _refusal(function: Any, *args: Any, **more: Any) -> str:
     return str(caught.value).partition(": ")[2]
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     x, g = torch.ones(4, 64).bfloat16(), torch.ones(1)
     codes, tiled, plain = (torch.zeros(size, dtype=torch.uint8) for size in ((4, 32), (128, 4), (4, 4)))
 
@@ -503,12 +504,12 @@ def test_refusals() -> None:
     ],
 )
 def test_geometry(problem: Fp4Problem, arch: str, expected: Fp4Config) -> None:
-    """Units of four rows for few and many rows and for experts, single rows between; blocks by registers."""
+    """Units of four rows for few and many rows and for experts, single rows in between; blocks by registers."""
     assert choose(problem, model(arch)) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offsets", [[0, 2, 4], [0, 3, 2**31 - 1], [1, 4, 4]])
-def test_an_expert_whose_rows_are_not_all_there(offsets: list[int], device: str) -> None:
-    """Of three rows. The expert and those after it write nothing; nothing is read after the last row."""
+def test_expert_with_missing_rows(offsets: list[int], device: str) -> None:
+    """With three rows, the expert and those after it write nothing; nothing is read after the last row."""
     assert_experts(draw(3, 32, device=device), [5.0] * 2, offsets, [0, 128, 256], 256)

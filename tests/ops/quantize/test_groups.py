@@ -1,4 +1,4 @@
-"""Quantisation under a scale for each group of neighbouring elements: quants and scales are exact."""
+"""Quantisation under a scale for each group of consecutive elements: quants and scales are exact."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _scales(rows: int, columns: int, kind: str, device: str) -> torch.Tensor:
     ],
 )
 def test_groups(shape: tuple[int, int], group_size: int, scales: str, device: str) -> None:
-    """Any group size, in any order of the scales; what lies between columns is left."""
+    """Any group size, in any order of the scales; gaps between columns are left alone."""
     x = draw(*shape, device=device)
     for kind, power_of_two in ((FP8, False), (FP8, True), (FNUZ, False), (FNUZ, True)):
         codes, s = new(shape, kind, device), _scales(shape[0], shape[1] // group_size, scales, device)
@@ -87,8 +87,8 @@ def test_groups_of_any_contents(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_powers_of_two(device: str) -> None:
-    """A magnitude of 448 times a power of two has it for a scale, and one that is a little larger the next."""
+def test_power_of_two_scales(device: str) -> None:
+    """A magnitude of 448 times a power of two has that power as its scale, and a slightly larger one the next."""
     powers = 2.0 ** torch.arange(-30, 31, device=device)
     x = torch.stack((powers * 448, (powers * 448).nextafter(powers * 1000), powers * 447), -1)
     codes, s = new(x.shape, FP8, device), new(x.shape, torch.float32, device)
@@ -98,15 +98,15 @@ def test_powers_of_two(device: str) -> None:
     pyops.per_token_group_fp8_quant(
         zeros, codes[:1, :1].expand(1, 1).new_empty(1, 4), s[:1, :1], 4, 1e-12, -448.0, 448.0, True
     )
-    assert s[0, 0].item() == 2.0**-33  # the next after 1e-10
+    assert s[0, 0].item() == 2.0**-33  # the next power after 1e-10
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (5, 3), (8, 4), (6, 9)])
 @pytest.mark.parametrize("padded", [False, True])
 @E4M3
-def test_packed(kind: torch.dtype, padded: bool, rows: int, groups: int, device: str) -> None:
-    """Four exponents to a word, the first in its lowest byte; nothing but zeros where there are no groups or tokens."""
+def test_packed_exponents(kind: torch.dtype, padded: bool, rows: int, groups: int, device: str) -> None:
+    """Four exponents per word, the first in its lowest byte; zeros where there are no groups or tokens."""
     x = draw(rows, groups * 64, device=device) * torch.arange(1, rows + 1, device=device)[:, None].bfloat16()
     stride, words = -(-rows // 4) * 4, -(-groups // 4)
     packed = new((words, stride), torch.int32, device).t()
@@ -126,8 +126,8 @@ def test_packed(kind: torch.dtype, padded: bool, rows: int, groups: int, device:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "code_rows", "zeros"), [(1, 4, 3), (5, 7, 2), (5, 11, 3), (8, 9, 0), (0, 2, 0)])
-def test_packed_with_more_rows_of_codes(rows: int, code_rows: int, zeros: int, device: str) -> None:
-    """Rows of codes after the tokens become 0 up to a multiple of 4; scales have no such rows here."""
+def test_packed_exponents_with_padded_rows(rows: int, code_rows: int, zeros: int, device: str) -> None:
+    """Rows after the tokens become 0 up to a multiple of 4; scales have no such rows here."""
     x = draw(rows, 320, device=device)
     memory = torch.full((code_rows, 400), 7, dtype=torch.uint8, device=device)
     right = torch.full((code_rows, 320), 7, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform against float64, exactly where float32 is exact; what is written where."""
+"""The Walsh-Hadamard transform against float64, exact where float32 is exact; in place and into new tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def signs(rows: numpy.ndarray, size: int) -> numpy.ndarray:
 
 
 def truth(x: torch.Tensor) -> torch.Tensor:
-    """By two smaller matrices, whose Kronecker product the whole one is."""
+    """Rows of a matrix that is the Kronecker product of two smaller ones."""
     size = x.shape[-1]
     left = 1 << (size.bit_length() - 1) // 2
     right = size // left
@@ -44,8 +44,8 @@ def truth(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_units(size: int, dtype: torch.dtype, device: str) -> None:
-    """Of unit vectors, with numbers of one bit, of all, and some: rows of the matrix, whose transforms they are."""
+def test_unit_vectors(size: int, dtype: torch.dtype, device: str) -> None:
+    """Unit vectors with indices of one bit, of all bits, and others: their transforms are rows of the matrix."""
     numbers = numpy.unique(numpy.array([0, size - 1, size // 3, *(1 << bit for bit in range(15))]) % size)
     x = torch.zeros(len(numbers), size, dtype=dtype, device=device)
     x[torch.arange(len(numbers)), torch.from_numpy(numbers)] = 1.0
@@ -60,8 +60,8 @@ def test_units(size: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [size for size in SIZES if size <= 4096 and size.bit_length() % 2])
-def test_sums_of_integers_are_exact(size: int, dtype: torch.dtype, device: str) -> None:
-    """sqrt(size) is a power of two here, so that a result is rounded once: it is the nearest."""
+def test_integer_sums_are_exact(size: int, dtype: torch.dtype, device: str) -> None:
+    """sqrt(size) is a power of two here, so a result is rounded once: it is the nearest number."""
     generator = torch.Generator().manual_seed(size)
     for rows in (1, 5, 300 if size < 256 else 9):
         x = torch.randint(-8, 9, (rows, size), generator=generator).to(dtype).to(device)
@@ -72,9 +72,9 @@ def test_sums_of_integers_are_exact(size: int, dtype: torch.dtype, device: str) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 8, 128, 2048])
 def test_sums_of_zero_are_zero(size: int, dtype: torch.dtype, device: str) -> None:
-    """sqrt(size) is no power of two here; sums are exact all the same, and are scaled by the rest of it last."""
+    """sqrt(size) is no power of two here; sums are exact all the same, because the inexact factor comes last."""
     x = torch.randint(-8, 9, (9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
-    x[:, : size // 2] += x[:, size // 2 :].flip(0)  # more elements whose sums are 0
+    x[:, : size // 2] += x[:, size // 2 :].flip(0)  # more elements with sums of 0
     right = truth(x)
     y = pyops.hadacore_transform(x.to(device), False).cpu()
     assert (right == 0).any()
@@ -110,8 +110,8 @@ def test_long_rows(dtype: torch.dtype, size: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [kind for kind in CONTENTS if kind != "extreme"])
 @pytest.mark.parametrize("size", [4, 64, 2048])
-def test_contents(size: int, kind: str, device: str) -> None:
-    """NaN and infinities fill their own rows alone: infinite where all of a row's have one sign, or else NaN."""
+def test_nan_and_infinity_stay_in_their_row(size: int, kind: str, device: str) -> None:
+    """They fill their own rows: infinite where all infinities have one sign, else NaN."""
     x = filled(draw(5, size, dtype=torch.bfloat16), kind)
     if kind in ("nan", "inf"):
         x[3] = 1.0
@@ -121,8 +121,8 @@ def test_contents(size: int, kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sums_beyond_the_range_of_the_result(device: str) -> None:
-    """Two of the largest numbers: their sum is none of float32, its share of the root of the size is."""
+def test_sums_that_overflow_before_scaling(device: str) -> None:
+    """The sum of two of the largest numbers overflows float32, but its quotient by sqrt(size) does not."""
     x = torch.zeros(1, 4096, dtype=torch.bfloat16, device=device)
     x[0, :2] = torch.finfo(torch.bfloat16).max
     assert torch.equal(pyops.hadacore_transform(x, False).cpu(), truth(x))
@@ -130,7 +130,7 @@ def test_sums_beyond_the_range_of_the_result(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inplace", [True, False])
-def test_what_is_written(inplace: bool, device: str) -> None:
+def test_in_place_and_new_output(inplace: bool, device: str) -> None:
     """`x` itself and nothing else, or a new tensor; for any strides, ranks and number of elements."""
     base = draw(6, 8, 32, device=device)
     for x in (
@@ -158,7 +158,7 @@ def test_what_is_written(inplace: bool, device: str) -> None:
 
 
 def test_with_less_shared_memory() -> None:
-    """Where a row does not fit in shared memory it goes through it in two parts."""
+    """A row that does not fit in shared memory is transformed in two parts."""
     op = pyops.registry["hadacore_transform_out"]
     assert op.example is not None
     for arch, rounds in (("sm_80", 1), ("sm_90", 1), ("gfx942", 2)):
@@ -174,7 +174,7 @@ def test_with_less_shared_memory() -> None:
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("size", [16384, 32768])
-def test_the_longest_compile_without_spills(size: int, arch: str) -> None:
+def test_largest_sizes_compile_without_spills(size: int, arch: str) -> None:
     op = pyops.registry["hadacore_transform_out"]
     assert op.example is not None
     for dtype in ("float32", "bfloat16"):
@@ -194,7 +194,7 @@ def test_compiled_without_graph_break(device: str) -> None:
     assert torch.equal(call(x), torch.compile(call, fullgraph=True, backend="aot_eager")(x))
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     for size in (0, 3, 12, 65536):
         with pytest.raises(pyops.OpError, match=r"x: expected a last dimension that is a power of two up to 32768"):
             pyops.hadacore_transform(torch.ones(2, size), False)
@@ -223,5 +223,5 @@ def test_refusals() -> None:
     ],
 )
 def test_geometry(size: int, arch: str, expected: HadamardConfig) -> None:
-    """Short rows have a warp, long ones a block; those beyond the shared memory go through it in two parts."""
+    """Short rows have a warp, long ones a block; rows beyond the shared memory are transformed in two parts."""
     assert choose(HadamardProblem(5, size, float32), devices.model(arch)) == expected

@@ -1,4 +1,4 @@
-"""Gated activations of the first tokens of each expert against float64, rounded where the definition does."""
+"""Gated activations of the first tokens of each expert against float64, rounded where the definition rounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMATS = ["float", "power", "packed"]
 
 
 def b(x: Any) -> Any:
-    """float64 values as bfloat16 holds them once they are float32."""
+    """float64 values rounded to float32, then to bfloat16."""
     return torch.from_numpy(numpy.asarray(x, "float64").astype("float32")).bfloat16().double().numpy()
 
 
@@ -39,7 +39,7 @@ def truth(x: torch.Tensor, power_of_two: bool) -> tuple[Any, Any]:
 
 
 def columns_first(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Scales as DeepGEMM takes them: those of one group of all tokens lie together."""
+    """Scales as DeepGEMM takes them: the scales of one group are consecutive over tokens."""
     return new((shape[0], shape[2], shape[1]), dtype, device).transpose(1, 2)
 
 
@@ -90,7 +90,7 @@ def test_any_shape(shape: tuple[int, int, int], scales: str, device: str) -> Non
 @pytest.mark.parametrize("scales", FORMATS)
 @given(data=st.data())
 def test_any_counts_and_contents(scales: str, device: str, data: st.DataObject) -> None:
-    """Counts beyond the tokens are all of them, those below 0 none."""
+    """Counts beyond the tokens mean all of them, counts below 0 none."""
     experts, tokens = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 5))
     any_count = st.integers(-1, tokens + 1) | st.sampled_from([0, tokens, -(2**31), 2**31 - 1])
     counts = data.draw(st.lists(any_count, min_size=experts, max_size=experts))
@@ -101,7 +101,7 @@ def test_any_counts_and_contents(scales: str, device: str, data: st.DataObject) 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scales", FORMATS)
 def test_every_scale(scales: str, device: str) -> None:
-    """The largest magnitude takes every positive value of bfloat16, NaN and infinity among them."""
+    """The absmax takes every positive bfloat16 value, NaN and infinity among them."""
     largest = torch.arange(32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)[:, None]
     x = torch.cat((torch.full((32768, 128), 64.0), (largest.double() / 64).bfloat16().expand(-1, 128)), -1)
     x[:, 129:] = x[:, 129:] / 3
@@ -110,7 +110,7 @@ def test_every_scale(scales: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_apart(device: str) -> None:
+def test_strided_rows(device: str) -> None:
     x = draw(3, 4, 512, device=device)
     for layout in (Layout(gap=8), Layout(gap=3), Layout(offset=1)):
         assert_true(x, [4, 0, 2], "float", placed=layout.place)
@@ -119,7 +119,7 @@ def test_rows_apart(device: str) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_more_items_than_warps(device: str) -> None:
-    """Each warp has some of the sequence, which begins anywhere in a token and may go on with an expert further on."""
+    """Each warp takes consecutive items, which begin anywhere in a token and may continue with a later expert."""
     assert_true(draw(3, 50, 2 * 128 * 29, device=device), [50, 17, 49], "packed")
     assert_true(draw(36, 150, 2 * 128, device=device), [150, 0, 149, 0, 0, 150] * 6, "float")
 
@@ -140,7 +140,7 @@ def test_special_values(device: str) -> None:
     assert scales[0, 0, 0].isfinite()
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     x, counts = torch.ones(2, 3, 256).bfloat16(), torch.ones(2, dtype=torch.int32)
     codes, floats, words = torch.ones(2, 3, 128).to(torch.float8_e4m3fn), torch.ones(2, 3, 1), torch.ones(2, 3, 1).int()
 

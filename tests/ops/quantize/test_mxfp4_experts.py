@@ -1,4 +1,4 @@
-"""MXFP4 of experts' rows against float64: quants and scales are exact, whatever the contents and the offsets."""
+"""MXFP4 of experts' rows against float64: quants and scales are exact, for any contents and offsets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["_quietly"]  # a fixture
 
 
 def truth(x: Any) -> tuple[Any, Any]:
-    """(quants, two to a byte; exponents of scales) of rows."""
+    """(quants, two per byte; exponents of scales) of rows."""
     blocks = exact(x).reshape(x.shape[0], -1, 32)
     share = f32(absmax(blocks) * SIXTH)
     exponents = numpy.where(numpy.isinf(share), 255, numpy.maximum(numpy.frexp(share)[1] + 126, 0))
@@ -31,7 +31,7 @@ def truth(x: Any) -> tuple[Any, Any]:
 
 
 def rows_of(num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random rows of many magnitudes; the first of them have NaN, infinity, zeros of both signs and tiny numbers."""
+    """Random rows of many magnitudes; the first ones have NaN, infinity, zeros of both signs and tiny numbers."""
     generator = torch.Generator().manual_seed(num_rows + columns)
     x = torch.randn(num_rows, columns, generator=generator)
     x = (x * 2.0 ** torch.randint(-12, 12, (num_rows, 1), generator=generator)).to(dtype)
@@ -47,9 +47,9 @@ def rows_of(num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     ("offsets", "tiles", "scale_rows"),
     [
         (*of_experts([5, 0, 130, 1]), 515),
-        ([0, 4, 3, 9], [0, 128, 256, 384], 384),  # ends at an offset that falls
-        ([0, 4, 9, 99], [0, -128, 128, 256], 256),  # tiles before the first row; rows that are not there
-        ([0, 4, 9, 12], [0, 128, 256, 384], 300),  # tiles that reach beyond the scales
+        ([0, 4, 3, 9], [0, 128, 256, 384], 384),  # ends at a descending offset
+        ([0, 4, 9, 99], [0, -128, 128, 256], 256),  # tiles before the first row; rows out of range
+        ([0, 4, 9, 12], [0, 128, 256, 384], 300),  # tiles that extend beyond the scales
     ],
 )
 def test_experts(offsets: list[int], tiles: list[int], scale_rows: int, dtype: torch.dtype, device: str) -> None:
@@ -78,7 +78,7 @@ def test_experts(offsets: list[int], tiles: list[int], scale_rows: int, dtype: t
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated(dtype: torch.dtype, device: str) -> None:
-    """The codes of a gated activation are those of its product, rounded once."""
+    """The quants are those of the gated activation, rounded once."""
     x = torch.randn(9, 2 * 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     gate, up = x.float().chunk(2, dim=-1)
     product = (torch.nn.functional.silu(gate) * up).to(dtype)
@@ -90,7 +90,7 @@ def test_gated(dtype: torch.dtype, device: str) -> None:
     assert (untiled(scales, 3, 9) == scale).all()
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     codes, scales, offsets = (
         torch.zeros(2, 24, dtype=torch.uint8),
         torch.zeros(128, 1, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""MXFP8 of experts' rows against float64: quants and scales are exact, whatever the contents and the offsets."""
+"""MXFP8 of experts' rows against float64: quants and scales are exact, for any contents and offsets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["_quietly"]  # a fixture
 
 
 def truth(x: Any) -> tuple[Any, Any]:
-    """(float64 values of codes, exponents of scales) of rows."""
+    """(float64 values of quants, exponents of scales) of rows."""
     blocks = exact(x).reshape(x.shape[0], -1, 32)
     share = f32(absmax(blocks) * f32(1 / 448))
     powers = 2.0 ** numpy.arange(-127, 128)
@@ -72,7 +72,7 @@ def test_experts(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_at_their_bounds(device: str) -> None:
-    """448 times a power of two has that power for its scale, and the number above it the next."""
+    """448 times a power of two has that power as its scale, and the next number the next power."""
     magnitudes = [448.0, 450.0, 447.0, 2.0**-126, 448 * 2.0**-127, 452 * 2.0**-127, 2.0**-133, 0.0, 3e38, float("inf")]
     x = torch.zeros(len(magnitudes), 32, dtype=torch.bfloat16)
     x[:, 3] = -torch.tensor(magnitudes)
@@ -85,7 +85,7 @@ def test_scales_at_their_bounds(device: str) -> None:
     assert numpy.array_equal(codes.cpu().view(torch.float8_e4m3fn).double().numpy(), right)
 
 
-def test_refuses() -> None:
+def test_refused() -> None:
     x, codes = torch.zeros(2, 64).half(), torch.zeros(2, 64).to(torch.float8_e4m3fn)
     scales, sizes, offsets = torch.zeros(128, 4).byte(), torch.zeros(1, 3).int(), torch.zeros(1).int()
     for match, arguments in (

@@ -124,8 +124,8 @@ def test_group_quant_into_new_tensors(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_scales_than_needed(device: str) -> None:
-    """The first are written, the others stay."""
+def test_scale_tensor_with_unused_elements(device: str) -> None:
+    """The first elements are written, the others are left alone."""
     x = draw(5, 64, device=device)
     for op, shape, count in (
         (pyops.dynamic_per_token_scaled_fp8_quant, (8, 1), 5),
@@ -142,8 +142,8 @@ def test_more_scales_than_needed(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_int8_codes_of_groups_to_nearest(device: str) -> None:
-    """Halves are even, and what saturates does so before it is rounded."""
+def test_int8_groups_round_to_nearest(device: str) -> None:
+    """Ties go to even, and values saturate before they are rounded."""
     x = draw(6, 128, device=device)
     x[0, :5] = torch.tensor([127.0, 2.5, 3.5, -0.5, -126.5])  # under a scale of 1
     x[0, 5:] = 0.0
@@ -156,8 +156,8 @@ def test_int8_codes_of_groups_to_nearest(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_codes_of_groups_from_zero_on(device: str) -> None:
-    """Where the smallest code is 0, nothing is -0."""
+def test_unsigned_groups_have_no_negative_zero(device: str) -> None:
+    """Where the smallest quant is 0, no result is -0."""
     x = torch.tensor([[-1.0, -0.0, 0.0, 2.0]], device=device)
     codes, scale = new(x.shape, FP8, device), torch.empty(1, 1, device=device)
     pyops.per_token_group_fp8_quant(x, codes, scale, 4, 1e-10, 0.0, 448.0, False)
@@ -165,8 +165,8 @@ def test_codes_of_groups_from_zero_on(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_new_tensors_are_of_the_own_e4m3(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is e4m3fnuz, with its limits; a tensor or dtype that is given has the last word."""
+def test_new_tensors_have_the_devices_e4m3(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is e4m3fnuz, its limits apply; an explicit tensor or dtype takes precedence."""
     x = draw(5, 256, device=device)
     for kind in (FP8, FNUZ):
         codes, scale = pyops.scaled_fp8_quant(x, output=new(x.shape, kind, device))
@@ -202,8 +202,8 @@ def test_new_tensors_are_of_the_own_e4m3(device: str, monkeypatch: pytest.Monkey
         same(codes, right)
 
 
-def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the architecture, which torch knows of a GPU of AMD's by more than its name."""
+def test_e4m3_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows from the architecture, which torch reports for AMD GPUs with more than its name."""
     for arch in ("sm_80", "sm_90", "sm_100"):
         assert native_fp8(devices.model(arch)) is dtypes.float8_e4m3fn
         assert converts_fp8(devices.model(arch)) is (arch != "sm_80")
@@ -222,12 +222,12 @@ def test_the_own_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
         gpu_tensor = SimpleNamespace(is_cuda=True, device="cuda:0", new_empty=None)
         assert own_fp8(gpu_tensor) == kind
-    array = SimpleNamespace(device=SimpleNamespace(id=1))  # as CuPy has it
+    array = SimpleNamespace(device=SimpleNamespace(id=1))  # a CuPy array
     monkeypatch.setattr(devices, "get", lambda index: replace(old, index=index))
     assert own_fp8(array) == "float8_e4m3fnuz"
 
 
-def test_threads_for_codes_without_an_instruction() -> None:
+def test_threads_for_fp8_without_an_instruction() -> None:
     """The blocks per SM that a kernel asks for where integer instructions convert to fp8: one, for both e4m3 types."""
     for arch, native in (("sm_90", FP8), ("sm_80", None), ("gfx942", FNUZ)):
         for kind in LARGEST:
@@ -242,7 +242,7 @@ def test_threads_for_codes_without_an_instruction() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled_without_graph_break(device: str) -> None:
-    """What makes new tensors, and an op with a pair of integers."""
+    """Ops that allocate, and an op with a pair of integers."""
 
     def call(x: torch.Tensor, scale: torch.Tensor) -> list[Any]:
         return [

@@ -1,4 +1,4 @@
-"""The quantising ops against float64: quants and scales are exact, whatever the contents, the strides and the scale."""
+"""Quantising ops against float64: quants and scales are exact, for any contents, strides and scales."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.quantize_truth import (
 
 __all__ = ["_quietly"]  # a fixture
 
-# Under given scales
+# Given scales
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -64,7 +64,7 @@ __all__ = ["_quietly"]  # a fixture
     ],
 )
 def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], device: str) -> None:
-    """A scale for each block, given in two dimensions and, where it can be, in one; of any strides."""
+    """Block scales in two dimensions and, where possible, in one; with any strides."""
     x = draw(*shape, device=device)
     rows, columns = (full if size == -1 else size for size, full in zip(group, shape, strict=True))
     scale = draw(shape[0] // rows, shape[1] // columns, dtype=torch.float32, device=device, seed=1) * 0.01
@@ -84,8 +84,8 @@ def test_static_fp8_groups(shape: tuple[int, int], group: tuple[int, int], devic
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("gap", [0, 16, 8])
-def test_static_fp8_of_many_rows(gap: int, dtype: torch.dtype, small: devices.Device) -> None:
-    """As many as fill a device, which here is a small one: a thread reads two vectors where codes have wide ones."""
+def test_static_fp8_at_large_m(gap: int, dtype: torch.dtype, small: devices.Device) -> None:
+    """Enough rows to fill a device, here a small one: a thread reads two vectors where output vectors are wide."""
     op = pyops.registry["static_scaled_fp8_quant"]
     x = Layout(gap=gap).place(draw(70, 512, dtype=dtype))
     result, scale = (
@@ -100,8 +100,9 @@ def test_static_fp8_of_many_rows(gap: int, dtype: torch.dtype, small: devices.De
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_static_fp8_rows_apart(device: str) -> None:
-    """Rows of one stride, packed or not, of three dimensions, aligned or not, of sizes that vectors divide or not."""
+def test_static_fp8_strided_rows(device: str) -> None:
+    """Rows of one stride, contiguous or not, of three dimensions, aligned or not, of sizes that vectors divide or
+    not."""
     for size in (64, 65):
         for layout in (Layout(), Layout(gap=8), Layout(gap=3), Layout(offset=1)):
             x = draw(2, 3, size, device=device)
@@ -119,7 +120,7 @@ BAD = [0.0, -0.0, float("nan"), float("inf"), float("-inf"), -0.5, 1e-45, -1e-39
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @E4M3
 def test_static_fp8_of_every_value(kind: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    """Every bit pattern of two bytes under scales that reach all codes, saturate, and make ties."""
+    """All 65536 bit patterns under scales that reach every fp8 value, saturate, and make ties."""
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).reshape(256, 256).to(device)
     for scale in (1.0, 0.5, -3.0, 0.0371, 2.0**-9, 2.0**20):
         codes = new(x.shape, kind, device)
@@ -128,8 +129,8 @@ def test_static_fp8_of_every_value(kind: torch.dtype, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_fnuz_at_its_limits(device: str) -> None:
-    """Saturated at 224, though the type goes on to 240; nothing is -0 or, but by NaN of the input, NaN."""
+def test_fnuz_limits(device: str) -> None:
+    """It saturates at 224, though the type goes up to 240; no result is -0, and NaN only for NaN."""
     tiny = 2.0**-11  # half of the smallest number
     values = [
         224.0,
@@ -158,7 +159,7 @@ def test_fnuz_at_its_limits(device: str) -> None:
 @pytest.mark.parametrize("scale", BAD)
 @E4M3
 def test_bad_scales(kind: torch.dtype, scale: float, device: str) -> None:
-    """Zero, negative, infinite, NaN and subnormal ones, for all kinds of values; -0 keeps its sign."""
+    """Zero, negative, infinite, NaN and subnormal scales, for all kinds of values; -0 keeps its sign."""
     x = torch.tensor(SPECIAL, device=device)
     s = torch.tensor([scale], device=device)
     codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
@@ -188,8 +189,8 @@ def test_static_int8(scale: float, azp: int | None, dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_static_int8_saturates_at_every_step(device: str) -> None:
-    """Neighbours of the ends of int32, and zero points of the same sign: nothing wraps."""
+def test_static_int8_saturates_before_and_after_the_zero_point(device: str) -> None:
+    """Values next to the ends of int32, and zero points of the same sign: nothing wraps around."""
     ends = torch.tensor([2.0**31, -(2.0**31)], device=device)
     x = torch.stack([ends.nextafter(ends * 0), ends, ends.nextafter(ends * 2), ends * 1e9]).flatten()
     one, result = torch.ones((), device=device), new(x.shape, INT8, device)
@@ -201,10 +202,10 @@ def test_static_int8_saturates_at_every_step(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @E4M3
-def test_ties(kind: torch.dtype, device: str) -> None:
-    """Halfway between two codes, and the float32 numbers next to it, for every code and many scales."""
+def test_ties_round_to_even(kind: torch.dtype, device: str) -> None:
+    """Halfway between two fp8 values, and the float32 numbers next to it, for every value and many scales."""
     ties8, largest = numpy.arange(-129.5, 129, 1.0), LARGEST[kind]
-    ties = (_VALUES[:127] + _VALUES[1:128]) / 2 * (largest / 448)  # the last lies between 448 and what is no code
+    ties = (_VALUES[:127] + _VALUES[1:128]) / 2 * (largest / 448)  # the last lies above 448, the largest value
     generator = numpy.random.default_rng(0)
     few_bits = generator.integers(128, 256, 40) * 2.0**-7 + generator.integers(-3, 4, 40) * 2.0**-23
     for scale in (*few_bits, *generator.uniform(0.5, 2, 40), 2 - 2.0**-23, 1 + 2.0**-23):
@@ -222,7 +223,7 @@ def test_ties(kind: torch.dtype, device: str) -> None:
         same(codes, static_fp8(exact(x), scale, kind))
         pyops.static_scaled_int8_quant(eights, x, s, None)
         same(eights, static_int8(exact(x), scale, None))
-        # The same values under a scale that is found: the largest of them is the largest code times it.
+        # The same values under a dynamic scale: their absmax is the fp8 maximum times it.
         absmax_ = largest * scale
         row = torch.cat((x.clamp(-absmax_, absmax_), torch.tensor([absmax_], device=device)))[None]
         codes = new(row.shape, kind, device)
@@ -232,7 +233,7 @@ def test_ties(kind: torch.dtype, device: str) -> None:
         same(codes, right)
 
 
-# One scale for a tensor
+# Per-tensor dynamic scales
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -251,7 +252,7 @@ def test_dynamic_tensor(kind: torch.dtype, shape: tuple[int, ...], dtype: torch.
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [570, 600])
-def test_the_largest_of_a_tensor_may_be_anywhere(rows: int, device: str) -> None:
+def test_absmax_may_be_anywhere_in_the_tensor(rows: int, device: str) -> None:
     """With more chunks than blocks, and more than one vector in flight where there are enough elements."""
     base = torch.zeros(rows, 1925, device=device)[:, : 1901 if rows == 570 else 255]
     result, scale = new(base.shape, FP8, device), new((), torch.float32, device)
@@ -288,7 +289,7 @@ def test_dynamic_tensor_of_special_values(
     same(found, f32(absmax(exact(x)).item() / LARGEST[kind]) if scale is None else scale)
 
 
-# A scale for each token
+# Per-token dynamic scales
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -306,7 +307,7 @@ def test_dynamic_tensor_of_special_values(
 )
 @E4M3
 def test_dynamic_tokens(kind: torch.dtype, tokens: int, hidden_size: int, dtype: torch.dtype, device: str) -> None:
-    """fp8 with and without a bound, int8 with and without a zero point."""
+    """fp8 with and without scale_ub, int8 with and without zero points."""
     x = draw(tokens, hidden_size, dtype=dtype, device=device) + 3
     codes, eights = new(x.shape, kind, device), new(x.shape, INT8, device)
     scale, azp = new((tokens, 1), torch.float32, device), new((tokens, 1), torch.int32, device)
@@ -320,7 +321,7 @@ def test_dynamic_tokens(kind: torch.dtype, tokens: int, hidden_size: int, dtype:
     right, right_scale = token_int8(exact(x))
     same(scale, right_scale)
     same(eights, right)
-    for values in (x, x.abs() + 1):  # of both signs, and nothing near 0
+    for values in (x, x.abs() + 1):  # of both signs, and positive ones away from 0
         pyops.dynamic_scaled_int8_quant(eights, values, scale, azp)
         right, right_scale, right_azp = token_azp(exact(values))
         same(scale, right_scale)
@@ -373,7 +374,7 @@ def test_rows_of_special_values(kind: torch.dtype, dtype: torch.dtype, device: s
     same(scale, right_scale)
     same(azp, right_azp)
     same(eights, right)
-    for row in (1, 13, 14):  # constant: the value comes back
+    for row in (1, 13, 14):  # constant rows come back exactly
         back = scale.double()[row] * (eights[row].double() - azp.double()[row])
         torch.testing.assert_close(back, x[row].double(), rtol=1e-6, atol=0)
 
@@ -386,7 +387,7 @@ def test_rows_of_special_values(kind: torch.dtype, dtype: torch.dtype, device: s
     bound=st.none() | st.floats(0, 100, width=32),
     e4m3=st.sampled_from([FP8, FNUZ]),
 )
-def test_dynamic_codes_of_any_contents(
+def test_dynamic_quant_of_any_contents(
     x: torch.Tensor, layout: Layout, kind: str, bound: float | None, e4m3: torch.dtype, device: str
 ) -> None:
     x = filled(x, kind).to(device)
@@ -417,7 +418,7 @@ def test_dynamic_codes_of_any_contents(
     azp=st.none() | st.integers(-(2**31), 2**31 - 1),
     e4m3=st.sampled_from([FP8, FNUZ]),
 )
-def test_static_codes_under_any_scale(
+def test_static_quant_under_any_scale(
     x: torch.Tensor, kind: str, scale: float, azp: int | None, e4m3: torch.dtype, device: str
 ) -> None:
     x = filled(x, kind).to(device).contiguous()
@@ -430,7 +431,7 @@ def test_static_codes_under_any_scale(
     same(eights, static_int8(exact(x), scale, azp))
 
 
-# What is refused
+# Refusals
 
 
 def _refusal(function: Any, *args: Any, **more: Any) -> str:
@@ -452,7 +453,7 @@ def _refusal(function: Any, *args: Any, **more: Any) -> str:
         ((1, 2, 2), None, "scale: expected at most 2 dimensions, got shape (1, 2, 2)"),
     ],
 )
-def test_static_fp8_refuses(shape: tuple[int, ...], group_shape: Any, message: str) -> None:
+def test_static_fp8_refused(shape: tuple[int, ...], group_shape: Any, message: str) -> None:
     x = torch.ones(4, 64)
     assert _refusal(pyops.static_scaled_fp8_quant, x.to(FP8), x, torch.ones(shape), group_shape) == message
 
@@ -467,7 +468,7 @@ def test_group_shape_is_a_pair() -> None:
     same(result, fp8(exact(x)))
 
 
-def test_other_refusals() -> None:
+def test_other_arguments_refused() -> None:
     x = torch.ones(4, 64)
     fp8_codes, int8_codes, scale = x.to(FP8), x.to(INT8), torch.ones(4)
     azp = torch.ones(1, dtype=torch.int32)
@@ -544,7 +545,7 @@ def test_empty() -> None:
                 assert pyops.permute_cols(x, torch.arange(shape[1]).int()).shape == shape
 
 
-def test_how_many_blocks_look_for_the_largest() -> None:
+def test_blocks_of_the_absmax_kernel() -> None:
     """At most two blocks per SM, because every block of the second kernel reads the results of all of them."""
     op = pyops.registry["dynamic_scaled_fp8_quant"]
     assert op.example is not None

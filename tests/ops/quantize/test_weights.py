@@ -1,4 +1,4 @@
-"""Weights as checkpoints pack them, against numpy's bits."""
+"""Dequantisation and repacking of AWQ and GPTQ weights, against numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _quietly() -> Any:
-    """Infinite scales are part of the truth."""
+    """Silence numpy: infinite scales are part of the truth."""
     with numpy.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
@@ -33,18 +33,18 @@ def words(*shape: int, seed: int) -> torch.Tensor:
 
 
 def bits_of(packed: torch.Tensor) -> Any:
-    """[..., 32] the bits of each word, the lowest first."""
+    """The bits of each word, [..., 32], the lowest first."""
     return numpy.unpackbits(packed.numpy().view("uint8"), axis=-1, bitorder="little").reshape(*packed.shape, 32)
 
 
 def poisoned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Memory to be written, of bytes that are no right answer."""
+    """An output to be written, filled with bytes that are never a right answer."""
     size = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
     return torch.full((size,), 0x5A, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit, but for what a NaN holds."""
+    """Bit for bit, except for the payload of a NaN."""
     actual = actual.cpu()
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
@@ -114,8 +114,8 @@ def test_awq_of_any_shape(
     same(out, awq_truth(qweight, scales, zeros))
 
 
-def test_awq_every_code_and_zero() -> None:
-    """All 256 pairs of a code and a zero point, in every column of a word."""
+def test_awq_every_quant_and_zero_point() -> None:
+    """All 256 pairs of a quant and a zero point, in every column of a word."""
     nibbles = torch.arange(16, dtype=torch.int64) * 0x11111111
     qweight = (nibbles.repeat(16).unsqueeze(1) << 32 >> 32).to(torch.int32)
     zeros = (nibbles.unsqueeze(1) << 32 >> 32).to(torch.int32)
@@ -142,7 +142,7 @@ def test_awq_numpy() -> None:
         ({"out": (32, 72)}, "out"),
     ],
 )
-def test_awq_refuses(change: dict[str, tuple[int, ...]], argument: str) -> None:
+def test_awq_refused(change: dict[str, tuple[int, ...]], argument: str) -> None:
     shapes = {"out": (32, 64), "qweight": (32, 8), "scales": (2, 64), "zeros": (2, 8)} | change
     kinds = {"out": torch.float16, "scales": torch.float16}
     out, *args = (torch.ones(shape, dtype=kinds.get(name, torch.int32)) for name, shape in shapes.items())
@@ -157,13 +157,13 @@ def test_awq_refuses(change: dict[str, tuple[int, ...]], argument: str) -> None:
 
 
 def gptq_fields(weight: torch.Tensor, bit: int) -> Any:
-    """[K, N] the codes of a weight as it is stored, from the bits of each column as one string."""
+    """[K, N] quants of a weight as stored, from the bits of each column as one string."""
     bits = bits_of(weight).transpose(0, 2, 1).reshape(-1, bit, weight.shape[1])
     return (bits * (1 << numpy.arange(bit))[:, None]).sum(1)
 
 
 def gptq_shuffled(codes: Any, bit: int) -> Any:
-    """uint32 words of codes [K, N], row by row of the definition."""
+    """uint32 words of quants [K, N], packed row by row by the definition."""
     columns = codes.shape[1]
     codes = codes.astype("uint64")
     if bit == 8:
@@ -196,7 +196,7 @@ def gptq_shuffled(codes: Any, bit: int) -> Any:
     seed=st.integers(0, 99),
 )
 def test_gptq_shuffle(bit: int, units: int, columns: int, order: str, offset: int, seed: int, device: str) -> None:
-    """In any order of rows, some of them twice or out of range; in place, from any address."""
+    """In any order of rows, some of them twice or out of range; in place, at any address."""
     weight = words(units * (3 if bit == 3 else 1), columns, seed=seed)
     codes = gptq_fields(weight, bit)
     random = numpy.random.default_rng(seed)
@@ -217,7 +217,7 @@ def test_gptq_shuffle(bit: int, units: int, columns: int, order: str, offset: in
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gptq_rows_that_do_not_exist_are_zero(device: str) -> None:
+def test_gptq_rows_out_of_range_are_zero(device: str) -> None:
     weight = words(2, 3, seed=0)
     chosen = numpy.array([0, 16, 2, 3, -1, 5, 2**31 - 1, -(2**31), *range(8, 16)])
     exists = (chosen >= 0) & (chosen < 16)
@@ -229,7 +229,7 @@ def test_gptq_rows_that_do_not_exist_are_zero(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gptq_shuffle_of_one_row(device: str) -> None:
-    """Which is contiguous whatever the stride between rows is: here one, as of a column that was turned."""
+    """A single row is contiguous with any row stride: here one, as after a transpose."""
     column = words(8, 1, seed=0).to(device)
     perm = torch.arange(7, -1, -1, dtype=torch.int32, device=device)
     right = gptq_shuffled(gptq_fields(column.T.cpu(), 4)[::-1], 4)
@@ -237,14 +237,14 @@ def test_gptq_shuffle_of_one_row(device: str) -> None:
     assert numpy.array_equal(column.T.cpu().numpy().view("uint32"), right)
 
 
-def test_gptq_shuffle_of_eight_bits_in_order_is_nothing() -> None:
+def test_gptq_shuffle_of_8_bits_in_order_changes_nothing() -> None:
     weight = words(4, 8, seed=0)
     before = weight.clone()
     pyops.gptq_shuffle(weight, torch.empty(0, dtype=torch.int32), 8)
     assert torch.equal(weight, before)
 
 
-def test_gptq_rows_that_do_not_exist_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_rows_out_of_range_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CHECK", "1")
     pyops.gptq_shuffle.op.forget()
     perm = torch.tensor([0, 8, 2, 3, -1, 5, 6, 7], dtype=torch.int32)
@@ -257,7 +257,7 @@ def test_gptq_rows_that_do_not_exist_are_named(monkeypatch: pytest.MonkeyPatch) 
     ("bit", "rows", "entries", "argument"),
     [(5, 3, 0, "bit"), (0, 3, 0, "bit"), (32, 3, 0, "bit"), (3, 4, 0, "q_weight"), (4, 3, 23, "q_perm")],
 )
-def test_gptq_refuses(bit: int, rows: int, entries: int, argument: str) -> None:
+def test_gptq_refused(bit: int, rows: int, entries: int, argument: str) -> None:
     weight = words(rows, 8, seed=0)
     before = weight.clone()
     with pytest.raises(pyops.OpError) as caught:

@@ -1,4 +1,4 @@
-"""The rotary family: every op against torch step by step and against complex numbers, layouts, hostile positions."""
+"""The rotary family against torch step by step and against complex numbers: layouts, positions out of range."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(rows: int, rotary_dim: int, dtype: torch.dtype, device: str, first: in
 
 
 def stepwise(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """x [..., heads, head_size] by angles [..., rotary_dim]: in float64, every step rounded to x's dtype by a cast."""
+    """Rotate x [..., heads, head_size] by angles [..., rotary_dim] in float64, with every step rounded to x's dtype."""
     half = cos_sin.shape[-1] // 2
     result = x.clone()
     for j in range(half):
@@ -56,7 +56,7 @@ def stepwise(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Ten
 def test_every_step_rounds(
     head_size: int, rotary_dim: int, heads: tuple[int, int], is_neox: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """A result that was rounded once would differ in about one element of two hundred."""
+    """A result that was rounded only once would differ in about one element of two hundred."""
     cache = table(MAX_POSITION, rotary_dim, dtype, device)
     positions = torch.randint(0, MAX_POSITION, (9,), device=device)
     query, key = (draw(9, n, head_size, dtype=dtype, device=device, seed=n) for n in heads)
@@ -69,8 +69,8 @@ def test_every_step_rounds(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rope_dim_offset", [0, 3, 16, 32])
-def test_a_part_of_a_head_turns_and_turns_back(rope_dim_offset: int, is_neox: bool, device: str) -> None:
-    """From `rope_dim_offset` on; by the negative angles where that is asked for."""
+def test_partial_rotation_and_its_inverse(rope_dim_offset: int, is_neox: bool, device: str) -> None:
+    """From `rope_dim_offset` on; by the negative angles if asked."""
     dtype, rotary_dim = torch.bfloat16, 32
     cache = table(MAX_POSITION, rotary_dim, dtype, device)
     back = torch.cat((cache[:, : rotary_dim // 2], -cache[:, rotary_dim // 2 :]), -1)
@@ -88,8 +88,9 @@ def test_a_part_of_a_head_turns_and_turns_back(rope_dim_offset: int, is_neox: bo
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_pairs_turn_as_complex_numbers(is_neox: bool, device: str) -> None:
-    """In float32, by the angles themselves; and a turn leaves the distance of two positions in the product."""
+def test_pairs_rotate_as_complex_numbers(is_neox: bool, device: str) -> None:
+    """In float32, by the angles themselves; and the dot product of two rotated vectors depends on the distance of
+    positions alone."""
     head_size = 64
     positions = torch.arange(MAX_POSITION, device=device)
     query = draw(MAX_POSITION, 2 * head_size, dtype=torch.float32, device=device)
@@ -106,8 +107,8 @@ def test_pairs_turn_as_complex_numbers(is_neox: bool, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_a_float32_table_rounds_once(is_neox: bool, device: str) -> None:
-    """As FlashInfer's rotation: elements of 16 bits turn in float32. Where no angle is known, nothing turns."""
+def test_float32_table_rounds_once(is_neox: bool, device: str) -> None:
+    """As in FlashInfer: 16-bit elements are rotated in float32. A position without an angle rotates nothing."""
     head_size = 64
     positions = torch.tensor([3, 0, MAX_POSITION, -1, 9], device=device)
     query = draw(5, 2 * head_size, dtype=torch.bfloat16, device=device)
@@ -130,11 +131,11 @@ def test_a_float32_table_rounds_once(is_neox: bool, device: str) -> None:
 
 
 def _placed(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """`x` [..., heads, head_size] laid out in memory in another way."""
+    """`x` [..., heads, head_size] in another memory layout."""
     *tokens, heads, head_size = x.shape
     if layout == "flat":
         return x.clone().flatten(-2)
-    if layout == "fused":  # a slice of a row that holds more
+    if layout == "fused":  # a slice of a longer row
         rows = torch.full((*tokens, (heads + 3) * head_size), 7.0, dtype=x.dtype, device=x.device)
         placed = rows[..., head_size : (heads + 1) * head_size]
         return placed.copy_(x.flatten(-2))
@@ -147,7 +148,7 @@ def _placed(x: torch.Tensor, layout: str) -> torch.Tensor:
             0, len(tokens) - 1
         )
     else:
-        assert layout == "odd"  # no two elements of it are aligned
+        assert layout == "odd"  # no two elements have the same alignment
         placed = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
     return placed.copy_(x)
 
@@ -157,7 +158,8 @@ def _placed(x: torch.Tensor, layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(10,), (2, 5)])
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_every_layout(shape: tuple[int, ...], is_neox: bool, position_dtype: torch.dtype, device: str) -> None:
-    """Query and key each in its own layout and rank, positions of any strides; bits as when all is contiguous."""
+    """Query and key each in its own layout and rank, positions of any strides; the bits are those of contiguous
+    tensors."""
     head_size, dtype = 32, torch.bfloat16
     cache = table(MAX_POSITION, head_size, dtype, device)
     contiguous = torch.randint(0, MAX_POSITION, shape, dtype=position_dtype, device=device)
@@ -180,7 +182,7 @@ def test_every_layout(shape: tuple[int, ...], is_neox: bool, position_dtype: tor
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_gaps_are_left_alone(device: str) -> None:
-    """What lies between heads, and after those of a slice, keeps its bits, and so do elements that do not turn."""
+    """The gaps between heads and after slices keep their bits, and so do elements that are not rotated."""
     memory = draw(6, 5, 96, dtype=torch.float16, device=device)
     before = memory.clone()
     positions = torch.arange(6, device=device)
@@ -198,7 +200,7 @@ HOSTILE = [-1, MAX_POSITION, 2**31 - 1, -(2**31), 5]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_out_of_range_leave_their_tokens(dtype: torch.dtype, device: str) -> None:
-    """The table lies between unreadable values, so that a row next to it could not pass for one of it."""
+    """Unreadable memory surrounds the table, so that a row next to it cannot be taken for an entry."""
     values = [*HOSTILE, *([2**62, -(2**63)] if dtype is torch.int64 else [])]
     inside = torch.tensor([0 <= value < MAX_POSITION for value in values], device=device)
     positions = torch.tensor(values, dtype=dtype, device=device)
@@ -257,14 +259,14 @@ def test_infinities_and_nan_stay_in_their_pair(dtype: torch.dtype, device: str) 
     assert query[0, [20, 52]].isinf().all()
 
 
-# Few heads and many, few tokens and so many that a thread has several heads, a head that takes a block of its own.
+# Few heads and many; few tokens, and so many that a thread has several heads; a head that fills a block.
 GEOMETRIES = [(1, (1, 1), 64), (5, (5, 5), 16), (1, (64, 4), 256), (110, (41, 41), 256), (3, (3, 1), 2046)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("count", "heads", "head_size"), GEOMETRIES)
 def test_every_geometry(count: int, heads: tuple[int, int], head_size: int, device: str) -> None:
-    """Every token is turned once, whole, whatever share of it a thread has."""
+    """Every token is rotated exactly once, for any share of it per thread."""
     dtype = torch.bfloat16
     cache, short = (table(rows, head_size, dtype, device) for rows in (count, 1 + count // 2))
     query, key = (draw(count, n * head_size, dtype=dtype, device=device, seed=n) for n in heads)
@@ -290,12 +292,12 @@ def test_every_geometry(count: int, heads: tuple[int, int], head_size: int, devi
     ("sections", "interleaved"),
     [((16, 24, 24), False), ((11, 3, 2), False), ((0, 0, 16), False), ((24, 20, 20), True), ((6, 5, 5), True)],
 )
-def test_three_axes(
+def test_mrope_three_axes(
     sections: tuple[int, int, int], interleaved: bool, is_neox: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Every pair is turned as by the plain op with the positions of its axis."""
+    """Every pair is rotated as by the plain op with the positions of its axis."""
     half = sum(sections)
-    if interleaved:  # thw thw ... thw, then as many t as are left
+    if interleaved:  # thw thw ... thw, then the remaining t
         axes = [i % 3 if i < 3 * min(sections[1:]) else 0 for i in range(half)]
         assert [axes.count(axis) for axis in range(3)] == list(sections)
     else:
@@ -323,12 +325,13 @@ def test_three_axes(
 @pytest.mark.parametrize("angle_dtype", DTYPES)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_apply_rotary_emb(is_neox: bool, angle_dtype: torch.dtype, dtype: torch.dtype, device: str) -> None:
-    """Several sequences of one length with their own strides; angles are rounded first, or all once at the end."""
+    """Several sequences of one length with their own strides; angles are rounded first, or everything once at the
+    end."""
     batch, seq_len, heads, head_size, rotary_dim = 3, 7, 5, 72, 48
     x = draw(seq_len, batch, heads, head_size, dtype=dtype, device=device).transpose(0, 1)
     cos, sin = table(seq_len, rotary_dim, angle_dtype, device).chunk(2, -1)
     angle = torch.cat((cos, sin), -1).expand(batch, -1, -1)
-    sin = sin.contiguous()  # its rows lie closer than those of cos
+    sin = sin.contiguous()  # its rows have a smaller stride than those of cos
     out = torch.empty(batch, seq_len, heads, head_size + 8, dtype=dtype, device=device)[..., :head_size]
     pyops.apply_rotary_emb(out, x, cos, sin, is_neox)
     assert torch.equal(out, stepwise(x, angle.to(dtype), is_neox))
@@ -343,7 +346,7 @@ def test_apply_rotary_emb(is_neox: bool, angle_dtype: torch.dtype, dtype: torch.
 @pytest.mark.parametrize("rotary_dim", [64, 20])
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_dual_chunk(is_neox: bool, rotary_dim: int, device: str) -> None:
-    """With the tables of dual chunk attention, made here from the angles that they stand for."""
+    """With the tables of dual chunk attention, made here from their angles."""
     chunk_size, local_size, head_size, dtype = 48, 16, 64, torch.bfloat16
     chunk_len = chunk_size - local_size
 
@@ -390,7 +393,7 @@ def _refused(match: str, name: str = "rotary_embedding", **changes: Any) -> None
         getattr(pyops, name)(**(args | changes))
 
 
-def test_refusals() -> None:
+def test_refused() -> None:
     _refused(r"positions: expected shape \(num_tokens,\) or \(batch, seq_len\)", positions=torch.zeros(1, 2, 2).long())
     _refused("positions: expected dtype int32 or int64, got float32", positions=torch.zeros(4))
     _refused("query: expected shape", positions=torch.arange(5))

@@ -1,4 +1,4 @@
-"""Softmax and drawing, against float64 and against statistics."""
+"""Softmax and sampling, against float64 and against statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_BLOCK_LOGITS = plan._MAX_BLOCK_LOGITS
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 8192), (2, 3, 1000), (1, 30001), (140, 9000)])
 def test_softmax(shape: tuple[int, ...], dtypes: Any, logarithm: bool, device: str) -> None:
-    """Rows of one block and of several, of three dimensions, into another type."""
+    """Rows of one block and of several, of three dimensions, into another dtype."""
     out_dtype, dtype = dtypes
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 5).to(dtype).to(device)
     out = torch.full(shape, NAN, dtype=out_dtype, device=device)
@@ -48,8 +48,8 @@ def test_softmax(shape: tuple[int, ...], dtypes: Any, logarithm: bool, device: s
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [8, 20000])
-def test_softmax_of_what_is_not_finite(columns: int, device: str) -> None:
-    """Masked tokens have no part, in whichever piece; what has no meaning is NaN, as eager's."""
+def test_softmax_of_nan_and_infinity(columns: int, device: str) -> None:
+    """Masked tokens have no weight, in any piece; undefined results are NaN, as in eager PyTorch."""
     x = torch.randn((5, columns), generator=torch.Generator().manual_seed(1)).to(device)
     x[0, columns // 3 :] = -INF
     x[1] = -INF
@@ -66,8 +66,8 @@ def test_softmax_of_what_is_not_finite(columns: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_softmax_next_to_no_temperature(device: str) -> None:
-    """1e-40 has no inverse: all there is goes to the largest."""
+def test_softmax_at_a_tiny_temperature(device: str) -> None:
+    """1/1e-40 overflows: the largest logit gets all probability."""
     x = torch.tensor([[1.0, 3.0, 2.0]], device=device).repeat(2, 1)
     t = torch.tensor([1e-40, 1e-38], device=device)
     out = torch.empty_like(x)
@@ -78,18 +78,18 @@ def test_softmax_next_to_no_temperature(device: str) -> None:
     assert (out[:, ::2] < -1e37).all()
 
 
-# Drawing
+# Sampling
 
 
 @pytest.fixture(scope="module", params=["whole rows", "pieces"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Rows in the shared memory of blocks; or read piece by piece, as where they do not fit."""
+    """Rows in the shared memory of blocks, or read piece by piece as if they did not fit."""
     yield from _planned(_MAX_BLOCK_LOGITS=_MAX_BLOCK_LOGITS if request.param == "whole rows" else 0)
 
 
 @pytest.fixture
 def clusters() -> Iterator[None]:
-    """Rows in the shared memory of several blocks, if they are not very short."""
+    """Rows in the shared memory of several blocks, unless they are very short."""
     yield from _planned(_MAX_BLOCK_LOGITS=_MAX_BLOCK_LOGITS, _MIN_BLOCK_LOGITS=256)
 
 
@@ -104,7 +104,7 @@ def _planned(**limits: int) -> Iterator[None]:
 
 
 def draw(logits: torch.Tensor, seeds: Any = 0, **filters: Any) -> torch.Tensor:
-    """Tokens for rows; numbers are the same for all rows, and seeds count on from the one given."""
+    """Tokens for rows: all rows have the same logits, and seeds count up from the given one."""
     rows, device = logits.shape[0], logits.device
     kinds = {"top_k": torch.int32, "offsets": torch.int64}
     filters = {
@@ -117,7 +117,7 @@ def draw(logits: torch.Tensor, seeds: Any = 0, **filters: Any) -> torch.Tensor:
 
 
 def kept(probabilities: Any, top_k: int, top_p: float, min_p: float) -> Any:
-    """What is left of float64 probabilities, by a sort."""
+    """float64 probabilities after the filters, by a sort."""
     order = numpy.argsort(-probabilities, kind="stable")[:top_k]
     order = order[probabilities[order] >= min_p * probabilities.max()]
     share = probabilities[order] / probabilities[order].sum()
@@ -127,7 +127,7 @@ def kept(probabilities: Any, top_k: int, top_p: float, min_p: float) -> Any:
     return left / left.sum()
 
 
-def test_philox_gives_the_published_numbers() -> None:
+def test_philox_matches_published_numbers() -> None:
     """The known answers of Random123."""
     assert philox(0, 0) == 0xE169C58D_6627E8D5
     ones = 2**64 - 1
@@ -148,14 +148,14 @@ def test_philox_gives_the_published_numbers() -> None:
         (12, 0.7, 0.05, 1.5, torch.bfloat16),
     ],
 )
-def test_distribution(
+def test_tokens_have_their_probabilities(
     top_k: int, top_p: float, min_p: float, temperature: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Chi-square of the tokens of many seeds; none that a filter takes away is ever drawn."""
+    """Chi-square over the tokens of many seeds; a filtered token is never drawn."""
     vocab_size, rows = 40, 4000 if device == "cuda" else 300
     row = (torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 1.5).to(dtype)
     p = (row.double() / temperature).softmax(0).numpy()
-    if len(numpy.unique(p)) < vocab_size:  # equals are kept together: make none
+    if len(numpy.unique(p)) < vocab_size:  # values must differ, because a filter keeps equal ones together
         row[:] = torch.arange(vocab_size).to(dtype) / 16
         p = (row.double() / temperature).softmax(0).numpy()
     expected = kept(p, top_k or vocab_size, top_p, min_p) * rows
@@ -174,7 +174,7 @@ def test_distribution(
     wanted = [*expected[often], expected[~often].sum()]
     pairs = [(o, e) for o, e in zip(observed, wanted, strict=True) if e > 0]
     square, freedom = sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1
-    # Beyond this one of ten million right samplers gets (Wilson and Hilferty 1931).
+    # Only one of ten million correct samplers exceeds this (Wilson and Hilferty 1931).
     assert square < freedom * (1 - 2 / (9 * freedom) + 5.2 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
@@ -205,7 +205,7 @@ def test_equals_the_reference(
     step: bool,
     device: str,
 ) -> None:
-    """Whatever the parameters; equal logits, hardly different ones, and rows that begin anywhere."""
+    """For any parameters; equal logits, nearly equal ones, and rows that begin anywhere."""
     memory = torch.randn((rows, vocab_size + step), generator=torch.Generator().manual_seed(vocab_size)) * scale
     logits = memory.to(dtype).to(device)[:, step:]
 
@@ -223,7 +223,7 @@ def test_equals_the_reference(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
-def test_each_row_has_filters_of_its_own(device: str) -> None:
+def test_each_row_has_its_own_filters(device: str) -> None:
     _assert_each_row_has_its_own(device, 60)
 
 
@@ -231,7 +231,7 @@ def test_each_row_has_filters_of_its_own(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [6, 24, 60])
 def test_rows_of_clusters(rows: int, device: str) -> None:
-    """Of eight blocks to a row, four and two."""
+    """A row has eight, four or two CTAs."""
     op = pyops.registry["top_k_top_p_sampling_from_logits"]
     example = op.example(ArgMaker(model()), num_tokens=rows, vocab_size=3001)  # type: ignore[misc]
     (launch,) = op.launches(*example)
@@ -240,7 +240,7 @@ def test_rows_of_clusters(rows: int, device: str) -> None:
 
 
 def _assert_each_row_has_its_own(device: str, rows: int) -> None:
-    """Few tokens or many, of logits spread little or wide, around 0 or below it, equals the reference."""
+    """Few tokens or many, with a wide or narrow spread of logits, around 0 or below, equal the reference."""
     random = torch.Generator().manual_seed(3)
     x = torch.randn((rows, 3002), generator=random) * torch.tensor([0.05, 1.0, 8.0]).repeat(rows // 3)[:, None]
     x = (x - 30.0 * (torch.arange(rows) % 4 == 1)[:, None]).to(device)[:, 1:]
@@ -263,8 +263,8 @@ def _assert_each_row_has_its_own(device: str, rows: int) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
-    """NaN and -inf never; infinities before all else; rows of nothing else give -1, whatever the filters."""
+def test_logits_without_probability(dtype: torch.dtype, device: str) -> None:
+    """NaN and -inf are never drawn; +inf precedes all else; rows of only such logits give -1, under any filters."""
     x = torch.randn((6, 2000), generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
     x[0], x[1], x[2] = NAN, -INF, -INF
     x[1, 7], x[2, 1500] = NAN, -3.0
@@ -272,7 +272,7 @@ def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
     x[4, 1:] = NAN
     x[5, ::2] = -INF
     each = [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}, {"top_k": 3}, {"top_p": 0.5}, {"temperature": 0.0}]
-    for filters in each if dtype is DTYPES[0] else each[:2]:  # logits of every type are float32 when they are filtered
+    for filters in each if dtype is DTYPES[0] else each[:2]:  # logits of every dtype are filtered in float32
         tokens = draw(x, **filters).tolist()
         assert tokens[:3] == [-1, -1, 1500]
         assert tokens[3] in (5, 1999)
@@ -282,8 +282,8 @@ def test_what_cannot_be_drawn(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
-def test_the_likeliest(device: str) -> None:
-    """The first of them at temperature 0, and by every filter that leaves no other."""
+def test_most_likely_token(device: str) -> None:
+    """The first of them at temperature 0, and under every filter that leaves no other."""
     x = torch.randn((5, 5000), generator=torch.Generator().manual_seed(1)).to(device)
     best = x.argmax(-1).tolist()
     for filters in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 0.0}, {"temperature": 1e-4}):
@@ -295,8 +295,8 @@ def test_the_likeliest(device: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
-def test_a_row_depends_on_nothing_else(device: str) -> None:
-    """Neither on the other rows, nor on how many there are, which decides about blocks; but on seed and offset."""
+def test_row_depends_on_seed_and_offset_alone(device: str) -> None:
+    """Not on the other rows, nor on their number, which determines the launch."""
     rows = 300 if device == "cuda" else 140  # more than SMs
     x = torch.randn((rows, 1300), generator=torch.Generator().manual_seed(1)).to(device)
     filters = {"top_p": 0.9, "top_k": 600}
@@ -310,7 +310,7 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
 def test_many_small_weights(device: str) -> None:
-    """Tokens whose weights have none but low bits are drawn together as often as their sum says."""
+    """Tokens with weights in low bits alone are drawn as often as their sum says."""
     x = torch.full((150, 3000), -11.9, device=device)
     x[:, 1000] = 0.0
     args = (x, torch.arange(150, device=device))
@@ -324,7 +324,7 @@ def test_many_small_weights(device: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
 def test_many_equal_weights(device: str) -> None:
-    """Small ones, whose sum in one bin or counter has more than 32 bits."""
+    """Small weights with a sum that exceeds 32 bits in one bin or counter."""
     x = torch.full((12, 40000), -11.9, device=device)
     x[:, 7] = 0.0
     args = (x, torch.arange(12, device=device), None, None, torch.full((12,), 0.999, device=device))
@@ -336,8 +336,8 @@ def test_many_equal_weights(device: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("device", KERNELS)
-def test_every_bit_of_a_number_counts(device: str) -> None:
-    """Among a thousand tokens of about the same weight, many numbers lead to the reference's."""
+def test_every_bit_of_a_random_number_counts(device: str) -> None:
+    """Among a thousand tokens of nearly equal weights, many random numbers give the reference's tokens."""
     x = (torch.randn((200, 1000), generator=torch.Generator().manual_seed(1)) * 0.01).to(device)
     args = (x, torch.arange(200, device=device) - 100)
     samples, right = (torch.full((200,), -7, dtype=torch.int32, device=device) for _ in range(2))
@@ -349,7 +349,7 @@ def test_every_bit_of_a_number_counts(device: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.skipif(not toolchain.toolchains(), reason="no C++ compiler")
 def test_any_schedule_of_many_blocks() -> None:
-    """The last block to arrive finds what the others left."""
+    """The last block to arrive reads what the others have written."""
     x = torch.randn((2, 5000), generator=torch.Generator().manual_seed(1))
     seeds = torch.tensor([1, 2])
     filters = (None, torch.tensor([3000, 40], dtype=torch.int32), torch.tensor([0.9, 1.0]), None, None)
@@ -383,6 +383,6 @@ def test_any_schedule_of_many_blocks() -> None:
     ],
 )
 def test_geometry(problem: plan.DrawProblem, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clusters for rows that are filtered and fit into shared memory; pieces for others, smaller for few rows."""
+    """Clusters for filtered rows that fit in shared memory; pieces for others, smaller ones for few rows."""
     monkeypatch.setattr(plan, "_MAX_BLOCK_LOGITS", _MAX_BLOCK_LOGITS)  # `kernels` may have changed it for the module
     assert plan.choose(problem, model()) == expected

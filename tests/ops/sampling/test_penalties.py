@@ -1,4 +1,4 @@
-"""Penalties and bitmasks against numpy: exact, whatever the contents, the sizes and the addresses."""
+"""Penalties and bitmasks against numpy: exact, for any contents, sizes and addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def exact(x: torch.Tensor) -> Any:
 
 
 def rounded(x: Any, dtype: torch.dtype) -> torch.Tensor:
-    """float64 values that float32 arithmetic has rounded once, as `dtype`."""
+    """float64 values rounded by float32 arithmetic once, then to `dtype`."""
     with numpy.errstate(all="ignore"):
         return torch.from_numpy(numpy.asarray(x, "float64").astype("float32")).to(dtype)
 
@@ -55,7 +55,7 @@ def repetition(logits: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor,
 def test_repetition_penalties(
     dtype: torch.dtype, num_seqs: int, vocab_size: int, kind: str, share: float, offset: int, seed: int, device: str
 ) -> None:
-    """Rows of any size, of which neighbours share a vector; few tokens set, or all; masks and logits misaligned."""
+    """Rows of any size, so that adjacent rows share a vector; few tokens set, or all; masks and logits misaligned."""
     generator = torch.Generator(device).manual_seed(seed)
     masks = [torch.rand((num_seqs, vocab_size), device=device, generator=generator) < share for _ in range(2)]
     logits = filled(torch.randn((num_seqs, vocab_size), device=device, generator=generator).to(dtype), kind)
@@ -70,7 +70,7 @@ def test_repetition_penalties(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repetition_of_special_values(dtype: torch.dtype, device: str) -> None:
-    """Once, also where both masks are set; 0, NaN and subnormal numbers; penalties of any kind."""
+    """Applied once, also where both masks are set; 0, NaN and subnormal numbers; penalties of any kind."""
     x = torch.tensor(SPECIAL * 2, device=device, dtype=dtype).expand(8, -1).contiguous()
     penalties = torch.tensor([1.05, 2.0, 0.5, 0.0, -1.0, 1e-30, float("inf"), float("nan")], device=device).to(dtype)
     mask = torch.arange(x.shape[1], device=device).expand(8, -1) < len(SPECIAL)
@@ -100,8 +100,8 @@ def test_large_vocabularies(vocab_size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_to_do(device: str) -> None:
-    """No rows, no tokens; tensors that are not packed are refused all the same."""
+def test_empty_tensors(device: str) -> None:
+    """No rows, no tokens; tensors that are not contiguous are refused all the same."""
     for shape in ((0, 7), (3, 0)):
         logits = torch.empty(shape, device=device)
         mask = torch.empty(shape, device=device, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_frequency_and_presence(case: torch.Tensor, seed: int, device: str) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 1000])
 def test_bitmask(vocab_size: int, dtype: torch.dtype, device: str) -> None:
-    """Every bit on its own, with words that are full, empty or mixed; rows that are named, named twice or not there."""
+    """Every bit on its own, with words that are full, empty or mixed; rows listed once, twice or out of range."""
     rows, words = 5, -(-vocab_size // 32)
     random = numpy.random.default_rng(vocab_size)
     mask = random.integers(0, 2**32, (rows, words), dtype="uint32")

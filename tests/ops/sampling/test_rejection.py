@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever was drafted, tokens have the target's distribution."""
+"""Speculative decoding: for any drafts, tokens have the target's distribution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def sample(drafts: Any, ends: Any, q: torch.Tensor | None, p: torch.Tensor, max_drafts: int, seed: int = 0) -> Any:
-    """Output tokens, the bonus of request r being 9000 + r."""
+    """Output tokens; the bonus token of request r is 9000 + r."""
     device, batch = p.device, len(ends)
     out = torch.full((batch, max_drafts + 1), 77, dtype=torch.int32, device=device)
     pyops.rejection_sample(
@@ -31,7 +31,7 @@ def sample(drafts: Any, ends: Any, q: torch.Tensor | None, p: torch.Tensor, max_
 
 
 def chi_square(counts: Any, expected: Any) -> bool:
-    """Whether counts are those of a right sampler; of ten million, one fails (Wilson and Hilferty 1931)."""
+    """Whether counts fit a correct sampler; a correct one fails once in ten million (Wilson and Hilferty 1931)."""
     freedom = len(expected) - 1
     square = ((counts - expected) ** 2 / expected).sum()
     return bool(square < freedom * (1 - 2 / (9 * freedom) + 5.2 * (2 / (9 * freedom)) ** 0.5) ** 3)
@@ -39,8 +39,9 @@ def chi_square(counts: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_draft_probs", [True, False])
-def test_distribution(with_draft_probs: bool, device: str) -> None:
-    """The first token's is the target's, from drafts of another; so is the second's where the first draft stood."""
+def test_tokens_have_the_targets_distribution(with_draft_probs: bool, device: str) -> None:
+    """The first token's is the target's, with drafts from another one; so is the second's where the first draft was
+    accepted."""
     batch, vocab_size = 4000 if device == "cuda" else 500, 10
     random = numpy.random.default_rng(5)
     p = (torch.randn(vocab_size, generator=torch.Generator().manual_seed(1))).softmax(0)
@@ -67,7 +68,7 @@ def test_distribution(with_draft_probs: bool, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shared", ["draft", "bonus"])
-def test_a_token_drawn_under_the_same_seed_and_offset(shared: str, device: str) -> None:
+def test_reused_seed_and_offset(shared: str, device: str) -> None:
     """The request's seed and offset may have drawn the draft, or the bonus token: acceptance and replacement are
     independent of the random number that the sampler took.
 
@@ -98,7 +99,7 @@ def test_a_token_drawn_under_the_same_seed_and_offset(shared: str, device: str) 
     )
     first, second = out.cpu().numpy().T
     accepted = second >= 0
-    residual = (p - q).clamp(min=0)  # what a rejected draft is replaced by
+    residual = (p - q).clamp(min=0)  # the distribution that replaces a rejected draft
     assert chi_square(numpy.bincount(accepted, minlength=2), numpy.array([0.2, 0.8]) * batch)
     assert chi_square(numpy.bincount(first, minlength=4), p.numpy() * batch)
     assert chi_square(numpy.bincount(second[accepted], minlength=4), p.numpy() * accepted.sum())
@@ -109,7 +110,7 @@ def test_a_token_drawn_under_the_same_seed_and_offset(shared: str, device: str) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_drafts(device: str) -> None:
-    """A batch in which no request has one."""
+    """A batch in which no request has a draft."""
     assert sample([], [0, 0, 0], None, torch.empty(0, 50, device=device), 3) == [
         [9000 + r, -1, -1, -1] for r in range(3)
     ]
@@ -122,11 +123,11 @@ def test_no_drafts(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [7, 5000])
 def test_greedy_and_ragged(vocab_size: int, device: str) -> None:
-    """One-hot targets: drafts stand as long as they are right; requests of none, some and too many drafts."""
+    """One-hot targets: drafts are accepted as long as they are right; requests with no, some and too many drafts."""
     right = torch.arange(9) * 3 % 7
     p = torch.nn.functional.one_hot(right, vocab_size).float().to(device)
     drafts = right.tolist()
-    drafts[2] = (drafts[2] + 1) % 7  # the second of its request
+    drafts[2] = (drafts[2] + 1) % 7  # the second draft of its request
     ends = [1, 1, 4, 9]
     for q in (None, torch.full_like(p, 1 / vocab_size)):
         r = right.tolist()
@@ -139,8 +140,8 @@ def test_greedy_and_ragged(vocab_size: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_makes_no_sense(device: str) -> None:
-    """Tokens and ends that do not exist, probabilities that are none: nothing is read or written out of bounds."""
+def test_invalid_inputs(device: str) -> None:
+    """Tokens and ends out of range, invalid probabilities: nothing is read or written out of bounds."""
     p = torch.full((4, 5), 0.2, device=device)
     assert sample([0, 1, 2, 3], [-5, 2**31 - 1, 3, 1], None, p * 0 + 1, 2) == [
         [9000, -1, -1],

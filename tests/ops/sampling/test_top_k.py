@@ -1,4 +1,4 @@
-"""The largest of rows against numpy's sort: every position, also of equal values, of NaN and of cut segments."""
+"""Top-k of rows against numpy's sort: every position, also for equal values, NaN and partial segments."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ KINDS = ["normal", "low bits", "few values", "equal", "all bits", "lowest", "hig
 def test_segments(
     kind: str, columns: int, k: int, bounds: list[tuple[int, int]], offset: int, step: int, device: str
 ) -> None:
-    """Anywhere in rows of any stride, also where there are no such columns."""
+    """Anywhere in rows of any stride, also beyond the last column."""
     memory = values(kind, len(bounds), offset + columns * step, seed=columns).to(device)
     logits = memory[:, offset::step] if step > 1 else memory[:, offset:]
     prefill(logits, [start for start, _ in bounds], [end for _, end in bounds], k)
@@ -82,7 +82,7 @@ def test_segments(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [16385, 40003])
 def test_long_rows(kind: str, columns: int, device: str) -> None:
-    """The blocks of a cluster share a long row; rows of one piece or less lie next to it."""
+    """The CTAs of a cluster share a long row; rows of one piece or less lie next to it."""
     logits = values(kind, 5, columns).to(device)
     ends = [columns, columns - 1, 16384, 300, 20000]
     prefill(logits, [0, 3, 0, 5, 3000], ends, 300)
@@ -92,7 +92,7 @@ def test_long_rows(kind: str, columns: int, device: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [2048, 4100, 8189, 12000])
 def test_short_rows(kind: str, columns: int, device: str) -> None:
-    """Held in registers, of one round or several, with segments that begin and end anywhere in a round."""
+    """Held in registers, in one round or several, with segments that begin and end anywhere in a round."""
     logits = values(kind, 5, columns).to(device)
     prefill(logits, [0, 3, 2047, 0, 1001], [columns, columns - 1, columns, 300, 1700], 290)
     prefill(logits, [0, 0], [columns, columns - 2], columns - 3 if columns < 4096 else 4096)
@@ -100,19 +100,20 @@ def test_short_rows(kind: str, columns: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_short_rows_of_many(kind: str, device: str) -> None:
-    """So many that they find no room, and short rows are searched like long ones."""
+def test_short_rows_with_a_large_k(kind: str, device: str) -> None:
+    """k is so large that short rows are searched like long ones."""
     prefill(values(kind, 3, 6001).to(device), [0, 3, 900], [6001, 5999, 3000], 4097)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_more_than_fits(device: str) -> None:
-    """So many that pieces would be no gain, in rows that shared memory cannot hold; and all but one."""
+def test_k_beyond_shared_memory(device: str) -> None:
+    """k is so large that pieces would not pay, in rows that shared memory cannot hold; and all elements but one."""
     prefill(values("few values", 2, 70001).to(device), [0, 9], [70001, 69990], 5000)
     prefill(values("normal", 1, 3000).to(device), [0], [3000], 2999)
     apart = values("normal", 1, 140002).to(device)
     prefill(apart[:, ::2], [3], [69990], 5000)
-    # The last vector, of one element, is the last of four that a thread loads at a time; after it lie the largest.
+    # The last vector, of one element, is the last of four that a thread loads at a time; after it lie the largest
+    # values.
     behind = values("normal", 1, 79547).to(device)
     behind[:, 79537:] = 1e9
     prefill(behind, [0], [79537], 5000)
@@ -120,9 +121,10 @@ def test_more_than_fits(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_threads_with_few_and_many_candidates(device: str) -> None:
-    """Of a thread of the first block, one candidate in the first row and one more in each; a thread has room for 17.
+    """A thread of the first block has one candidate in the first row and one more in each next row; it has space for
+    17.
 
-    Sixteen vectors of the sample, in the last block, make ones the candidates, and zeros none.
+    Sixteen vectors of the sample, in the last block, decide that ones are candidates and zeros are none.
     """
     logits = torch.zeros(20, 65536)
     logits[:, 49152:].view(20, -1, 32)[:, :16, :4] = 1.0
@@ -135,8 +137,8 @@ def test_threads_with_few_and_many_candidates(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("next_n", [1, 3])
-def test_decode(next_n: int, device: str) -> None:
-    """The last tokens of a sequence see ever longer rows; a row that sees less than nothing has nothing."""
+def test_decode_rows(next_n: int, device: str) -> None:
+    """The last tokens of a sequence see ever longer rows; a row of negative length is empty."""
     lens = [0, 1, 2, 40, 999, 1000, 5000]
     rows = next_n * len(lens) - next_n // 2
     logits = values("normal", rows, 1000).to(device)
@@ -150,7 +152,7 @@ def test_decode(next_n: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [500, 5000])
 def test_decode_with_a_length_for_each_row(columns: int, device: str) -> None:
-    """Lengths of two dimensions are those of the rows themselves, whatever next_n is."""
+    """Two-dimensional lengths are those of the rows themselves, for any next_n."""
     lens = [[0, 7], [400, -3], [499, 40], [2, 1]]
     logits = values("normal", 7, columns).to(device)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -165,7 +167,7 @@ def test_decode_with_a_length_for_each_row(columns: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_and_fewer_rows(device: str) -> None:
+def test_empty_and_short_rows(device: str) -> None:
     logits = values("normal", 4, 50).to(device)
     prefill(logits, [], [], 3)
     prefill(logits, [0, 1], [50, 50], 3)
@@ -203,7 +205,7 @@ def test_wrong_sizes_are_refused(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_shared_memory_of_every_device() -> None:
-    """What is planned fits, also where a block has 64 KiB."""
+    """The plan fits, also where a block has 64 KiB."""
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
         device = devices.model(arch)
         for columns in (8192, 16384, 50000, 300000):
@@ -229,5 +231,5 @@ def test_shared_memory_of_every_device() -> None:
     ],
 )
 def test_geometry(problem: TopKProblem, expected: ShortRows | LongRows) -> None:
-    """Registers for short rows; larger clusters for fewer rows, as an H200 has room for them."""
+    """Registers for short rows; larger clusters for fewer rows, up to the capacity of an H200."""
     assert choose(problem, devices.model()) == expected
