@@ -109,7 +109,7 @@ __version__ = "0.1.0"
 registry: _Mapping[str, Op] = _MappingProxyType(_registry)
 
 # Modules that the package is made of, which are no part of its face, and what `from __future__` leaves.
-_INTERNAL = frozenset(("annotations", "axes", "cli", "compile_ahead", "ops"))
+_INTERNAL = frozenset(("annotations", "axes", "cli", "compile_ahead", "host", "ops"))
 
 
 def __dir__() -> list[str]:

@@ -49,9 +49,11 @@ def warmup(*names: str, model: Any = None, **values: Any) -> list[Compiled]:
         index, wanted = plan(names, values)
     if index is None:
         if config.kernels_on_cpu():
+            from .host import run
+
             with log.waiting(f"compiling {len(wanted)} kernels for the CPU"):
                 for _, specialisation in wanted:
-                    specialisation.load_on_host()
+                    run.load(specialisation)
         return []
     return load(wanted, index)
 

@@ -10,8 +10,8 @@ import torch
 
 import pyops
 from pyops._core.example import TorchMaker
-from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
+from pyops.host.toolchain import toolchains
 from pyops.testing import Layout, same_bits
 from pyops.testing.calls import clones, named, replaced, run
 

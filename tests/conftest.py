@@ -17,8 +17,8 @@ import torch
 import kernels_cu
 import pyops
 from pyops._core import config, device, torch_library
-from pyops._core.host import run as host
 from pyops._core.op import registry
+from pyops.host import run as host
 from tests import profiles
 from tests.calls import Host
 from tests.profiles import PROFILE

@@ -15,6 +15,7 @@ import kernels_cu
 import pyops
 import pyops._core
 import pyops.fused
+import pyops.host
 import pyops.integrations.transformers
 import pyops.integrations.vllm
 import pyops.models
@@ -38,6 +39,7 @@ def _order(package: ModuleType) -> list[str]:
 
 
 ORDER = _order(pyops._core)
+HOST = _order(pyops.host)
 # What stands on the ops: {package: modules in the order in which they may import each other}.
 ABOVE = {
     package.__name__: _order(package)
@@ -94,11 +96,32 @@ def test_core_imports_only_what_comes_before(module: str) -> None:
     assert not beyond, "the core imports what stands on it"
 
 
+@pytest.mark.parametrize("module", HOST)
+def test_the_host_backend_imports_only_the_core_and_what_comes_before(module: str) -> None:
+    found = {name for name in _imports(ROOT / "pyops" / "host" / f"{module}.py") if name.startswith("pyops")}
+    own = {name.split(".")[2] for name in found if name.startswith("pyops.host.")}
+    assert own <= set(HOST[: HOST.index(module)])
+    assert all(name.startswith(("pyops._core.", "pyops.host.")) for name in found), found
+
+
+def test_every_module_of_the_host_backend_has_its_place() -> None:
+    assert sorted(HOST) == _modules(ROOT / "pyops" / "host")
+
+
+def test_import_does_without_the_host_backend() -> None:
+    """Only the world of ranks is loaded, by which collective ops ask whether they run on the host."""
+    listed = "sorted(name for name in sys.modules if name.startswith('pyops.host.'))"
+    done = f"import sys, pyops; assert {listed} == ['pyops.host.ranges', 'pyops.host.ranks']"
+    subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())
 def test_families_import_only_the_core(path: Path) -> None:
-    """And what families share, and what else is in their own package."""
+    """And what families share, and what else is in their own package; those of several ranks, the ranks of the host."""
     own = {name for name in _imports(path) if name.startswith("pyops")}
     allowed = ("pyops._core.", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
+    if path.parent.name == "collective":
+        allowed += ("pyops.host.ranks", "pyops.host.ranges")
     assert all(name.startswith(allowed) for name in own), own
 
 
@@ -128,10 +151,10 @@ def test_a_call_is_read_in_six_files() -> None:
 
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_the_harness_knows_no_op(path: Path) -> None:
-    """It imports the core and itself; hypothesis only where the strategies are."""
+    """It imports the core, the host backend and itself; hypothesis only where the strategies are."""
     imported = _imports(path)
     own = {name for name in imported if name.startswith("pyops")}
-    assert all(name.startswith(("pyops._core.", "pyops.testing.")) for name in own), own
+    assert all(name.startswith(("pyops._core.", "pyops.host.", "pyops.testing.")) for name in own), own
     assert "strategies" in path.parts or not any(re.match("hypothesis|.*strategies", name) for name in imported)
     assert len(path.read_text(encoding="utf-8").splitlines()) < 250
 

@@ -22,8 +22,8 @@ from benchmarks.engine import report as engine
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
-from pyops._core.host.toolchain import toolchains
 from pyops.cli import coverage, table
+from pyops.host.toolchain import toolchains
 from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[1]

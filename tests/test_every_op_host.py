@@ -14,8 +14,8 @@ import torch
 
 import pyops
 from pyops._core import config, prepare
-from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes

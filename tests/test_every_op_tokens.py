@@ -18,9 +18,9 @@ import torch
 import pyops
 from pyops._core import config, device
 from pyops._core.example import ArgMaker
-from pyops._core.host.run import SCHEDULES, scheduled
-from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
+from pyops.host.run import SCHEDULES, scheduled
+from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, named, replaced, run
 from tests import axes
 from tests.calls import example

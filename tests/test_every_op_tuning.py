@@ -18,11 +18,11 @@ from benchmarks import tune
 from benchmarks.timing import Spread
 from pyops._core import config, device, tuning
 from pyops._core.example import ArgMaker
-from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Scratch
 from pyops._core.op import Op
 from pyops._core.tensor import TensorArg
 from pyops._core.tensor_map import TensorMap
+from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, run
 from tests import axes
 from tests.calls import example

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.host.toolchain import toolchains
 from pyops.cli import coverage
+from pyops.host.toolchain import toolchains
 
 ROOT = Path(__file__).parents[1]
 
@@ -236,7 +236,7 @@ except ModuleNotFoundError as error:
 def test_doctor_without_anything_reports_and_fails() -> None:
     run("""
 from pyops.__main__ import main
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 toolchain.toolchains = dict
 assert main(["doctor"]) == 1
 assert main(["doctor", "--json"]) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops._core.host.run import HostFunction
+from pyops.host.run import HostFunction
 from pyops.testing import cpu
 from tests.test_linear_grouped import needs_compiler
 from tests.test_linear_products import draw

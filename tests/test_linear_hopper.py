@@ -9,7 +9,7 @@ import torch
 
 import pyops
 from pyops._core import device, dtypes
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig, choose, serves
 from pyops.testing import SCHEDULES, scheduled
 from tests.test_linear_products import assert_rounded_once, columns, draw, forced, positive, problem

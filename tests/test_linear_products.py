@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import config, device, dtypes, tuning
 from pyops._core.device import Device
-from pyops._core.host.toolchain import toolchains
 from pyops._core.tensor import TensorArg
+from pyops.host.toolchain import toolchains
 from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, MmaConfig, choose, choose_mma
 from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig

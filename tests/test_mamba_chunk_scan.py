@@ -16,7 +16,7 @@ import pyops
 from pyops._core import config
 from pyops._core import device as devices
 from pyops._core.example import TorchMaker
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
 from tests.calls import CUDA

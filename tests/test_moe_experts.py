@@ -11,7 +11,7 @@ import torch
 import pyops
 from pyops import FusedMoEQuantConfig, OpError
 from pyops._core import config, tuning
-from pyops._core.host.run import HostFunction
+from pyops.host.run import HostFunction
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.testing import cpu
 from tests.calls import DEVICES

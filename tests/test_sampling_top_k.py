@@ -14,7 +14,7 @@ import pyops
 from pyops._core import config
 from pyops._core import device as devices
 from pyops._core.example import ArgMaker
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.ops.sampling.top_k import LongRows, ShortRows, TopKProblem, choose
 from pyops.testing import SCHEDULES, scheduled
 from tests.calls import DEVICES

@@ -11,8 +11,6 @@ from typing import Any
 from . import compiler, source
 from .compiler import Compiled
 from .errors import CompileError
-from .host import run as host
-from .host.run import HostFunction
 from .source import Signature
 from .tensor import TensorArg
 from .tensor_map import TensorMap
@@ -92,7 +90,7 @@ class Specialisation:
     @property
     def text(self) -> str:
         """The whole source that is compiled."""
-        with self._needing_files():
+        with self.needing_files():
             return source.flatten(self.kernel.file, self.constants, self.kernel.text)
 
     def __str__(self) -> str:
@@ -107,22 +105,13 @@ class Specialisation:
         found = self.loaded(device)
         if found is None:
             kernel = self.kernel
-            with self._needing_files():
+            with self.needing_files():
                 found = compiler.load(device, self.text, kernel.signature.entry, kernel.file, str(self), kernel.options)
             kernel._loaded[device, self.key] = found
         return found
 
-    def loaded_on_host(self) -> bool:
-        """Whether this process already holds the kernel for the CPU."""
-        return host.loaded(self.text)
-
-    def load_on_host(self) -> HostFunction:
-        """The kernel compiled for the CPU."""
-        with self._needing_files():
-            return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
-
     @contextmanager
-    def _needing_files(self) -> Iterator[None]:
+    def needing_files(self) -> Iterator[None]:
         """What the system refuses meanwhile, such as a file above the limit of open ones, is a CompileError."""
         try:
             yield

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from . import config, device, driver, locks, tensor_map, workspace
 from .errors import DeviceFault, OpError
-from .host.run import Range
 from .kernel import Launch
 from .layout import Buffer, Runtime, buffer, common_packer
 from .lazy import cupy
@@ -169,32 +168,6 @@ def _wait(op: str, index: int, stream: int) -> None:
                 cupy.cuda.runtime.streamSynchronize(stream)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceFault(f"{op}: the device reported {error}") from error
-
-
-def run_on_host(
-    launches: Sequence[Launch],
-    tensors: tuple[str, ...],
-    extents: Sequence[int],
-    runtime: Runtime,
-    scalars: dict[str, Any],
-    *words: Any,
-) -> None:
-    """Run launches one after another on the CPU, with the words that a call on a device would pack.
-
-    The kernels may access `extents` bytes of each of `tensors`, and their workspaces.
-    """
-    buffers = [buffer(launch, tensors, runtime, scalars) for launch in launches]
-    replace = tensor_map.replace_on_host
-    tensor_map.write_on_host([placed for parameters in buffers for placed in parameters.maps])
-    _memory, ranges, check_zeros = workspace.on_host(Workspaces(buffers, replace))
-    named = zip(tensors, words[: len(tensors)], extents, strict=True)
-    ranges += [Range(name, address, nbytes) for name, address, nbytes in named if nbytes]
-    for launch, parameters in zip(launches, buffers, strict=True):
-        pack = tensor_map.packer(parameters.pack, tensors, len(runtime), parameters.maps, replace)
-        pack(parameters.memory, 0, *words)
-        function = launch.specialisation.load_on_host()
-        function.launch(launch.grid, launch.block, launch.shared, parameters.parameters, ranges, launch.cluster)
-    check_zeros(", ".join(launch.specialisation.kernel.file for launch in launches))
 
 
 def recover(

@@ -8,10 +8,9 @@ from dataclasses import replace
 from struct import error as StructError
 from typing import Any
 
-from . import arguments, config, device, index_check, launch, tensor, torch_library, workspace
+from . import arguments, backend, config, device, index_check, launch, tensor, torch_library, workspace
 from .declaration import Declaration
 from .errors import NotLoadedError, OpError
-from .host import run as host
 from .index_check import as_torch, torch_stream
 from .kernel import Launch
 from .lazy import torch
@@ -150,7 +149,7 @@ def _cpu_call(
         check_separate(declaration, tensors, addresses)
         if has_kernels and config.kernels_on_cpu():
             tensor.increment_versions(declaration.written_of(args))
-            planned = launches if host.warp_size() == 32 else in_wide_warps(args)
+            planned = launches if backend.get().warp_size() == 32 else in_wide_warps(args)
             _run_on_host(declaration, planned, tensors, addresses, args)
         else:
             _run_reference(declaration, library, args)
@@ -175,12 +174,12 @@ def _run_on_host(
     scalars = {p.name: values[p.name] for p in declaration.parameters if p.keyed}
     runtime = [values[name] for name, _ in declaration.runtime]
     for one in launches:
-        if not one.specialisation.loaded_on_host():
+        if not backend.get().loaded(one.specialisation):
             _may_compile(declaration, one)
     extents = [arg.extent if arg else 0 for arg in tensors]
     named = declaration.tensor_names, extents, declaration.runtime, scalars
     try:
-        launch.run_on_host(launches, *named, *addresses, *runtime)
+        backend.get().run_launches(launches, *named, *addresses, *runtime)
     except (StructError, OverflowError, TypeError) as error:
         _explain(declaration, error, args)
 

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from . import device, driver
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
 NBYTES = 128  # of CUtensorMap
 ALIGNMENT = 64
 NEEDS_DEVICE = "tensor maps exist on compute capability 9.0 and later"
-_ON_HOST = Struct("<Q4QIIII5I5I8I")  # TensorMap of host/api.h
-_MAGIC = 0x70616D74
-_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, and Swizzle of host/api.h
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, and Swizzle of host/api.h
 # CUtensorMapDataType, by bytes. Copies move bits, so unsigned integers stand for every type of their size.
 _DATA_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}
 _L2_PROMOTION = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B; not tuned
@@ -93,7 +90,7 @@ class TensorMap:
             return "a tensor map needs strides and an offset that are multiples of 16 bytes"
         if any(not 1 <= size <= 256 for size in self.box) or row % 16:
             return "a box has 1 to 256 elements in each dimension, and rows of a multiple of 16 bytes"
-        if self.swizzle not in _SWIZZLES or row > (self.swizzle or row):
+        if self.swizzle not in SWIZZLES or row > (self.swizzle or row):
             return "a swizzle is 0, 32, 64 or 128 bytes, and no less than a row of the box"
         reach = self.sizes[0] * self.dtype.itemsize
         reach += sum((size - 1) * stride for size, stride in zip(self.sizes[1:], self.strides, strict=True))
@@ -151,25 +148,9 @@ def _encode(at: int, one: TensorMap) -> int:
     rank = len(one.sizes)
     wide, narrow = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     shape = wide(*one.sizes), wide(*one.strides), narrow(*one.box), narrow(*(1,) * rank)  # elements are not skipped
-    kind, swizzle = _DATA_TYPES[one.dtype.itemsize], _SWIZZLES[one.swizzle]
+    kind, swizzle = _DATA_TYPES[one.dtype.itemsize], SWIZZLES[one.swizzle]
     # The zeros: no interleaving, and TMA fills elements outside of the tensor with zeros.
     return int(driver.get().encode_map(at, kind, rank, 0, *shape, 0, swizzle, _L2_PROMOTION, 0))
-
-
-def write_on_host(maps: Sequence[Placed]) -> None:
-    """Encode the maps with the address 0, in the form of the host backend."""
-    for at, one in maps:
-        pad = (0,) * (5 - len(one.sizes))
-        kind = _MAGIC, len(one.sizes), one.dtype.itemsize, _SWIZZLES[one.swizzle]
-        sizes = (size % 2**32 for size in one.sizes)
-        words = (0, *one.strides, *pad, *kind, *sizes, *pad, *one.box, *pad, *(0,) * 8)
-        ctypes.memmove(at, _ON_HOST.pack(*words), NBYTES)
-
-
-def replace_on_host(at: int, address: int) -> int:
-    """cuTensorMapReplaceAddress for the form of the host backend, which begins with the address."""
-    ctypes.c_uint64.from_address(at).value = address
-    return 0
 
 
 def failure(status: int) -> Exception:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
-import numpy
-
 from . import driver
-from .errors import KernelFault
-from .host.run import Range
 from .kernel import Scratch
 from .layout import Buffer
 from .lazy import cupy, torch
 from .tensor_map import Replace, failure
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
 _pack_address = Struct("<Q").pack_into
 
 
@@ -60,7 +56,7 @@ class Workspaces:
         def offset_of(scratch: Scratch) -> int:
             if scratch not in self.offsets:
                 self.offsets[scratch] = sizes[scratch.zeroed]
-                sizes[scratch.zeroed] += -(-scratch.nbytes // _ALIGNMENT) * _ALIGNMENT
+                sizes[scratch.zeroed] += -(-scratch.nbytes // ALIGNMENT) * ALIGNMENT
             return self.offsets[scratch]
 
         for buffer in buffers:
@@ -124,23 +120,3 @@ class _Piece:
         self.memory, self.nbytes = cupy.cuda.Memory(nbytes), nbytes
         self.address = int(self.memory.ptr)
         driver.clear(self.address, nbytes)
-
-
-def on_host(workspaces: Workspaces) -> tuple[Any, list[Range], Callable[[str], None]]:
-    """(owner of the memory, which is placed; where it lies; a check that zeros are zero, given the kernels' names)."""
-    garbage = numpy.full(workspaces.nbytes + _ALIGNMENT, 0xFF, numpy.uint8)  # a NaN in every float type
-    clean = numpy.zeros(workspaces.zero_bytes + _ALIGNMENT, numpy.uint8)
-    starts = [-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT for memory in (garbage, clean)]
-    workspaces.place(*starts)
-    ranges = [
-        Range("a workspace", starts[scratch.zeroed] + offset, scratch.nbytes)
-        for scratch, offset in workspaces.offsets.items()
-    ]
-
-    def check(kernels: str) -> None:
-        if clean.any():
-            at = int(numpy.flatnonzero(clean)[0])
-            message = f"zeroed workspace is not zero after the last launch, first at byte {at}"
-            raise KernelFault("workspace left dirty", kernels, "", message, (), (0, 0, 0), None)
-
-    return (garbage, clean), ranges, check

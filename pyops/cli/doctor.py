@@ -16,9 +16,9 @@ import numpy
 from .. import axes
 from .._core import compiler, config, device, hiprtc, offline
 from .._core.errors import MissingDependencyError, pip_line
-from .._core.host import toolchain
 from .._core.lazy import cache_folder, cupy, driver_version, gpu_extra
 from .._core.op import registry
+from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
 _TOLERANCE = 1e-5  # float32, values around 1

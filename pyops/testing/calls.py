@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from .._core import config, dtypes
 from .._core.errors import OpError
-from .._core.host.run import SCHEDULES, Schedule, scheduled
 from .._core.lazy import torch
 from .._core.op import Op
 from .._core.typed import Wrapper
+from ..host.run import SCHEDULES, Schedule, scheduled
 from .compare import CODES, assert_close, same_bits
 from .memory import Canaries, Layout
 

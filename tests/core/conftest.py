@@ -17,6 +17,7 @@ from pyops._core import driver as driver_calls
 from pyops._core.dtypes import DType
 from pyops._core.kernel import Kernel, Launch
 from pyops._core.source import TENSOR_MAP
+from pyops.host import launch as host
 from pyops.testing import SCHEDULES, scheduled
 
 Run = Callable[..., None]
@@ -44,7 +45,7 @@ def launched(text: str, grid: Any, block: int, shared: int = 0, **values: Any) -
     one = made(**constants).launch(grid, block, shared, **fixed)
     extents = [0 if value is None else value.nbytes for value in tensors.values()]
     runtime = tuple((name, "d") for name in floats)
-    launch.run_on_host([one], tuple(tensors), extents, runtime, {}, *words, *floats.values())
+    host.run_launches([one], tuple(tensors), extents, runtime, {}, *words, *floats.values())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from pyops._core import dtypes
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 
 TEXT = """
 #include "linear/dequant.cuh"

@@ -11,7 +11,7 @@ import pytest
 
 from pyops._core import dtypes
 from pyops._core.dtypes import DType
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.core.conftest import Run
 from tests.core.hopper import mapped

@@ -19,7 +19,7 @@ import pytest
 from pyops import compile_ahead
 from pyops._core import compiler, device, log
 from pyops._core.compiler import Compiled
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 
 
 def stderr_of(folder: Path, size: int, before: str = "", **switches: str) -> str:

@@ -11,9 +11,9 @@ import torch
 import pyops
 from pyops._core import check, config
 from pyops._core.errors import KernelFault
-from pyops._core.host.toolchain import toolchains
 from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg
+from pyops.host.toolchain import toolchains
 from tests.calls import DEVICES
 
 if TYPE_CHECKING:

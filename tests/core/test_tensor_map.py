@@ -19,6 +19,7 @@ from pyops._core.kernel import Kernel, Launch, Scratch
 from pyops._core.tensor import TensorArg, describe_new
 from pyops._core.tensor_map import TensorMap, mappable
 from pyops.cli import show
+from pyops.host import launch as host
 from tests.calls import KERNELS
 from tests.core.conftest import Driver, call, text
 
@@ -289,7 +290,7 @@ def test_the_host_s_maps(kernel: MakeKernel) -> None:
     launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
     for moved in (x, x + 1000):
         words = (out.ctypes.data, moved.ctypes.data)
-        launch.run_on_host([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
+        host.run_launches([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
         assert out[:4].tolist() == [144, 0, 0, 0]
         assert out[4:26].tolist() == [0x70616D74, 2, 2, 2, 64, 5, 0, 0, 0, 32, 3, *(0,) * 11]
         assert out[26:].tolist() == moved[1:, 8].tolist()
@@ -301,7 +302,7 @@ def test_scratch_memory_on_the_host(kernel: MakeKernel) -> None:
     for memory, expected in ((Scratch(2048), -1), (Scratch(2048, zeroed=True), 0)):
         one = TensorMap(memory, dtypes.bfloat16, (64, 5), (256,), (64, 5), offset=256)
         launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
-        launch.run_on_host([launched], ("out",), (out.nbytes,), (), {}, out.ctypes.data)
+        host.run_launches([launched], ("out",), (out.nbytes,), (), {}, out.ctypes.data)
         assert out[26:].tolist() == [expected] * 5
 
 

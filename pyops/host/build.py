@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from .. import folders, log
-from ..errors import CompileError
-from ..lazy import cache_folder
+from .._core import folders, log
+from .._core.errors import CompileError
+from .._core.lazy import cache_folder
 from . import precompiled, toolchain
 from .toolchain import Kind
 

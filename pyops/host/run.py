@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from .. import locks, source
-from ..errors import KernelFault, called
+from .._core import locks, source
+from .._core.errors import KernelFault, called
+from .._core.kernel import Specialisation
 from .build import Unit, build, load_library, unit
 from .interruptible import interruptible
 from .lines import places
+from .ranges import Range
 
 ORDERS = ("fifo", "reversed", "greedy", "shuffled")
 
@@ -97,18 +99,6 @@ class _Index(ctypes.Structure):
         return iter((self.x, self.y, self.z))
 
 
-class Range(NamedTuple):
-    """Memory that a launch may access: a tensor, by its name, or a workspace."""
-
-    name: str
-    address: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.address + self.nbytes
-
-
 class _Launch(ctypes.Structure):  # state.h
     _fields_ = (
         ("grid", _Index),
@@ -174,7 +164,7 @@ class HostFunction:
         kernel may access. Raises KernelFault.
 
         With an array for each of several ranks, the blocks of all ranks run together; `owners` gives the rank of each
-        range (`_core/ranks.py`).
+        range (`ranks.py`).
         """
         if cluster[0] * cluster[2] != 1:
             raise ValueError(f"{self.kernel}: clusters of blocks run on the CPU along y only, got {cluster}")
@@ -254,26 +244,27 @@ _loaded: dict[tuple[str, int], HostFunction] = {}
 _locks: dict[tuple[str, int], threading.Lock] = {}
 
 
-def loaded(text: str) -> bool:
-    """Whether the kernel of `text` is loaded, for warps as this thread's launches have them."""
-    return (text, warp_size()) in _loaded
+def loaded(specialisation: Specialisation) -> bool:
+    """Whether the kernel is loaded, for warps as this thread's launches have them."""
+    return (specialisation.text, warp_size()) in _loaded
 
 
-def load(text: str, entry: str, kernel: str, constants: str) -> HostFunction:
-    """The function `entry` of `text`, compiled at most once per process; `kernel` and `constants` name it in errors.
+def load(specialisation: Specialisation) -> HostFunction:
+    """The kernel compiled for the CPU, at most once per process.
 
     Raises CompileError, and MissingDependencyError where there is no compiler.
     """
-    key = (text, warp_size())
+    key = (specialisation.text, warp_size())
     found = _loaded.get(key)
     if found is None:
-        with _locks.setdefault(key, locks.new()):
-            found = _loaded.get(key) or _loaded.setdefault(key, _load(text, entry, kernel, constants, key[1]))
+        with specialisation.needing_files(), _locks.setdefault(key, locks.new()):
+            found = _loaded.get(key) or _loaded.setdefault(key, _load(specialisation, *key))
     return found
 
 
-def _load(text: str, entry: str, kernel: str, constants: str, warp_size: int) -> HostFunction:
-    clocked = _ASYNCHRONOUS in text
+def _load(specialisation: Specialisation, text: str, warp_size: int) -> HostFunction:
+    kernel, constants = specialisation.kernel.file, str(specialisation)
+    entry, clocked = specialisation.kernel.signature.entry, _ASYNCHRONOUS in text
     run = _runtime(clocked)
     path, library = load_library("kernel", unit(text, entry, warp_size), (_runtime_path(clocked),), kernel, constants)
     address = ctypes.cast(library.pyops_host_entry, ctypes.c_void_p).value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from ..errors import MissingDependencyError
+from .._core.errors import MissingDependencyError
 
 # What is compiled: the runtime, a kernel, or a kernel once more with the lines of its source.
 Kind = Literal["runtime", "kernel", "lines"]

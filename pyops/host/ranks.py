@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple, TypeVar
 
-from .errors import RankError
-from .host.run import Range
-from .kernel import Launch
-from .layout import buffer
+from .._core.errors import RankError
+from .._core.kernel import Launch
+from .._core.layout import buffer
+from .ranges import Range
 
 T = TypeVar("T")
 
@@ -159,6 +159,8 @@ class Ranks:
         self.meet(rank, what, call, lambda calls: self._launch(calls))
 
     def _launch(self, calls: list[Call]) -> None:
+        from . import run  # here, because a compiler's driver is no part of `import pyops`
+
         first = calls[0].launch
         geometry = first.grid, first.block, first.shared, first.specialisation.text
         for rank, call in enumerate(calls):
@@ -173,7 +175,7 @@ class Ranks:
         for rank, call in enumerate(calls):
             ranges += [one._replace(name=f"{one.name} of rank {rank}") for one in call.tensors]
             owners += [rank | _PRIVATE] * len(call.tensors)
-        function = first.specialisation.load_on_host()
+        function = run.load(first.specialisation)
         parameters = [one.parameters for one in buffers]
         function.launch(first.grid, first.block, first.shared, parameters, ranges, owners=owners)
 

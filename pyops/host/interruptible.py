@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeVar
 
-from .. import locks
+from .._core import locks
 
 T = TypeVar("T")
 

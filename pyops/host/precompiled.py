@@ -7,7 +7,7 @@ import os
 import subprocess
 from functools import cache
 
-from .. import folders, source
+from .._core import folders, source
 from . import toolchain
 
 
