@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -123,18 +123,28 @@ class Declaration:
         return partial(function, *values[: self.positional], **dict(zip(names, values[self.positional :], strict=True)))
 
     def fed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which names some of the op's parameters, as a function of values for all of them."""
+        """`function`, which names some of the op's parameters, as a function of values for all of them.
+
+        It may take several of them as one argument: a dataclass of its module, with fields of their names.
+        """
+        scope = getattr(function, "__globals__", {})
         own = inspect.signature(function).parameters.values()
-        named = {p.name for p in own if p.kind is not p.VAR_KEYWORD}
-        takes_all = len(named) < len(own)
-        wanted = [(i, p.name, p.default) for i, p in enumerate(self.parameters) if takes_all or p.name in named]
-        if unknown := named - {p.name for p in self.parameters}:
-            raise TypeError(f"{self.name}: {sorted(unknown)} are no parameters of the op")
+        parts = {p.name: self._part(p.name, p.default, scope.get(p.annotation)) for p in own}
 
         def call(*values: Any) -> Any:
-            return function(**{name: values[i] if i < len(values) else default for i, name, default in wanted})
+            return function(**{name: part(values) for name, part in parts.items()})
 
         return call
+
+    def _part(self, name: str, default: Any, group: Any = None) -> Callable[[Sequence[Any]], Any]:
+        """From values for all parameters: that of the parameter `name`, or else the dataclass `group` of them."""
+        index = next((i for i, p in enumerate(self.parameters) if p.name == name), None)
+        if index is not None:
+            return lambda values: values[index] if index < len(values) else default
+        if not isinstance(group, type) or not is_dataclass(group):
+            raise TypeError(f"{self.name}: {name} is no parameter of the op")
+        parts = [self._part(field.name, field.default) for field in fields(group)]
+        return lambda values: group(*(part(values) for part in parts))
 
 
 def declare(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +160,29 @@ def test_a_plan_is_made_once_for_a_signature() -> None:
         call(2, 3.0, 0.5)
         call(2, 2.0, 0.5, steps=2)
     assert planned == [((2, 4), 2.0, 1), ((3, 4), 2.0, 1), ((2, 4), 3.0, 1), ((2, 4), 2.0, 2)]
+
+
+@dataclass
+class _Rows:
+    input: TensorArg
+    weight: TensorArg | None
+
+
+def test_a_plan_takes_arguments_in_groups() -> None:
+    planned = []
+
+    @pyops.op(out="out")
+    def planned_by_groups(out: Tensor, input: Tensor, steps: int, weight: Tensor | None = None) -> None: ...
+
+    @planned_by_groups.plan
+    def plan_planned_by_groups(steps: int, rows: _Rows) -> list[Any]:
+        planned.append((steps, rows.input.name, rows.weight))
+        return []
+
+    planned_by_groups(torch.empty(2), torch.ones(2), 3)
+    assert planned == [(3, "input", None)]
+    with pytest.raises(TypeError, match="planned_by_groups: call is no parameter of the op"):
+        planned_by_groups.plan(lambda **call: [])
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
