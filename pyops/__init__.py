@@ -12,6 +12,7 @@ from types import MappingProxyType as _MappingProxyType
 
 from ._core import check as check
 from ._core.compiler import Compiled as Compiled
+from ._core.decorator import op as op
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError
 from ._core.errors import DeviceFault as DeviceFault
@@ -22,7 +23,6 @@ from ._core.errors import OpError as OpError
 from ._core.errors import RankError as RankError
 from ._core.kernel import Kernel as Kernel
 from ._core.op import Op as Op
-from ._core.op import op as op
 from ._core.op import registry as _registry
 from ._core.torch_library import bind_loaded as _bind_loaded
 from ._core.typed import Wrapper as Wrapper

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
@@ -58,11 +59,8 @@ def _code(name: str) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Modules and names that a file imports when it runs, wherever in it, as absolute dotted names."""
+    """Modules and names that a file imports, wherever in it and be it for types alone, as absolute dotted names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    ]
     package = path.relative_to(ROOT).parent.parts
     found = set()
     for node in ast.walk(tree):
@@ -123,6 +121,16 @@ def test_families_import_only_the_core(path: Path) -> None:
     if path.parent.name == "collective":
         allowed += ("pyops.host.ranks", "pyops.host.ranges")
     assert all(name.startswith(allowed) for name in own), own
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even in a circle of several, and not for types alone."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "pyops").rglob("*.py")}
+    graph = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in _imports(path)} & set(modules)
+        for module, path in modules.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a circle
 
 
 CALL_PATH = ("wrapper", "op", "prepare", "plan", "layout", "launch")

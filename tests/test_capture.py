@@ -17,8 +17,9 @@ import torch
 import pyops
 from pyops import axes
 from pyops._core import device, workspace
-from pyops._core.kernel import Kernel, Launch, Scratch
+from pyops._core.kernel import Kernel, Launch
 from pyops._core.op import Op
+from pyops._core.scratch import Scratch
 from pyops._core.tensor_map import TensorMap
 from pyops.ops.collective import custom_all_reduce
 from pyops.testing.calls import assert_same, clones, named, written

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 import pyops
 from pyops._core import device, source
 from pyops._core.example import ArgMaker
-from pyops._core.kernel import Scratch
 from pyops._core.layout import layout
 from pyops._core.op import Op
+from pyops._core.scratch import Scratch
 from pyops._core.tensor import TensorArg
 from pyops._core.tensor_map import TensorMap
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies

@@ -18,8 +18,8 @@ from benchmarks import tune
 from benchmarks.timing import Spread
 from pyops._core import config, device, tuning
 from pyops._core.example import ArgMaker
-from pyops._core.kernel import Scratch
 from pyops._core.op import Op
+from pyops._core.scratch import Scratch
 from pyops._core.tensor import TensorArg
 from pyops._core.tensor_map import TensorMap
 from pyops.host.toolchain import toolchains

@@ -11,6 +11,7 @@ from typing import Any
 from . import compiler, source
 from .compiler import Compiled
 from .errors import CompileError
+from .scratch import Scratch
 from .source import Signature
 from .tensor import TensorArg
 from .tensor_map import TensorMap
@@ -138,18 +139,6 @@ class Specialisation:
 def _three(sizes: int | tuple[int, ...]) -> tuple[int, int, int]:
     x, y, z = (*((sizes,) if isinstance(sizes, int) else sizes), 1, 1)[:3]
     return x, y, z
-
-
-@dataclass(frozen=True, eq=False)
-class Scratch:
-    """Device memory that the launches of one call share.
-
-    `zeroed` memory holds zeros before the first launch, and the last launch must leave zeros in it: the device keeps
-    the memory for the next call on the same stream. Other memory is uninitialised at every call.
-    """
-
-    nbytes: int
-    zeroed: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,8 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 from . import tensor_map
-from .kernel import Kernel, Launch, Scratch
+from .kernel import Kernel, Launch
+from .scratch import Scratch
 from .source import TENSOR_MAP
 from .tensor_map import Placed, TensorMap
 

@@ -6,16 +6,14 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import device, driver
 from .dtypes import DType
 from .errors import OpError
 from .lazy import cupy
+from .scratch import Scratch
 from .tensor import TensorArg
-
-if TYPE_CHECKING:
-    from .kernel import Scratch
 
 NBYTES = 128  # of CUtensorMap
 ALIGNMENT = 64

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from .compiler import Compiled
-    from .op import Op
+from .compiler import Compiled
+from .op import Op
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")

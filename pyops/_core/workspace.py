@@ -8,9 +8,9 @@ from struct import Struct
 from typing import Any
 
 from . import driver
-from .kernel import Scratch
 from .layout import Buffer
 from .lazy import cupy, torch
+from .scratch import Scratch
 from .tensor_map import Replace, failure
 
 ALIGNMENT = 256

@@ -16,7 +16,8 @@ import torch
 import pyops
 from pyops._core import compiler, config, device, driver, launch, tensor, workspace
 from pyops._core.compiler import Compiled
-from pyops._core.kernel import Kernel, Scratch
+from pyops._core.kernel import Kernel
+from pyops._core.scratch import Scratch
 from pyops.ops.collective import communicator, shared_memory
 from tests.core.conftest import Driver, call, text
 

@@ -23,7 +23,8 @@ import torch
 
 import pyops
 from pyops._core import compiler
-from pyops._core.kernel import Kernel, Launch, Scratch
+from pyops._core.kernel import Kernel, Launch
+from pyops._core.scratch import Scratch
 from pyops._core.tensor import TensorArg
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 import pyops
 from pyops._core import check, config
 from pyops._core.errors import KernelFault
-from pyops._core.kernel import Kernel, Launch, Scratch
+from pyops._core.kernel import Kernel, Launch
+from pyops._core.scratch import Scratch
 from pyops._core.tensor import TensorArg
 from pyops.host.toolchain import toolchains
 from tests.calls import DEVICES

@@ -15,7 +15,8 @@ from pyops import compile_ahead
 from pyops._core import config, device, dtypes, launch, offline, tensor_map
 from pyops._core import driver as driver_calls
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel, Launch, Scratch
+from pyops._core.kernel import Kernel, Launch
+from pyops._core.scratch import Scratch
 from pyops._core.tensor import TensorArg, describe_new
 from pyops._core.tensor_map import TensorMap, mappable
 from pyops.cli import show

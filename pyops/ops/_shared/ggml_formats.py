@@ -16,8 +16,9 @@ import kernels_cu
 
 from ..._core import check
 from ..._core.dtypes import DType, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:

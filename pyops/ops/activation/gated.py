@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import chunks
 from ._common import check_halves, example_gated, min_blocks_of_silu

@@ -8,10 +8,10 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check, tuning
+from ..._core.decorator import op
 from ..._core.dtypes import DType
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import geometry
 from ._common import check_halves, example_gated

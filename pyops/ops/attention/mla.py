@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import tuning
+from ..._core.decorator import op
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import choose, launch

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, tuning
+from ..._core.decorator import op
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .decode import absolute_error

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..._core import check, tuning
 from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .layout import absent, heads_stride

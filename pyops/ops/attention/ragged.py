@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import tuning
+from ..._core.decorator import op
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .arguments import Options, RaggedKV
 from .examples import example_options, in_order

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from ..._core import check, tensor
+from ..._core.decorator import op
 from ..._core.dtypes import DType, uint8
 from ..._core.errors import OpError
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import cupy, torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from ._common import indexable
 

@@ -7,10 +7,10 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import bfloat16, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from . import _geometry
 from ._common import DS_MLA_BYTES, bad_table_entries, check_rows, entry_layout, existing_positions, first_stride

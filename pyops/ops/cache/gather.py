@@ -7,9 +7,9 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import float16, float32, int32, uint8
 from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8
 from . import _geometry

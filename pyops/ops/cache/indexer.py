@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from . import _geometry
 from ._common import CODES, bad_slots, example_slots, existing_slots, first_stride, fp8_codes, indexable

@@ -7,8 +7,9 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, tuning
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.op import op
+from ..._core.decorator import op
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .._shared import fp8
 from ._common import (

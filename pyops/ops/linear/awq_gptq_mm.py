@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import bfloat16, float16, int32
 from ..._core.kernel import Launch
-from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import unit

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import bfloat16, float16
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from . import coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts

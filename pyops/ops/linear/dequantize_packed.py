@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..._core.dtypes import DType, float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from . import gemm_plan
 from .gemm_problem import GemmProblem, Operand

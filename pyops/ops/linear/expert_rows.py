@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .gemm_problem import Operand
 from .grouped_problem import ExpertLists

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import bfloat16, float16
-from ..._core.kernel import Launch, Scratch
-from ..._core.op import op
+from ..._core.kernel import Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .block_scaled import NVFP4, dense_bytes
 from .gemm_plan import plan

@@ -11,7 +11,8 @@ from typing import Any
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import FLOATS
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from . import gemm_sm90, skinny_linear
 from .gemm_problem import HELD_STAGES, GemmProblem, multiplies
 from .gemm_sm90 import GemmConfig, SwapConfig

@@ -8,7 +8,8 @@ from typing import Any
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from .._shared import ggml_formats
 from . import gemm_plan
 from .gemm_problem import Epilogue, Operand

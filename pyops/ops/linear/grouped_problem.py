@@ -8,7 +8,8 @@ from typing import Any
 from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import DType, float32, int32
-from ..._core.kernel import Kernel, Scratch
+from ..._core.kernel import Kernel
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .gemm_problem import SCALE_BLOCK, Operand

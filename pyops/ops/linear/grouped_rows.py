@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..._core import check
 from ..._core.dtypes import bfloat16, float16, float32, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .._shared.groups import SHARES, sharing
 from .grouped_plan import block_size_for

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import bfloat16, float16, float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .coded_experts import check_codes, in_full
 from .coded_plan import plan

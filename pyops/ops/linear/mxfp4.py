@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..._core import check
 from ..._core.dtypes import bfloat16
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_COLUMNS
 from .._shared.scalar_type import SCALAR_TYPES

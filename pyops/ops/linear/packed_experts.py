@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..._core import tuning
 from ..._core.device import Device
-from ..._core.kernel import Launch, Scratch
+from ..._core.kernel import Launch
+from ..._core.scratch import Scratch
 from . import dequantize_packed, grouped_plan, packed_tile
 from .expert_rows import gathered
 from .gemm_problem import Operand

@@ -9,7 +9,8 @@ from typing import Any
 from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from ..._core.tensor_map import TensorMap
 from .gemm_sm90 import CLUSTERS

@@ -21,7 +21,8 @@ from typing import Any, Literal
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Scratch
+from ..._core.kernel import Kernel
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder, Layout, ZeroLayout
 from .._shared.scalar_type import ScalarType

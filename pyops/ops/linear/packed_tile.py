@@ -8,7 +8,8 @@ from typing import Any
 from ..._core import check, tuning
 from ..._core.device import Device
 from ..._core.dtypes import float16
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from .packed_problem import PackedProblem, PackedWeight
 
 _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")

@@ -7,8 +7,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import tuning
+from ..._core.decorator import op
 from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .gemm_problem import GemmProblem, check_linear
 

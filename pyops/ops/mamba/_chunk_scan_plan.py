@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from ..._core import tuning
 from ..._core.device import Device
 from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
+from ..._core.scratch import Scratch
 from ._chunk_scan_problem import BLOCKS, MAX_ROWS, ChunkScanProblem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")

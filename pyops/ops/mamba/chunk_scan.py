@@ -6,9 +6,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import dtypes, tuning
+from ..._core.decorator import op
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._chunk_scan_plan import choose, launches

@@ -6,10 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import boolean, float32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from . import _convolution as common

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import tensor, tuning
+from ..._core.decorator import op
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._gated_delta_plan import GatedDeltaProblem, Slots, Tokens, check_rule, choose, launch

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import E4M3
 from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
 from ._common import example_weight, rms

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import float32, int8, int32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.planner import Result
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from .._shared import fp8, geometry
 from .._shared.geometry import RowTuning

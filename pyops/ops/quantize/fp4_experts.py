@@ -7,10 +7,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import float8_e4m3fn, float32, int32, uint8
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up, tiled

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, dtypes
+from ..._core.decorator import op
 from ..._core.kernel import Launch
-from ..._core.op import op
 from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared import ggml_formats

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._core import check
+from ..._core.decorator import op
 from ..._core.dtypes import float32, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
+from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
+from ..._core.scratch import Scratch
 from ..._core.tensor import TensorArg
 from ._random import philox
 

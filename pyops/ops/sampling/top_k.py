@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, tuning
+from ..._core.decorator import op
 from ..._core.dtypes import float32, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
-from ..._core.op import op
 from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:
