@@ -16,8 +16,10 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import config, device, torch_library
-from pyops._core.op import registry
+from pyops._core import config
+from pyops._core.op import torch_library
+from pyops._core.op.op import registry
+from pyops._core.system import device
 from pyops.host import run as host
 from tests import profiles
 from tests.calls import Host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import pyops.integrations.transformers
 import pyops.integrations.vllm
 import pyops.models
 import pyops.nn
-from pyops._core import device, source
-from pyops._core.example import ArgMaker
+from pyops._core.op.example import ArgMaker
+from pyops._core.system import device
+from pyops._core.text import source
 from tests.mutation.choose import kernels_of, sources_of
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +41,14 @@ def _order(package: ModuleType) -> list[str]:
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 
+# The files and folders of the core, and the files of each folder, as `folder/module`.
 ORDER = _order(pyops._core)
+FOLDERS_OF_CORE = [name for name in ORDER if (CORE / name).is_dir()]
+CORE_MODULES = [
+    f"{folder}/{module}"
+    for folder in FOLDERS_OF_CORE
+    for module in _order(importlib.import_module(f"pyops._core.{folder}"))
+] + [name for name in ORDER if name not in FOLDERS_OF_CORE]
 HOST = _order(pyops.host)
 # What stands on the ops: {package: modules in the order in which they may import each other}.
 ABOVE = {
@@ -81,17 +90,20 @@ def _modules(folder: Path) -> list[str]:
 
 def test_every_core_module_has_its_place() -> None:
     assert sorted(ORDER) == _modules(CORE)
+    found = [f"{folder}/{module}" for folder in FOLDERS_OF_CORE for module in _modules(CORE / folder)]
+    assert sorted(name for name in CORE_MODULES if "/" in name) == sorted(found)
 
 
-@pytest.mark.parametrize("module", ORDER)
+@pytest.mark.parametrize("module", CORE_MODULES)
 def test_core_imports_only_what_comes_before(module: str) -> None:
-    package = CORE / module
-    files = sorted(package.glob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
-    found = {name for path in files for name in _imports(path) if name.startswith("pyops")}
-    imported = {name.split(".")[2] for name in found if name.startswith("pyops._core.")} - {module}
-    assert imported <= set(ORDER[: ORDER.index(module)])
-    beyond = {name for name in found if not name.startswith("pyops._core.")}
-    assert not beyond, "the core imports what stands on it"
+    """Within its folder, and of the folders, those that come before its own."""
+    folder, _, name = module.rpartition("/")
+    found = {name for name in _imports(CORE / f"{module}.py") if name.startswith("pyops")}
+    assert all(name.startswith("pyops._core.") for name in found), "the core imports what stands on it"
+    imported = {tuple(name.split(".")[2:4]) for name in found}
+    assert {one[0] for one in imported} - {folder} <= set(ORDER[: ORDER.index(folder or name)])
+    beside = [one.rpartition("/")[2] for one in CORE_MODULES if folder and one.startswith(f"{folder}/")]
+    assert {one[1] for one in imported if one[0] == folder} <= set(beside[: beside.index(name)] if folder else [])
 
 
 @pytest.mark.parametrize("module", HOST)
@@ -133,7 +145,7 @@ def test_no_modules_import_each_other() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a circle
 
 
-CALL_PATH = ("wrapper", "op", "prepare", "plan", "layout", "launch")
+CALL_PATH = ("op/wrapper", "op/op", "op/prepare", "op/plan", "launch/layout", "launch/launch")
 
 
 def _lines(path: Path) -> int:
@@ -154,7 +166,7 @@ def test_files_and_classes_fit_in_a_head(path: Path) -> None:
 def test_a_call_is_read_in_six_files() -> None:
     assert sum(_lines(CORE / f"{name}.py") for name in CALL_PATH) <= 1200
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `_core/(\w+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
+    assert re.findall(r"^\| `_core/([\w/]+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
 
 
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())

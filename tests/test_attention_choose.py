@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device, offline, tuning
-from pyops._core.example import ArgMaker
-from pyops._core.op import Op
+from pyops._core import config
+from pyops._core.launch import tuning
+from pyops._core.op.example import ArgMaker
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.text import offline
 from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
 from pyops.ops.attention.join import JoinConfig
 from tests.test_attention import paged_call, truth

@@ -265,7 +265,7 @@ def test_without_a_revision_the_sanitizer_samples(monkeypatch: pytest.MonkeyPatc
 
 def test_a_changed_kernel_chooses_its_ops() -> None:
     assert gpu.tests_of(["kernels_cu/attention/merge_attn_states.cu"]) == "merge_attn_states or test_attention"
-    assert gpu.tests_of(["docs/kernels.md", "pyops/_core/op.py"]) == ""
+    assert gpu.tests_of(["docs/kernels.md", "pyops/_core/op/op.py"]) == ""
 
 
 def test_a_changed_header_chooses_who_includes_it() -> None:

@@ -206,7 +206,7 @@ else:
 def test_a_device_without_cupy_names_the_pip_line() -> None:
     run("""
 import pyops
-from pyops._core import device, lazy
+from pyops._core.system import device, lazy
 for ask in (lambda: lazy.cupy.__version__, lambda: device.get(0), device.count, pyops.warmup):
     try:
         ask()
@@ -225,7 +225,7 @@ class Broken:
         if name == "torch":
             raise ModuleNotFoundError("No module named 'typing_extensions'", name="typing_extensions")
 sys.meta_path.insert(0, Broken())
-from pyops._core import lazy
+from pyops._core.system import lazy
 try:
     lazy.torch.__version__
 except ModuleNotFoundError as error:

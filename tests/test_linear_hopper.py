@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device, dtypes
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
 from pyops.host.toolchain import toolchains
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig, choose, serves
 from pyops.testing import SCHEDULES, scheduled

@@ -16,9 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, device, dtypes, tuning
-from pyops._core.device import Device
-from pyops._core.tensor import TensorArg
+from pyops._core import config
+from pyops._core.launch import tuning
+from pyops._core.system import device
+from pyops._core.system.device import Device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
 from pyops.host.toolchain import toolchains
 from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, MmaConfig, choose, choose_mma
 from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand

@@ -10,7 +10,8 @@ import torch
 
 import pyops
 from pyops import FusedMoEQuantConfig, OpError
-from pyops._core import config, tuning
+from pyops._core import config
+from pyops._core.launch import tuning
 from pyops.host.run import HostFunction
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.testing import cpu

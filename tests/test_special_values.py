@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, named, replaced, run
 from tests import axes

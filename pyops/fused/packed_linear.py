@@ -1,6 +1,6 @@
 """A projection of packed weights, as checkpoints of AWQ and GPTQ have them.
 
-torch.compile traces it: it uses no proxy of `_core/lazy.py`.
+torch.compile traces it: it uses no proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations

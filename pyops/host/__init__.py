@@ -11,7 +11,7 @@ ranks launch                    several ranks as one launch; the launches of a c
 
 from __future__ import annotations
 
-from .._core import backend
+from .._core.launch import backend
 
 
 def _launch() -> backend.Backend:

@@ -16,9 +16,10 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
-from .._core import folders, log
+from .._core import log
 from .._core.errors import CompileError
-from .._core.lazy import cache_folder
+from .._core.system import folders
+from .._core.system.lazy import cache_folder
 from . import precompiled, toolchain
 from .toolchain import Kind
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy
 
-from .._core import tensor_map
 from .._core.errors import KernelFault
-from .._core.kernel import Launch
-from .._core.layout import Runtime, buffer
-from .._core.tensor_map import Placed
-from .._core.workspace import ALIGNMENT, Workspaces
+from .._core.launch import tensor_map
+from .._core.launch.kernel import Launch
+from .._core.launch.layout import Runtime, buffer
+from .._core.launch.tensor_map import Placed
+from .._core.launch.workspace import ALIGNMENT, Workspaces
 from . import run
 from .ranges import Range
 from .run import loaded as loaded

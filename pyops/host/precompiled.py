@@ -7,7 +7,8 @@ import os
 import subprocess
 from functools import cache
 
-from .._core import folders, source
+from .._core.system import folders
+from .._core.text import source
 from . import toolchain
 
 

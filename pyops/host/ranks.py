@@ -10,8 +10,8 @@ from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple, TypeVar
 
 from .._core.errors import RankError
-from .._core.kernel import Launch
-from .._core.layout import buffer
+from .._core.launch.kernel import Launch
+from .._core.launch.layout import buffer
 from .ranges import Range
 
 T = TypeVar("T")

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .._core import locks, source
+from .._core import locks
 from .._core.errors import KernelFault, called
-from .._core.kernel import Specialisation
+from .._core.launch.kernel import Specialisation
+from .._core.text import source
 from .build import Unit, build, load_library, unit
 from .interruptible import interruptible
 from .lines import places

@@ -12,11 +12,12 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core import device, launch
-from pyops._core import driver as driver_calls
-from pyops._core.dtypes import DType
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.source import TENSOR_MAP
+from pyops._core.launch import launch
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.system import device
+from pyops._core.system import driver as driver_calls
+from pyops._core.tensors.dtypes import DType
+from pyops._core.text.source import TENSOR_MAP
 from pyops.host import launch as host
 from pyops.testing import SCHEDULES, scheduled
 

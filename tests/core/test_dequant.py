@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy
 import pytest
 
-from pyops._core import dtypes
+from pyops._core.tensors import dtypes
 from pyops.host.toolchain import toolchains
 
 TEXT = """

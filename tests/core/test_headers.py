@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy
 import pytest
 
-from pyops._core import dtypes
-from pyops._core.dtypes import DType
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
 from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 

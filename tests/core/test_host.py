@@ -16,9 +16,11 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core import dtypes, launch, offline
-from pyops._core.dtypes import DType
-from pyops._core.kernel import Kernel
+from pyops._core.launch import launch
+from pyops._core.launch.kernel import Kernel
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
+from pyops._core.text import offline
 from pyops.host import run as host
 from pyops.host import toolchain
 from pyops.host.ranges import Range
@@ -514,7 +516,7 @@ KERNEL = 'extern "C" __global__ void one(int* out) { *out = 1; }'
 SCRIPT = f"""
 import sys, time, warnings
 import numpy
-from pyops._core.kernel import Kernel
+from pyops._core.launch.kernel import Kernel
 from pyops.host import ranges, run as host, toolchain
 chosen = sys.argv[1]
 toolchain.toolchains = lambda found=toolchain.toolchains(): {{chosen: found[chosen]}} if chosen else found

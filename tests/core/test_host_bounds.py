@@ -12,10 +12,10 @@ import pytest
 
 import kernels_cu
 import pyops
-from pyops._core import source
-from pyops._core.kernel import Kernel
-from pyops._core.op import Op
-from pyops._core.scratch import Scratch
+from pyops._core.launch.kernel import Kernel
+from pyops._core.launch.scratch import Scratch
+from pyops._core.op.op import Op
+from pyops._core.text import source
 from pyops.host import launch, toolchain
 from pyops.host import run as host
 from pyops.testing import cpu

@@ -18,7 +18,7 @@ PRELUDE = """
 import errno, os, shutil, tempfile
 import numpy
 import pyops
-from pyops._core import folders
+from pyops._core.system import folders
 from pyops.host import build
 
 cache = os.path.join(os.environ["CUPY_CACHE_DIR"], "pyops-host")

@@ -16,11 +16,13 @@ import torch
 
 import pyops
 from benchmarks.fake_driver import fake_driver
-from pyops._core import check, compiler, device
-from pyops._core import op as core
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.kernel import Kernel
-from pyops._core.tensor import TensorArg
+from pyops._core.launch.kernel import Kernel
+from pyops._core.op import op as core
+from pyops._core.op.example import ArgMaker, TorchMaker
+from pyops._core.system import device
+from pyops._core.tensors import check
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
 
 if TYPE_CHECKING:
     from torch import Tensor

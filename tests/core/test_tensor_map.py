@@ -12,13 +12,17 @@ import torch
 
 import pyops
 from pyops import compile_ahead
-from pyops._core import config, device, dtypes, launch, offline, tensor_map
-from pyops._core import driver as driver_calls
+from pyops._core import config
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.scratch import Scratch
-from pyops._core.tensor import TensorArg, describe_new
-from pyops._core.tensor_map import TensorMap, mappable
+from pyops._core.launch import launch, tensor_map
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap, mappable
+from pyops._core.system import device
+from pyops._core.system import driver as driver_calls
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg, describe_new
+from pyops._core.text import offline
 from pyops.cli import show
 from pyops.host import launch as host
 from tests.calls import KERNELS
@@ -168,7 +172,7 @@ def test_launches_of_a_plan_have_maps_of_their_own(kernel: MakeKernel, driver: D
     lies = [2**20]
     workspace = pytest.MonkeyPatch()
     with workspace.context() as patch:
-        patch.setattr("pyops._core.workspace.zeros", lambda *_: 2**21)
+        patch.setattr("pyops._core.launch.workspace.zeros", lambda *_: 2**21)
         bound = driver.bind(launches, ("out", "x"), (), {}, lambda *_: (None, lies[0]))
         for lies[0], page in ((2**20, 1), (2**20, 1), (2**22, 1), (2**22, 2)):
             call(bound, 0, PAGE, page * PAGE)

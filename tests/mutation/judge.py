@@ -24,9 +24,9 @@ import hypothesis
 import pytest
 
 import kernels_cu
-from pyops._core import source
 from pyops._core.errors import CompileError
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.text import source
 from pyops.host import run
 from pyops.host.run import Schedule, scheduled
 from tests.mutation import choose, python

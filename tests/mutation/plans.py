@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyops._core.op import Op, registry
+from pyops._core.op.op import Op, registry
 from tests.mutation.mutant import Mutant, digest, numbered
 from tests.mutation.python import ROOT, parts, read
 

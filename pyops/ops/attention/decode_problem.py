@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType, float8_e4m3fn, float32, uint8
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.system.device import Device
+from ..._core.tensors import check
+from ..._core.tensors.dtypes import DType, float8_e4m3fn, float32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .join import vector_width
 from .layout import CacheLayout, check_kv, max_tokens_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.decorator import op
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import choose, launch

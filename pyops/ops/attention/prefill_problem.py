@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fn, float32
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.system.device import Device
+from ..._core.tensors import check
+from ..._core.tensors.dtypes import float8_e4m3fn, float32
+from ..._core.tensors.tensor import TensorArg
 from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of

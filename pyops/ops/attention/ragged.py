@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.decorator import op
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, RaggedKV
 from .examples import example_options, in_order
 from .prefill_plan import choose, launch

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..._core import check, tensor
-from ..._core.decorator import op
-from ..._core.dtypes import DType, uint8
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import cupy, torch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import check, tensor
+from ..._core.tensors.dtypes import DType, uint8
+from ..._core.tensors.tensor import TensorArg
 from ._common import indexable
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..._core import device as devices
-from ..._core import driver, tensor
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.system import device as devices
+from ..._core.system import driver
+from ..._core.system.lazy import torch
+from ..._core.tensors import tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

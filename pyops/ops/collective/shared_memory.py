@@ -6,9 +6,9 @@ import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver
 from ..._core.errors import OpError
-from ..._core.lazy import cupy, torch
+from ..._core.system import driver
+from ..._core.system.lazy import cupy, torch
 from ...host import ranks
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import FLOATS
-from ..._core.kernel import Kernel, Launch
-from ..._core.scratch import Scratch
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import FLOATS
 from . import gemm_sm90, skinny_linear
 from .gemm_problem import HELD_STAGES, GemmProblem, multiplies
 from .gemm_sm90 import GemmConfig, SwapConfig

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.scratch import Scratch
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32
 from ._chunk_scan_problem import BLOCKS, MAX_ROWS, ChunkScanProblem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from ..._core import check, tuning
-from ..._core.dtypes import FLOATS, float32
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.tensors import check
+from ..._core.tensors.dtypes import FLOATS, float32
+from ..._core.tensors.tensor import TensorArg
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
 MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_states.cu: dimensions of its heads

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors import check
+from ..._core.tensors.dtypes import float32, int32
+from ..._core.tensors.tensor import TensorArg
 from ._chunk_scan_problem import check_heads
 
 _chunk = Kernel("mamba/gated_delta_chunk.cu")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import dtypes, tuning
-from ..._core.decorator import op
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.tensor import TensorArg
 from ._chunk_scan_plan import choose, launches
 from ._chunk_scan_problem import ChunkScanProblem, check_scan
 

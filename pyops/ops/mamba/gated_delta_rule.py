@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tensor, tuning
-from ..._core.decorator import op
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ..._core.launch import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import tensor
+from ..._core.tensors.tensor import TensorArg
 from ._gated_delta_plan import GatedDeltaProblem, Slots, Tokens, check_rule, choose, launch
 from ._gated_delta_reference import Rows, spans_of, v_first
 

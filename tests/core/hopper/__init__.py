@@ -8,10 +8,11 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from pyops._core import device, dtypes
-from pyops._core.kernel import Kernel
-from pyops._core.tensor import describe_new
-from pyops._core.tensor_map import TensorMap
+from pyops._core.launch.kernel import Kernel
+from pyops._core.launch.tensor_map import TensorMap
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import describe_new
 from pyops.host import launch
 
 Array = numpy.ndarray[Any, Any]

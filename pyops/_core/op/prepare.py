@@ -8,15 +8,19 @@ from dataclasses import replace
 from struct import error as StructError
 from typing import Any
 
-from . import arguments, backend, config, device, index_check, launch, tensor, torch_library, workspace
+from .. import config
+from ..errors import NotLoadedError, OpError
+from ..launch import backend, launch, workspace
+from ..launch.kernel import Launch
+from ..system import device
+from ..system.lazy import torch
+from ..tensors import tensor
+from ..tensors.tensor import TensorArg
+from . import arguments, index_check, torch_library
 from .declaration import Declaration
-from .errors import NotLoadedError, OpError
 from .index_check import as_torch, torch_stream
-from .kernel import Launch
-from .lazy import torch
 from .plan import Plan, addresses_of, check_separate, device_plan
 from .planner import Planner
-from .tensor import TensorArg
 from .wrapper import NAMESPACE
 
 

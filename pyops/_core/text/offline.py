@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..errors import CompileError
+from ..system.lazy import cupy
 from .compiler import include_folders
-from .errors import CompileError
-from .lazy import cupy
 
 
 @dataclass(frozen=True)

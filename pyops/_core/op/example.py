@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy
 
-from . import dtypes, tensor
-from .device import Device
-from .errors import OpError
-from .lazy import torch
-from .tensor import TensorArg
+from ..errors import OpError
+from ..system.device import Device
+from ..system.lazy import torch
+from ..tensors import dtypes, tensor
+from ..tensors.tensor import TensorArg
 
 
 class TorchMaker:

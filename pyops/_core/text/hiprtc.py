@@ -11,9 +11,9 @@ import os
 from functools import cache
 from typing import Any
 
-from . import device, folders
-from .errors import CompileError
-from .lazy import cache_folder, cupy
+from ..errors import CompileError
+from ..system import device, folders
+from ..system.lazy import cache_folder, cupy
 
 
 def load(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:

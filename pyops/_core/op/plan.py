@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal
 
-from . import launch, tensor
+from ..errors import OpError
+from ..launch import launch
+from ..launch.launch import Bound
+from ..tensors import tensor
+from ..tensors.tensor import TensorArg
 from .declaration import Declaration
-from .errors import OpError
 from .guard import uncalled
-from .launch import Bound
-from .tensor import TensorArg
 
 Kind = Literal["device", "call"]
 _MAX_SEPARATE = 8192  # distances between tensors that a plan remembers

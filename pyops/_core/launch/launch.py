@@ -10,11 +10,13 @@ from struct import Struct
 from struct import error as StructError
 from typing import Any, NamedTuple
 
-from . import config, device, driver, locks, tensor_map, workspace
-from .errors import DeviceFault, OpError
+from .. import config, locks
+from ..errors import DeviceFault, OpError
+from ..system import device, driver
+from ..system.lazy import cupy
+from . import tensor_map, workspace
 from .kernel import Launch
 from .layout import Buffer, Runtime, buffer, common_packer
-from .lazy import cupy
 from .workspace import Workspaces
 
 _MAX_STREAMS = 64

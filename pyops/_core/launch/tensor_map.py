@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from . import device, driver
-from .dtypes import DType
-from .errors import OpError
-from .lazy import cupy
+from ..errors import OpError
+from ..system import device, driver
+from ..system.lazy import cupy
+from ..tensors.dtypes import DType
+from ..tensors.tensor import TensorArg
 from .scratch import Scratch
-from .tensor import TensorArg
 
 NBYTES = 128  # of CUtensorMap
 ALIGNMENT = 64

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
-from . import driver
+from ..system import driver
+from ..system.lazy import cupy, torch
 from .layout import Buffer
-from .lazy import cupy, torch
 from .scratch import Scratch
 from .tensor_map import Replace, failure
 

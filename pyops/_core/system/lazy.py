@@ -11,8 +11,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from ..errors import MissingDependencyError
 from . import folders
-from .errors import MissingDependencyError
 
 
 def optional(name: str, needed_for: str, extra: str) -> ModuleType:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import kernels_cu
 
-from .dtypes import DType
+from ..tensors.dtypes import DType
 
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$')
 _ENTRY = re.compile(

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy
 
-from . import dtypes, tensor, torch_library
+from ..errors import OpError
+from ..tensors import dtypes, tensor
+from ..tensors.tensor import TensorArg
+from . import torch_library
 from .declaration import Declaration, Parameter
-from .errors import OpError
-from .tensor import TensorArg
 
 _SCALARS: dict[str, tuple[type, ...]] = {"int": (int,), "bool": (bool, numpy.bool_), "str": (str,)}
 _FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from ..tensors.tensor import TensorArg
 from . import arguments, guard, plan, prepare, returning, torch_library, wrapper
 from .plan import Plan
 from .planner import F, Planner
-from .tensor import TensorArg
 from .torch_library import Form
 
 _MAX_PLANS = 8192

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from . import tensor
+from ..errors import OpError
+from ..system.lazy import cupy, torch
+from ..tensors import tensor
 from .declaration import Declaration
-from .errors import OpError
-from .lazy import cupy, torch
 from .planner import Planner
 
 

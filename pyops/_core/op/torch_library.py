@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from . import lazy, tensor
+from ..system import lazy
+from ..system.lazy import loaded
+from ..tensors import tensor
 from .declaration import Declaration, Parameter
-from .lazy import loaded
 from .wrapper import NAMESPACE, listed
 
 

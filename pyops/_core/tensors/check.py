@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..errors import OpError
 from . import dtypes
 from .dtypes import DType
-from .errors import OpError
 from .tensor import TensorArg
 
 

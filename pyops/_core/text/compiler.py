@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from . import device, driver, folders, hiprtc, locks, log
-from .errors import CompileError
-from .lazy import cache_folder, cupy
+from .. import locks, log
+from ..errors import CompileError
+from ..system import device, driver, folders
+from ..system.lazy import cache_folder, cupy
+from . import hiprtc
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from . import compiler, source
-from .compiler import Compiled
-from .errors import CompileError
+from ..errors import CompileError
+from ..tensors.tensor import TensorArg
+from ..text import compiler, source
+from ..text.compiler import Compiled
+from ..text.source import Signature
 from .scratch import Scratch
-from .source import Signature
-from .tensor import TensorArg
 from .tensor_map import TensorMap
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from .compiler import Compiled
+from ..text.compiler import Compiled
 from .op import Op
 
 F = TypeVar("F", bound=Callable[..., Any])

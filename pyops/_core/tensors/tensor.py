@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from . import device as devices
-from . import driver, dtypes
-from .device import Device
+from ..errors import OpError
+from ..system import device as devices
+from ..system import driver
+from ..system.device import Device
+from ..system.lazy import cupy, loaded, optional, torch
+from . import dtypes
 from .dtypes import DType
-from .errors import OpError
-from .lazy import cupy, loaded, optional, torch
 
 if TYPE_CHECKING:
     from torch import Tensor

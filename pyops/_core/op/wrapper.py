@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from . import tensor
+from ..tensors import tensor
 from .declaration import Declaration, Parameter
 from .plan import Plan
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from .errors import CaptureError
+from ..errors import CaptureError
 from .lazy import CUDA_LIBRARY, HIP_LIBRARIES, cupy
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import arguments, device, dtypes, tensor
+from ..errors import OpError
+from ..system import device
+from ..system.lazy import loaded
+from ..tensors import dtypes, tensor
+from ..tensors.tensor import TensorArg
+from . import arguments
 from .declaration import Declaration
-from .errors import OpError
-from .lazy import loaded
 from .planner import Planner
-from .tensor import TensorArg
 from .torch_library import Form
 from .wrapper import NAMESPACE, forwarded, listed
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from . import driver
-from .compiler import Compiled
+from ..launch.kernel import Launch, Specialisation
+from ..system import driver
+from ..tensors.dtypes import DType
+from ..tensors.tensor import TensorArg
+from ..text.compiler import Compiled
 from .declaration import Declaration, Parameter
-from .dtypes import DType
-from .kernel import Launch, Specialisation
-from .tensor import TensorArg
 
 F = TypeVar("F", bound=Callable[..., Any])
 

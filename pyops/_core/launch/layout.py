@@ -8,10 +8,10 @@ from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
 
+from ..text.source import TENSOR_MAP
 from . import tensor_map
 from .kernel import Kernel, Launch
 from .scratch import Scratch
-from .source import TENSOR_MAP
 from .tensor_map import Placed, TensorMap
 
 # Scalars that are read at every call: (name, struct format of a word that no kernel takes).
