@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ._core.errors import OpError
 from ._core.launch.kernel import Launch
-from ._core.op.example import ArgMaker
 from ._core.op.op import Op, registry
 from ._core.system.device import Device
 from ._core.tensors import dtypes
 from ._core.tensors.tensor import TensorArg
+from .example import ArgMaker
 
 
 @dataclass(frozen=True, slots=True)

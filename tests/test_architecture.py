@@ -22,9 +22,9 @@ import pyops.integrations.transformers
 import pyops.integrations.vllm
 import pyops.models
 import pyops.nn
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device
 from pyops._core.text import source
+from pyops.example import ArgMaker
 from tests.mutation.choose import kernels_of, sources_of
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +57,8 @@ ABOVE = {
 }
 # `import pyops` loads `pyops.fused`: its functions are names of pyops.
 ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE} - {"fused"}
+# What plans and tools use beside the core.
+BESIDE = ("check", "tuning", "example", "offline")
 # What stands on `_core`: a package for each family of ops, and the test harness.
 FAMILIES = sorted((ROOT / "pyops" / "ops").glob("*/*.py"))
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
@@ -125,11 +127,22 @@ def test_import_does_without_the_host_backend() -> None:
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
 
 
+@pytest.mark.parametrize("module", BESIDE)
+def test_what_lies_beside_the_core_imports_only_the_core(module: str) -> None:
+    path = ROOT / "pyops" / module
+    found = _imports(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+    assert all(name.startswith("pyops._core.") for name in found if name.startswith("pyops")), found
+
+
+def test_the_core_stays_small() -> None:
+    assert sum(_lines(path) for path in CORE.rglob("*.py")) <= 4480
+
+
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())
 def test_families_import_only_the_core(path: Path) -> None:
-    """And what families share, and what else is in their own package; those of several ranks, the ranks of the host."""
+    """And checks and tuning, what families share, and their own package; those of several ranks, ranks of the host."""
     own = {name for name in _imports(path) if name.startswith("pyops")}
-    allowed = ("pyops._core.", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
+    allowed = ("pyops._core.", "pyops.check", "pyops.tuning", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
     if path.parent.name == "collective":
         allowed += ("pyops.host.ranks", "pyops.host.ranges")
     assert all(name.startswith(allowed) for name in own), own
@@ -174,7 +187,7 @@ def test_the_harness_knows_no_op(path: Path) -> None:
     """It imports the core, the host backend and itself; hypothesis only where the strategies are."""
     imported = _imports(path)
     own = {name for name in imported if name.startswith("pyops")}
-    assert all(name.startswith(("pyops._core.", "pyops.host.", "pyops.testing.")) for name in own), own
+    assert all(name.startswith(("pyops._core.", "pyops.example", "pyops.host.", "pyops.testing.")) for name in own), own
     assert "strategies" in path.parts or not any(re.match("hypothesis|.*strategies", name) for name in imported)
     assert len(path.read_text(encoding="utf-8").splitlines()) < 250
 

@@ -11,13 +11,12 @@ import numpy
 import pytest
 import torch
 
+from pyops import offline, tuning
 from pyops._core import config
-from pyops._core.launch import tuning
 from pyops._core.launch.kernel import Kernel
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
-from pyops._core.text import offline
+from pyops.example import ArgMaker
 from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch

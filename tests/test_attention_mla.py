@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
+from pyops import offline
 from pyops._core.launch.kernel import Launch
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device as devices
-from pyops._core.text import offline
+from pyops.example import ArgMaker
 from pyops.ops.attention import mla_plan, mla_problem
 from pyops.testing import assert_matches_reference, same_bits
 from tests.calls import DEVICES

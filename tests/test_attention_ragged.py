@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
+from pyops import offline, tuning
 from pyops._core import config
-from pyops._core.launch import tuning
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
-from pyops._core.text import offline
+from pyops.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, RaggedKV
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pyops
+from pyops import tuning
 from pyops._core import config
-from pyops._core.launch import tuning
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import same_bits
 from tests.calls import DEVICES, Host

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import pyops
-from pyops import axes, compile_ahead
+from pyops import axes, compile_ahead, tuning
 from pyops.__main__ import main, parser
-from pyops._core.launch import tuning
 from pyops._core.system import device
 from pyops._core.text import compiler
 from pyops._core.text.compiler import Compiled

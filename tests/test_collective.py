@@ -12,8 +12,8 @@ import torch
 
 import kernels_cu
 import pyops
+from pyops import offline
 from pyops._core.launch.kernel import Kernel, Specialisation
-from pyops._core.text import offline
 from pyops.host import ranks as worlds
 from pyops.ops.collective import custom_all_reduce, minimax
 from pyops.ops.collective.communicator import (

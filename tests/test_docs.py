@@ -198,8 +198,8 @@ import sys
 from pathlib import Path
 import torch
 import kernels_cu, pyops
-from pyops._core.system import device; from pyops._core.text import offline
-from pyops._core.op.example import ArgMaker, TorchMaker
+from pyops._core.system import device; from pyops import offline
+from pyops.example import ArgMaker, TorchMaker
 
 read = kernels_cu.read
 kernels_cu.read = lambda name: Path(sys.argv[1]).read_text() if name == "activation/scale.cu" else read(name)

@@ -22,11 +22,11 @@ import pyops
 from pyops._core.launch.layout import layout
 from pyops._core.launch.scratch import Scratch
 from pyops._core.launch.tensor_map import TensorMap
-from pyops._core.op.example import ArgMaker
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.tensors.tensor import TensorArg
 from pyops._core.text import source
+from pyops.example import ArgMaker
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests import axes

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg, describe_new
+from pyops.example import ArgMaker
 from tests import axes
 
 Change = Callable[[TensorArg], TensorArg]

@@ -17,9 +17,9 @@ import torch
 
 import pyops
 from pyops._core import config
-from pyops._core.op.example import ArgMaker
 from pyops._core.op.op import Op
 from pyops._core.system import device
+from pyops.example import ArgMaker
 from pyops.host.run import SCHEDULES, scheduled
 from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, named, replaced, run

@@ -16,14 +16,14 @@ import pytest
 import pyops
 from benchmarks import tune
 from benchmarks.timing import Spread
+from pyops import tuning
 from pyops._core import config
-from pyops._core.launch import tuning
 from pyops._core.launch.scratch import Scratch
 from pyops._core.launch.tensor_map import TensorMap
-from pyops._core.op.example import ArgMaker
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker
 from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, run
 from tests import axes

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core.launch import tuning
+from pyops import tuning
 from pyops._core.launch.kernel import Specialisation
 from pyops._core.system import device
 from pyops._core.tensors import dtypes

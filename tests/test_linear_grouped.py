@@ -12,9 +12,8 @@ import torch
 from torch.nn.functional import gelu, relu, silu
 
 import pyops
-from pyops import OpError
+from pyops import OpError, tuning
 from pyops._core import config
-from pyops._core.launch import tuning
 from pyops._core.system import device
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import describe_new

@@ -11,9 +11,9 @@ import torch
 
 import pyops
 from pyops import OpError
-from pyops._core.op.example import ArgMaker
 from pyops._core.op.op import registry
 from pyops._core.system.device import model
+from pyops.example import ArgMaker
 from pyops.ops.linear.block_scaled import MXFP4, MXFP8
 from tests.calls import DEVICES
 from tests.test_linear_products import assert_rounded_once

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops import tuning
 from pyops._core import config
-from pyops._core.launch import tuning
 from pyops._core.system import device
 from pyops._core.system.device import Device
 from pyops._core.tensors import dtypes

@@ -14,8 +14,8 @@ from torch.nn.functional import silu, softplus
 
 import pyops
 from pyops._core import config
-from pyops._core.op.example import TorchMaker
 from pyops._core.system import device as devices
+from pyops.example import TorchMaker
 from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.launch import tuning
+from pyops import tuning
 from pyops._core.system import device as devices
 from pyops.ops.mamba._scan_geometry import ScanConfig, ScanProblem, TokensConfig, choose
 from tests.calls import DEVICES, Host

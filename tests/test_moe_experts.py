@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import pyops
-from pyops import FusedMoEQuantConfig, OpError
+from pyops import FusedMoEQuantConfig, OpError, tuning
 from pyops._core import config
-from pyops._core.launch import tuning
 from pyops.host.run import HostFunction
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.testing import cpu

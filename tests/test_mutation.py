@@ -146,7 +146,7 @@ def test_semantic_mutants_stand_once() -> None:
     kernels, functions = ([one for one in mutants if one.is_python is kind] for kind in (False, True))
     assert min(len(kernels), len(functions)) >= 80
     assert {Path(one.file).parent.name for one in kernels} == {Path(file).parent.name for file in kernels_cu.names()}
-    packages = {"models", "nn", "integrations", "host", "_core"}
+    packages = {"models", "nn", "integrations", "host", "_core", "check.py", "tuning"}
     assert {one.file.split("/")[1] for one in functions} == packages
 
 
@@ -179,14 +179,14 @@ import subprocess, sys
 from pathlib import Path
 from tests.mutation import python
 from tests.mutation.semantic import Semantic, anchored
-from pyops._core import config; from pyops._core.launch import tuning
+from pyops._core import config; from pyops import tuning
 
 def run(name):
-    text = f"from pyops._core.launch import tuning; print(tuning.{name}(5), [tuning.{name}(1)])"
+    text = f"from pyops import tuning; print(tuning.{name}(5), [tuning.{name}(1)])"
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()[0]
 
 old = "return 1 << max(0, count - 1).bit_length()"
-written = Semantic("pyops/_core/launch/tuning.py", "why", old, "return 77", ("tests/profiles.py",))
+written = Semantic("pyops/tuning/__init__.py", "why", old, "return 77", ("tests/profiles.py",))
 (mutant,), _ = anchored([written])
 held = tuning.power_of_two
 before = held(5), run("power_of_two")

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 import pyops
+from pyops import offline
 from pyops._core.launch.kernel import Specialisation
-from pyops._core.op.example import ArgMaker
 from pyops._core.op.op import Op
 from pyops._core.system import device
 from pyops._core.tensors.tensor import TensorArg
-from pyops._core.text import compiler, offline
+from pyops._core.text import compiler
+from pyops.example import ArgMaker
 from tests import axes
 from tests.profiles import PROFILE, varied
 

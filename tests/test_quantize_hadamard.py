@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops import offline
 from pyops._core import config
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device as devices
 from pyops._core.tensors.dtypes import float32
-from pyops._core.text import offline
+from pyops.example import ArgMaker
 from pyops.ops.quantize.hadamard import HadamardConfig, HadamardProblem, choose
 from pyops.testing import CONTENTS, Layout, assert_close, assert_matches_reference, filled, same_bits, strategies
 from tests.calls import DEVICES

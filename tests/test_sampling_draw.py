@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core.op.example import ArgMaker
 from pyops._core.system.device import model
+from pyops.example import ArgMaker
 from pyops.host import toolchain
 from pyops.ops.sampling import draw as plan
 from pyops.ops.sampling._random import philox

@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import pyops
+from pyops import check
 from pyops._core.op.op import Op
-from pyops._core.tensors import check
 from pyops._core.tensors.tensor import TensorArg
 from pyops.host.toolchain import toolchains
 from pyops.testing import (

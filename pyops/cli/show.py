@@ -9,9 +9,8 @@ from typing import Any
 import kernels_cu
 import pyops
 
-from .. import axes
+from .. import axes, tuning
 from .._core.errors import OpError
-from .._core.launch import tuning
 from .._core.launch.tensor_map import TensorMap
 from .._core.op import torch_library, wrapper
 from .._core.op.op import Op

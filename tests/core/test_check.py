@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
+from pyops import check
 from pyops._core.system import device
-from pyops._core.tensors import check, dtypes
+from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
 
 

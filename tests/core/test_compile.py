@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 import pyops
+from pyops import offline
 from pyops._core.launch.kernel import Kernel
-from pyops._core.op.example import ArgMaker
 from pyops._core.system import device
-from pyops._core.text import offline
+from pyops.example import ArgMaker
 from tests.test_nvrtc import MISSING
 
 MakeKernel = Callable[[str, str], Kernel]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pyops import offline
 from pyops._core.errors import CompileError
 from pyops._core.launch.kernel import Kernel
-from pyops._core.text import offline
 from tests.core import hopper
 from tests.profiles import few
 from tests.test_nvrtc import MISSING

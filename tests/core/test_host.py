@@ -16,11 +16,11 @@ import numpy
 import pytest
 
 import pyops
+from pyops import offline
 from pyops._core.launch import launch
 from pyops._core.launch.kernel import Kernel
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
-from pyops._core.text import offline
 from pyops.host import run as host
 from pyops.host import toolchain
 from pyops.host.ranges import Range

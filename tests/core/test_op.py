@@ -16,13 +16,13 @@ import torch
 
 import pyops
 from benchmarks.fake_driver import fake_driver
+from pyops import check
 from pyops._core.launch.kernel import Kernel
 from pyops._core.op import op as core
-from pyops._core.op.example import ArgMaker, TorchMaker
 from pyops._core.system import device
-from pyops._core.tensors import check
 from pyops._core.tensors.tensor import TensorArg
 from pyops._core.text import compiler
+from pyops.example import ArgMaker, TorchMaker
 
 if TYPE_CHECKING:
     from torch import Tensor

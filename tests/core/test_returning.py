@@ -10,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyops
+from pyops import check
 from pyops._core.launch.kernel import Kernel, Launch
 from pyops._core.op.planner import Result
-from pyops._core.tensors import check, dtypes
+from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:

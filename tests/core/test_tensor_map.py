@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pyops
-from pyops import compile_ahead
+from pyops import compile_ahead, offline
 from pyops._core import config
 from pyops._core.errors import OpError
 from pyops._core.launch import launch, tensor_map
@@ -22,7 +22,6 @@ from pyops._core.system import device
 from pyops._core.system import driver as driver_calls
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg, describe_new
-from pyops._core.text import offline
 from pyops.cli import show
 from pyops.host import launch as host
 from tests.calls import KERNELS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyops._core.launch import tuning
+from pyops import tuning
 from pyops._core.system import device
 
 

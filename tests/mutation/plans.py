@@ -68,7 +68,7 @@ def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
     for value in map(inspect.unwrap, (value for value in known if callable(value))):
         if isinstance(value, types.FunctionType) and not value.__closure__:
             package = value.__module__ or ""
-            if package.startswith("pyops.") and not package.startswith("pyops._core"):
+            if package.startswith("pyops.") and not package.startswith(("pyops._core", "pyops.check", "pyops.tuning")):
                 yield value
 
 

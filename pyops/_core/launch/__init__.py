@@ -3,5 +3,4 @@
 scratch tensor_map kernel   scratch memory; tensor maps for TMA; Kernel, Specialisation, Launch: what a plan returns
 layout workspace launch     parameters in memory; where scratch memory lies; launches on a stream
 backend                     what runs kernels on the CPU
-tuning                      the config that a plan runs with
 """

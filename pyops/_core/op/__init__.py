@@ -5,5 +5,5 @@ guard plan                   whether a call is like the last one; what a call ne
 wrapper torch_library        the function of an op; its forms in torch
 index_check arguments        PYOPS_CHECK; arguments as a plan takes them
 prepare returning            from arguments to a plan; the function of an op that allocates its outputs
-op typed decorator example   Op and the registry; what type checkers know of an op; @op; example arguments
+op typed decorator           Op and the registry; what type checkers know of an op; @op
 """

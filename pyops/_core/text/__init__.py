@@ -2,5 +2,4 @@
 
 source            the text of a kernel, with its includes and constants
 hiprtc compiler   text to function, on an AMD GPU and on any
-offline           text to binary, without a GPU
 """

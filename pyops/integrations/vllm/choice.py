@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from ... import tuning
 from ..._core.errors import SwitchError
-from ..._core.launch import tuning
 from ..._core.system import device
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import DType
 from ..._core.tensors.tensor import TensorArg
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import DType
 from ..._core.tensors.tensor import TensorArg
 

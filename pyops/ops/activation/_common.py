@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core.tensors import check
+from ... import check
 from ..._core.tensors.dtypes import float16
 from ..._core.tensors.tensor import TensorArg
 

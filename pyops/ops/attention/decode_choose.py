@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.system.device import Device
 from ..._core.tensors.dtypes import float8_e4m3fnuz
 from .decode_problem import DecodeProblem, run_tokens

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import DType, float8_e4m3fn, float32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import DType
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from ... import check
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import DType, float32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8

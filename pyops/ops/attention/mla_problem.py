@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core.launch import tuning
-from ..._core.tensors import check
+from ... import check, tuning
 from ..._core.tensors.dtypes import E4M3, DType, bfloat16, float8_e4m3fn, float16, float32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8

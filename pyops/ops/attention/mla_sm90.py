@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .decode import absolute_error

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float8_e4m3fn, float32
 from ..._core.tensors.tensor import TensorArg
 from . import decode_problem

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.tensor import TensorArg
 from .layout import absent, heads_stride
 from .prefill_problem import PrefillProblem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch

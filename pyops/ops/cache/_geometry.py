@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import DType
 from ..._core.tensors.tensor import TensorArg
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ... import check
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.tensor import TensorArg
 from ._common import bad_table_entries, check_rows, existing_positions
 

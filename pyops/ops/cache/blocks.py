@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from ... import check
 from ..._core.errors import OpError
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import cupy, torch
-from ..._core.tensors import check, tensor
+from ..._core.tensors import tensor
 from ..._core.tensors.dtypes import DType, uint8
 from ..._core.tensors.tensor import TensorArg
 from ._common import indexable

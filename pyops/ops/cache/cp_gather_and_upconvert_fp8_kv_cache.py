@@ -6,10 +6,10 @@ from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import bfloat16, uint8
 from ..._core.tensors.tensor import TensorArg
 from . import _geometry

@@ -6,9 +6,9 @@ from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float16, float32, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
-from ..._core.tensors import check
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.tensor_map import TensorMap
 from ..._core.system.device import Device

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import bfloat16, float32
 from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Specialisation
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from .._shared import ggml_formats

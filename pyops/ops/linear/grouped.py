@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float32, int8
 from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import experts_error

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.op.decorator import op
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float8_e4m3fn, int32
 from ..._core.tensors.tensor import TensorArg
 from . import dequantize_packed, grouped_plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float32, int8, int32
 from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES, uint8b128

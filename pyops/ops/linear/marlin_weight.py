@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core.tensors import check, dtypes
+from ... import check
+from ..._core.tensors import dtypes
 from ..._core.tensors.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, float32, int8, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.launch.scratch import Scratch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import bfloat16
 from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import TILE_COLUMNS

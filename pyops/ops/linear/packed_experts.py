@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.launch.kernel import Launch
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8

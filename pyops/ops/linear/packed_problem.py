@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.launch.kernel import Kernel
 from ..._core.launch.scratch import Scratch
 from ..._core.system.device import Device

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import E4M3, bfloat16, float16
 from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error

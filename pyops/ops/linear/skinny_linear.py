@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.tensors.tensor import TensorArg

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from ..._core.launch import tuning
-from ..._core.tensors import check
+from ... import check, tuning
 from ..._core.tensors.dtypes import FLOATS, float32
 from ..._core.tensors.tensor import TensorArg
 

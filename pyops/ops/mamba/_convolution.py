@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
+from ... import check
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import int32, int64
 from ..._core.tensors.tensor import TensorArg
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.device import Device
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float32, int32
 from ..._core.tensors.tensor import TensorArg
 from ._chunk_scan_problem import check_heads

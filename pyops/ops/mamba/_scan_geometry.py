@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core.launch import tuning
+from ... import tuning
 from ..._core.tensors.dtypes import float32
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core.launch import tuning
+from ... import tuning
 
 if TYPE_CHECKING:
     from ..._core.system.device import Device

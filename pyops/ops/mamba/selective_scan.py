@@ -5,11 +5,10 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import boolean, float32, int32
 from ..._core.tensors.tensor import TensorArg
 from ._common import MAX_STATES

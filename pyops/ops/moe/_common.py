@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..._core.tensors import check
+from ... import check
 from ..._core.tensors.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
 from ..._core.tensors.tensor import TensorArg
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..._core.tensors import check
+from ... import check
 from ..._core.tensors.tensor import TensorArg
 
 _WARP_SIZE = 32

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
-from ..._core.tensors import check, tensor
+from ..._core.tensors import tensor
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count, check_ids, check_map, local_experts, max_places, padded_places, sort_launch

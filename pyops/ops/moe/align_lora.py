@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from ._sort import check_count, check_map, local_experts, max_places, sort_launch

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float32, int32, int64, uint32
 from ..._core.tensors.tensor import TensorArg
 from ._routing_geometry import choose_geometry

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ... import check
 from ..._core.launch.kernel import Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import int32
 from ..._core.tensors.tensor import TensorArg
 from ._sizes import MAX_SWAPPED_ROWS, check_tables, example_tables, sizes_launch, write_sizes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks, fp8

@@ -21,10 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core.launch import tuning
+from ... import check, tuning
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.op.planner import Result
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import float8_e4m3fn, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import BLOCK, tile_sizes, tiled

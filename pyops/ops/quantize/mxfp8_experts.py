@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import check
 from ..._core.launch.kernel import Kernel, Launch
 from ..._core.op.decorator import op
 from ..._core.system.lazy import torch
-from ..._core.tensors import check
 from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, int32, uint8
 from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ... import check
 from ..._core.errors import OpError
-from ..._core.tensors import check
 from ..._core.tensors.tensor import contiguous, new, with_dense_rows
 from .._shared.fp8 import e4m3_name, largest_code, own_fp8
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant

@@ -7,8 +7,7 @@ from functools import cache, cached_property
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core.launch import tuning
-from ..._core.tensors import check
+from ... import check, tuning
 from ..._core.tensors.dtypes import DType, int32, int64
 from ..._core.tensors.tensor import TensorArg
 

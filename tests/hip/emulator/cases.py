@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 import pyops
 from pyops._core.launch.kernel import Launch, Specialisation
-from pyops._core.op.example import ArgMaker, TorchMaker
 from pyops._core.op.op import Op
 from pyops._core.system import device
+from pyops.example import ArgMaker, TorchMaker
 from pyops.host import run as run_on_host
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, run

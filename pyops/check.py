@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..errors import OpError
-from . import dtypes
-from .dtypes import DType
-from .tensor import TensorArg
+from ._core.errors import OpError
+from ._core.tensors import dtypes
+from ._core.tensors.dtypes import DType
+from ._core.tensors.tensor import TensorArg
 
 
 def dtype(arg: TensorArg | None, *allowed: DType) -> None:

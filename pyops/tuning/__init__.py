@@ -24,9 +24,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..system.device import Device
+from .._core.system.device import Device
 
-TABLES = Path(__file__).parents[2] / "tuning"
+TABLES = Path(__file__).parent
 _MAX_RESIDENT_THREADS = 2048  # resident threads of an SM
 
 

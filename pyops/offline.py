@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..errors import CompileError
-from ..system.lazy import cupy
-from .compiler import include_folders
+from ._core.errors import CompileError
+from ._core.system.lazy import cupy
+from ._core.text.compiler import include_folders
 
 
 @dataclass(frozen=True)

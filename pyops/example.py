@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy
 
-from ..errors import OpError
-from ..system.device import Device
-from ..system.lazy import torch
-from ..tensors import dtypes, tensor
-from ..tensors.tensor import TensorArg
+from ._core.errors import OpError
+from ._core.system.device import Device
+from ._core.system.lazy import torch
+from ._core.tensors import dtypes, tensor
+from ._core.tensors.tensor import TensorArg
 
 
 class TorchMaker:
