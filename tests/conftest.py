@@ -21,9 +21,10 @@ from pyops._core.op import torch_library
 from pyops._core.op.op import registry
 from pyops._core.system import device
 from pyops.host import run as host
-from tests import profiles
-from tests.calls import Host
-from tests.profiles import PROFILE
+from tests.support import profiles
+from tests.support.calls import Host
+from tests.support.kernels import caught, kernel, run_on_host  # noqa: F401 (fixtures)
+from tests.support.profiles import PROFILE
 
 hypothesis.settings.register_profile(
     profiles.NAME,
@@ -76,6 +77,12 @@ def pytest_report_header() -> str:
     return f"gpu: {device}; profile: {profiles.NAME}, of dev, ci and nightly"
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`-k test_norm` selects all tests of a family, those of tests/ops/norm."""
+    if item.path.parent.parent.name == "ops":
+        item.extra_keyword_matches.add(f"test_{item.path.parent.name}")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _device() is None:
@@ -109,7 +116,7 @@ def _chosen(items: list[pytest.Item]) -> set[pytest.Item]:
         if (on_gpu and _device() is None) or (item.get_closest_marker("slow") and not PROFILE.slow):
             continue
         name, _, parameters = item.nodeid.partition("[")
-        of_every_op = item.path.name.startswith(("test_every_op", "test_nvrtc"))
+        of_every_op = item.path.parent.name == "every_op"
         variants.setdefault(f"{name} {on_gpu} {parameters if of_every_op else ''}", []).append(item)
     return {
         item for name, few in variants.items() for item in profiles.varied(few, PROFILE.variants, name, _parameters)
@@ -211,8 +218,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _values(specialisations: Iterable[tuple[str, str]]) -> dict[tuple[str, str], set[str]]:
     """{(kernel, constant): the values it has in any of the specialisations}."""
     found: dict[tuple[str, str], set[str]] = {}
-    for kernel, constants in specialisations:
+    for text, constants in specialisations:
         for constant in constants.split():
             name, _, value = constant.partition("=")
-            found.setdefault((kernel, name), set()).add(value)
+            found.setdefault((text, name), set()).add(value)
     return found

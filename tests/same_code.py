@@ -27,7 +27,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.test_nvrtc import ARCHS
+from tests.every_op.test_nvrtc import ARCHS
 
 ROOT = Path(__file__).parents[1]
 _CACHE = Path(tempfile.gettempdir()) / f"pyops-same-code-{os.getuid()}"
@@ -36,7 +36,7 @@ _INSTRUCTION_BYTES = 16
 _LIST = """
 import json, sys
 import pyops
-from tests import test_nvrtc
+from tests.every_op import test_nvrtc
 
 test_nvrtc.varied = lambda found, *rest: found
 arch, max_texts = sys.argv[1], int(sys.argv[2]) or None

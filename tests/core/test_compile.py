@@ -12,7 +12,7 @@ from pyops import offline
 from pyops._core.launch.kernel import Kernel
 from pyops._core.system import device
 from pyops.example import ArgMaker
-from tests.test_nvrtc import MISSING
+from tests.every_op.test_nvrtc import MISSING
 
 MakeKernel = Callable[[str, str], Kernel]
 

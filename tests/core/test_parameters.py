@@ -16,7 +16,7 @@ from pyops._core.launch.kernel import Kernel, Launch
 from pyops._core.launch.scratch import Scratch
 from pyops._core.tensors.tensor import TensorArg
 from pyops.host.toolchain import toolchains
-from tests.calls import DEVICES
+from tests.support.calls import DEVICES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,8 +24,8 @@ from pyops._core.tensors import dtypes
 from pyops._core.tensors.tensor import TensorArg, describe_new
 from pyops.cli import show
 from pyops.host import launch as host
-from tests.calls import KERNELS
 from tests.core.conftest import Driver, call, text
+from tests.support.calls import KERNELS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,7 @@
 The tables are those of AMD's matrix instruction calculator (CDNA 2 and 3, RDNA 3 and 4). It lacks CDNA 4, whose longer
 instructions are taken for those of CDNA 3 with twice the registers. `check_registers` multiplies registers of any
 content, `check_tiles` tiles in shared memory by product.cuh. Both run by the host backend
-(tests/core/test_matrix_cores.py) and by the instruction emulator (`tests.hip emulate`).
+(tests/host/test_matrix_cores.py) and by the instruction emulator (`tests.hip emulate`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy
 
 from pyops._core.tensors import dtypes
 from pyops._core.tensors.dtypes import DType
-from tests.core.conftest import launched
+from tests.support.kernels import launched
 
 
 @dataclass(frozen=True)

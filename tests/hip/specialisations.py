@@ -18,7 +18,7 @@ from pyops.example import ArgMaker
 from pyops.ops.collective import custom_all_reduce, expert_parallel, minimax, quick_all_reduce
 from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES
-from tests import axes
+from tests.support import axes
 
 ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 # Architectures with the instructions of another: nothing but the name that a compiler is given differs.

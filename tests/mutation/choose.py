@@ -18,17 +18,17 @@ from pyops._core.op.op import Op, registry
 from pyops._core.system import device
 from pyops._core.text import source
 from pyops.example import ArgMaker
-from tests import axes
 from tests.mutation import code, plans
 from tests.mutation.mutant import Mutant, in_turn
+from tests.support import axes
 
 _EVERY_OP = (
-    "tests/test_every_op.py",
-    "tests/test_every_op_host.py",
-    "tests/test_every_op_pipelines.py",
-    "tests/test_every_op_tokens.py",
+    "tests/every_op/test_every_op.py",
+    "tests/every_op/test_host.py",
+    "tests/every_op/test_pipelines.py",
+    "tests/every_op/test_tokens.py",
 )
-_REFUSALS = ("tests/test_every_op_refuses.py", "tests/test_every_op_limits.py")
+_REFUSALS = ("tests/every_op/test_refuses.py", "tests/every_op/test_limits.py")
 _HEADERS = "tests/core/test_headers.py"
 _SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
     (device.model("sm_90"), {}),
@@ -112,7 +112,7 @@ def _own_files(mutant: Mutant) -> frozenset[str]:
     kernels = {kernel for name in ops_of(mutant) for kernel in kernels_of(registry[name])}
     kernels = kernels if mutant.is_plan else kernels & kernels_with(mutant.file, mutant.within)
     folders = {Path(kernel).parent.name for kernel in (*kernels, *_of_ranks(mutant.file))}
-    own = {str(path) for folder in folders for path in Path("tests").glob(f"test_{folder}*.py")}
+    own = {str(path) for folder in folders for path in Path("tests/ops", folder).glob("test_*.py")}
     return frozenset(own | ({_HEADERS} if mutant.file.startswith("include/") else set()))
 
 
@@ -186,7 +186,7 @@ def _runs_on_host(item: pytest.Item, mutant: Mutant) -> bool:
         return False
     if mutant.tests:
         return True
-    if item.path.name in {Path(file).name for file in _REFUSALS}:
+    if str(item.path.relative_to(item.config.rootpath)) in _REFUSALS:
         return mutant.is_plan
     return "Host" in named or (item.path.name != "test_every_op.py" and "cpu" not in named)
 

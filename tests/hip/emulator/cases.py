@@ -25,7 +25,7 @@ from pyops.host import run as run_on_host
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, run
 from pyops.testing.rounded import FUNCTIONS
-from tests import axes
+from tests.support import axes
 
 from .. import layouts
 from ..compile import code_object

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from tests.core.conftest import launched
+from tests.support.kernels import launched
 
 _CONVERT = """#include "platform.cuh"
 extern "C" __global__ void convert(float* y, const uint16_t* x) {
