@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import pyops
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 from . import compile_time, kernel_time, numerics, overhead, readme, report, shapes, timing, tune
 from .rivals import RIVALS, libraries, reason

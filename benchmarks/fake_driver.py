@@ -17,10 +17,12 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops._core import device, driver, torch_library, workspace
-from pyops._core.compiler import Compiled
-from pyops._core.kernel import Kernel, Specialisation
-from pyops._core.wrapper import NAMESPACE
+from pyops._core.launch import workspace
+from pyops._core.launch.kernel import Kernel, Specialisation
+from pyops._core.op import torch_library
+from pyops._core.op.wrapper import NAMESPACE
+from pyops._core.system import device, driver
+from pyops._core.text.compiler import Compiled
 
 _INDEX = 0
 _FUNCTION = 1  # the fake address of a loaded function

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 import pyops
-from pyops import compile_ahead
-from pyops._core import tuning
-from pyops._core.device import Device
+from pyops import compile_ahead, tuning
+from pyops._core.system.device import Device
 from pyops.ops.linear import gemm_sm90, gemm_sm90_cost
 from pyops.ops.linear.gemm_sm80 import MmaConfig, choose_mma
 from pyops.ops.linear.gemm_sm90_choice import Config, Shape, candidates, config_us
@@ -180,9 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.times:
         values = [one for path in asked.times for one in json.loads(path.read_text())]
         samples = [Sample(one["row"], one["config"], one["us"], Shape(**one["shape"])) for one in values]
-        device, name = pyops._core.device.model("sm_90"), asked.name
+        device, name = pyops._core.system.device.model("sm_90"), asked.name
     else:
-        samples, device = collect(asked.minutes, asked.seed), pyops._core.device.get(torch.cuda.current_device())
+        samples, device = collect(asked.minutes, asked.seed), pyops._core.system.device.get(torch.cuda.current_device())
         name = device.name
     if asked.out:
         asked.out.write_text(json.dumps([asdict(one) for one in samples]) + "\n")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pyops
-from pyops._core.example import TorchMaker
+from pyops.example import TorchMaker
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear.ggml import random_weight
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import pyops
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops._core.op.op import Op
+from pyops._core.tensors.tensor import TensorArg
 
 from . import report, shapes
 from .fake_driver import fake_driver

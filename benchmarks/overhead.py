@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 from .rivals import Builder, builders, ours, skip
 from .shapes import Case

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 from .timing import Call
 

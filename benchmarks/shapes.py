@@ -11,10 +11,10 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from pyops._core import device
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker, TorchMaker
 
 SWEEP: dict[str, Sequence[Any]] = {
     "num_tokens": (1, 16, 256, 4096, 16384),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pyops._core import source
+from pyops._core.text import source
 
 Call = Callable[[], Any]
 

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import pyops
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 from pyops.testing import calls as testing
 
 from . import report, shapes, timing
@@ -34,7 +34,7 @@ from .rivals import ours, reason
 from .shapes import Case
 from .timing import Spread, gpu_us
 
-Config = Any  # a frozen dataclass with `candidates` (pyops/_core/tuning.py)
+Config = Any  # a frozen dataclass with `candidates` (pyops/tuning/__init__.py)
 _SCALARS = (bool, int, str)  # field types that a table can hold
 
 
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("python -m benchmarks tune measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
-    tuning = importlib.import_module("pyops._core.tuning")
+    tuning = importlib.import_module("pyops.tuning")
     for case in cases:
         check, time_us = on_gpu(case, timing.QUICK if options.quick else timing.FULL)
         tuned = tune(op, tuning, check, time_us, options.rounds)

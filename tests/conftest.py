@@ -16,9 +16,11 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import config, device, torch_library
-from pyops._core.host import run as host
-from pyops._core.op import registry
+from pyops._core import config
+from pyops._core.op import torch_library
+from pyops._core.op.op import registry
+from pyops._core.system import device
+from pyops.host import run as host
 from tests.support import profiles
 from tests.support.calls import Host
 from tests.support.kernels import caught, kernel, run_on_host  # noqa: F401 (fixtures)

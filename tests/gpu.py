@@ -187,7 +187,7 @@ def changed_files(since: str) -> list[str] | None:
 def _includers(changed: set[str]) -> set[str]:
     """The kernels that consist of or include one of the files."""
     import kernels_cu
-    from pyops._core import source
+    from pyops._core.text import source
 
     kernels = [name for name in kernels_cu.names() if name.endswith(".cu")]
     holds = {name: set(re.findall(r'#line \d+ "(kernels_cu/\S+)"', source.inline(name))) for name in kernels}

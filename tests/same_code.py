@@ -84,7 +84,7 @@ def compiled(source: Source, arch: str) -> Code:
     """The machine code of a specialisation, from the cache if it was compiled before."""
     from elftools.elf.elffile import ELFFile
 
-    from pyops._core import offline
+    from pyops import offline
 
     bare = re.sub(r"\s*//.*|^#line .*", "", source.text, flags=re.MULTILINE)
     path = _CACHE / hashlib.sha256("\0".join((bare, arch, *source.options)).encode()).hexdigest()

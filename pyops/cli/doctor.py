@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy
 
-from .. import axes
-from .._core import compiler, config, device, hiprtc, offline
+from .. import axes, offline
+from .._core import config
 from .._core.errors import MissingDependencyError, pip_line
-from .._core.host import toolchain
-from .._core.lazy import cache_folder, cupy, driver_version, gpu_extra
-from .._core.op import registry
+from .._core.op.op import registry
+from .._core.system import device
+from .._core.system.lazy import cache_folder, cupy, driver_version, gpu_extra
+from .._core.text import compiler, hiprtc
+from ..host import toolchain
 
 _VARIABLES = ("CUPY_CACHE_DIR", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "ROCM_HOME", "HIP_VISIBLE_DEVICES")
 _TOLERANCE = 1e-5  # tolerance of float32 results of magnitude 1

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._core.config import kernels_on_cpu
 from .._core.errors import MissingDependencyError
-from .._core.lazy import cupy, optional, torch
+from .._core.system.lazy import cupy, optional, torch
 from ..errors import ModelError
 from ..models import Config, Engine, Output, SamplingParams, check_request, load
 from ..models.gguf_file import GgufFile, is_gguf

@@ -9,12 +9,14 @@ from typing import Any
 import kernels_cu
 import pyops
 
-from .. import axes
-from .._core import device, dtypes, torch_library, tuning, wrapper
-from .._core import source as sources
+from .. import axes, tuning
 from .._core.errors import OpError
-from .._core.op import Op
-from .._core.tensor_map import TensorMap
+from .._core.launch.tensor_map import TensorMap
+from .._core.op import torch_library, wrapper
+from .._core.op.op import Op
+from .._core.system import device
+from .._core.tensors import dtypes
+from .._core.text import source as sources
 from . import table
 
 

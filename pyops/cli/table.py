@@ -10,8 +10,8 @@ from typing import Any
 import pyops
 
 from .. import axes
-from .._core import device
-from .._core.op import Op, registry
+from .._core.op.op import Op, registry
+from .._core.system import device
 
 # Functions built on ops of several families: {module: the family that lists them}.
 ABOVE_FAMILIES = dict.fromkeys(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.activation.gated import silu_and_mul_with_clamp
 from ..ops.linear.coded_plan import block_size_of_codes
 from ..ops.linear.gemm_problem import SCALE_BLOCK

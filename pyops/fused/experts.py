@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import OpError
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.linear.grouped_problem import ACTIVATIONS
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
 from ..ops.moe.rows import moe_sum_experts

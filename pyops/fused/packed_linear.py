@@ -1,6 +1,6 @@
 """A projection with packed weights in the layout of AWQ or GPTQ checkpoints.
 
-torch.compile can trace it, because it uses no lazy proxy of `_core/lazy.py`.
+torch.compile can trace it, because it uses no lazy proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A projection with 8-bit weights and activations, for this library's models and for transformers'.
 
-torch.compile can trace it, because it uses no lazy proxy of `_core/lazy.py`.
+torch.compile can trace it, because it uses no lazy proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.tensor import new
+from .._core.tensors.tensor import new
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from ..ops.linear.scaled_mm import cutlass_scaled_mm
 from ..ops.quantize import per_token_group_quant_fp8, scaled_fp8_quant, scaled_int8_quant

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.activation import gelu_and_mul, gelu_fast, gelu_new, gelu_tanh_and_mul, relu2, silu_and_mul
 from ..ops.attention import paged_attention_v1, paged_attention_varlen
 from ..ops.cache import reshape_and_cache_flash

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._core.lazy import optional, torch
+from .._core.system.lazy import optional, torch
 from ..errors import ModelError
 from .config import DTYPES, Config
 from .config_values import MAX_JSON, check_file, read_json

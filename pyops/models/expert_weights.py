@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..fused.experts import FusedMoEQuantConfig, fused_experts
 from ..ops._shared.scalar_type import E2M1_NUMBERS
 from ..ops.linear.gemm_problem import SCALE_BLOCK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.moe.routing_fused import fused_grouped_topk, fused_topk
 from .attention import MLP
 from .config import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.activation import silu_and_mul
 from ..ops.linear.ggml_moe import ggml_moe_a8, ggml_moe_a8_vec, ggml_moe_get_block_size
 from ..ops.moe import moe_align_block_size, moe_sum

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from .._core.lazy import optional, torch
+from .._core.system.lazy import optional, torch
 from ..errors import ModelError
 from ..ops._shared.ggml_formats import FORMATS
 from .config_values import check_file

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from .._core.lazy import optional
+from .._core.system.lazy import optional
 from ..errors import ModelError
 
 _MAGIC, _VERSIONS, _DEFAULT_ALIGNMENT, _MAX_DIMS = b"GGUF", (2, 3), 32, 4

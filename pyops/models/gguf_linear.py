@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.linear.ggml import ggml_mul_mat_a8
 from ..ops.quantize.ggml import ggml_dequantize
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._core.lazy import optional
+from .._core.system.lazy import optional
 from ..errors import ModelError
 from .gguf_file import CONTROL, USER_DEFINED, GgufFile
 

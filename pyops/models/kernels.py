@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .._core import tensor, torch_library
-from .._core.device import Device
-from .._core.kernel import Specialisation
-from .._core.lazy import torch
-from .._core.op import Op, registry
+from .._core.launch.kernel import Specialisation
+from .._core.op import torch_library
+from .._core.op.op import Op, registry
+from .._core.system.device import Device
+from .._core.system.lazy import torch
+from .._core.tensors import tensor
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder, Layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.cache import concat_and_cache_mla_rope_fused
 from ..ops.norm import rms_norm
 from .batch import Batch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from .hooks import LogitsHook, apply_hook
 from .runner import Part, Runner
 from .scheduler import Request

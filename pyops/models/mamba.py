@@ -8,7 +8,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from .attention import Attention
 from .batch import Batch
 from .config import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..errors import ModelError
 from ..fused.marlin_experts import fused_marlin_moe
 from ..fused.packed_linear import PackedProduct

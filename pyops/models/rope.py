@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import log, sqrt
 from typing import TYPE_CHECKING, Any
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.rotary import tables as rope_tables
 from .config_values import MAX_POSITIONS, first, flag, number, refuse, size
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from .batch import Batch
 from .config import Config
 from .decoder import Decoder

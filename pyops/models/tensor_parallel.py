@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .._core.errors import RankError
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..ops.collective.process_group import CustomAllReduce, reach_each_other
 from ..ops.linear.gemm_problem import SCALE_BLOCK
 from .attention import Attention

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._core.torch_library import bind_loaded
-from .._core.typed import Wrapper
+from .._core.op.torch_library import bind_loaded
+from .._core.op.typed import Wrapper
 from .custom_op import CustomOp
 
 if TYPE_CHECKING:

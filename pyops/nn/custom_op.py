@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from .._core.lazy import loaded, optional
+from .._core.system.lazy import loaded, optional
 
 if TYPE_CHECKING:
     import torch

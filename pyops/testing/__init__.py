@@ -7,8 +7,8 @@ in `pyops.testing.strategies`, the only module here that needs hypothesis.
 from __future__ import annotations
 
 from .._core.config import cpu
-from .._core.host.run import SCHEDULES, Schedule, scheduled
-from .._core.ranks import Ranks as ranks
+from ..host.ranks import Ranks as ranks
+from ..host.run import SCHEDULES, Schedule, scheduled
 from .calls import assert_matches_reference
 from .compare import assert_close, same_bits
 from .contents import CONTENTS, filled

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .._core import config, dtypes
+from .._core import config
 from .._core.errors import OpError
-from .._core.host.run import SCHEDULES, Schedule, scheduled
-from .._core.lazy import torch
-from .._core.op import Op
-from .._core.typed import Wrapper
+from .._core.op.op import Op
+from .._core.op.typed import Wrapper
+from .._core.system.lazy import torch
+from .._core.tensors import dtypes
+from ..host.run import SCHEDULES, Schedule, scheduled
 from .compare import CODES, assert_close, same_bits
 from .memory import Canaries, Layout
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._core import dtypes
-from .._core.lazy import torch
+from .._core.system.lazy import torch
+from .._core.tensors import dtypes
 
 if TYPE_CHECKING:
     from torch import Tensor

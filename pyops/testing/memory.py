@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._core import dtypes
-from .._core.lazy import torch
-from .._core.tensor import library_of
+from .._core.system.lazy import torch
+from .._core.tensors import dtypes
+from .._core.tensors.tensor import library_of
 
 if TYPE_CHECKING:
     from torch import Tensor

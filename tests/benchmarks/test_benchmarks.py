@@ -18,7 +18,7 @@ import pyops
 from benchmarks import __main__ as main
 from benchmarks import accuracy, compile_time, decode, kernel_time, numerics, overhead, report, rivals, shapes, timing
 from benchmarks import transformers as accelerated
-from pyops._core import offline
+from pyops import offline
 from pyops.models import Config, Decoder
 
 RMS_NORM = pyops.registry["rms_norm"]

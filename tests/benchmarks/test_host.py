@@ -13,8 +13,9 @@ import torch
 import pyops
 from benchmarks import host, shapes
 from benchmarks.fake_driver import fake_driver
-from pyops._core import device, driver, workspace
-from pyops._core.wrapper import NAMESPACE
+from pyops._core.launch import workspace
+from pyops._core.op.wrapper import NAMESPACE
+from pyops._core.system import device, driver
 
 RMS_NORM = pyops.registry["rms_norm"]
 

@@ -43,7 +43,7 @@ class Problem:
 
 
 class Tuning:
-    """A stub of pyops._core.tuning."""
+    """A stub of pyops.tuning."""
 
     def __init__(self, folder: Path) -> None:
         self.TABLES = folder

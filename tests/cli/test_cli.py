@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import pyops
-from pyops import axes, compile_ahead
+from pyops import axes, compile_ahead, tuning
 from pyops.__main__ import main, parser
-from pyops._core import compiler, device, tuning
-from pyops._core.compiler import Compiled
+from pyops._core.system import device
+from pyops._core.text import compiler
+from pyops._core.text.compiler import Compiled
 from pyops.cli import demo, doctor, show, table
 from pyops.integrations import vllm
 from pyops.models import attention

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from pyops._core import device, launch
-from pyops._core import driver as driver_calls
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.source import TENSOR_MAP
+from pyops._core.launch import launch
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.system import device
+from pyops._core.system import driver as driver_calls
+from pyops._core.text.source import TENSOR_MAP
 
 SIZES = {"Q": 8, "q": 8, "d": 8, "f": 4, "i": 4, "I": 4, "?": 1}
 

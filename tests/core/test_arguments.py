@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.op import Op
+from pyops._core import config
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops.example import ArgMaker
 
 if TYPE_CHECKING:
     from torch import Tensor

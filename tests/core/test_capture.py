@@ -14,9 +14,14 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import compiler, config, device, driver, launch, tensor, workspace
-from pyops._core.compiler import Compiled
-from pyops._core.kernel import Kernel, Scratch
+from pyops._core import config
+from pyops._core.launch import launch, workspace
+from pyops._core.launch.kernel import Kernel
+from pyops._core.launch.scratch import Scratch
+from pyops._core.system import device, driver
+from pyops._core.tensors import tensor
+from pyops._core.text import compiler
+from pyops._core.text.compiler import Compiled
 from pyops.ops.collective import communicator, shared_memory
 from tests.core.conftest import Driver, call, text
 

@@ -16,10 +16,12 @@ import torch
 
 import pyops
 from pyops import axes
-from pyops._core import device, workspace
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.op import Op
-from pyops._core.tensor_map import TensorMap
+from pyops._core.launch import workspace
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap
+from pyops._core.op.op import Op
+from pyops._core.system import device
 from pyops.ops.collective import custom_all_reduce
 from pyops.testing.calls import assert_same, clones, named, written
 from tests.core.test_device import unload

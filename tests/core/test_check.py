@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import check, device, dtypes
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
 
 
 def arg(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, **more: Any) -> TensorArg:

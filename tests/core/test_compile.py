@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 import pyops
-from pyops._core import device, offline
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Kernel
+from pyops import offline
+from pyops._core.launch.kernel import Kernel
+from pyops._core.system import device
+from pyops.example import ArgMaker
 from tests.every_op.test_nvrtc import MISSING
 
 MakeKernel = Callable[[str, str], Kernel]

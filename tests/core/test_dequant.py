@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy
 import pytest
 
-from pyops._core import dtypes
-from pyops._core.host.toolchain import toolchains
+from pyops._core.tensors import dtypes
+from pyops.host.toolchain import toolchains
 
 TEXT = """
 #include "linear/dequant.cuh"

@@ -23,9 +23,10 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import compiler
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import TensorArg
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core import folders
+from pyops._core.system import folders
 
 LAUNCH = """
 import numpy, sys
@@ -158,14 +158,14 @@ def test_waiting_for_a_folder_ends_with_its_patience(tmp_path: Path, monkeypatch
 
 FORKED = (
     "import os, tempfile, warnings; warnings.simplefilter('ignore')\n"
-    "from pyops._core.host import build; from pyops._core import lazy\n"
+    "from pyops.host import build; from pyops._core.system import lazy\n"
     "assert os.path.isdir(build.folder()) and lazy.cupy.__name__\n"
     "if not (child := os.fork()): raise SystemExit\n"
     "os.waitpid(child, 0); assert os.path.isdir(build.folder())"
 )
 WORKER = (
     "import multiprocessing, os, warnings; warnings.simplefilter('ignore')\n"
-    "from pyops._core.host import build; from pyops._core import lazy\n"
+    "from pyops.host import build; from pyops._core.system import lazy\n"
     "work = lambda: os.path.isdir(build.folder()) and lazy.cupy.__name__ or os._exit(1)\n"
     "worker = multiprocessing.get_context('fork').Process(target=work)\n"
     "worker.start(); worker.join(); assert worker.exitcode == 0"

@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy
 import pytest
 
-from pyops._core import dtypes
-from pyops._core.dtypes import DType
-from pyops._core.host.toolchain import toolchains
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 
 pytestmark = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")

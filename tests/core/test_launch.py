@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device, index_check, launch
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel
+from pyops._core.launch import launch
+from pyops._core.launch.kernel import Kernel
+from pyops._core.op import index_check
+from pyops._core.system import device
 from tests.core.conftest import Driver, call, text
 
 MakeKernel = Callable[[str, str], Kernel]

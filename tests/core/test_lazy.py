@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.lazy import loaded
+from pyops._core.system.lazy import loaded
 
 
 def test_module_being_imported_by_another_thread_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

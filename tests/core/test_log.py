@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 
 from pyops import compile_ahead
-from pyops._core import compiler, device, log
-from pyops._core.compiler import Compiled
-from pyops._core.host.toolchain import toolchains
+from pyops._core import log
+from pyops._core.system import device
+from pyops._core.text import compiler
+from pyops._core.text.compiler import Compiled
+from pyops.host.toolchain import toolchains
 
 
 def stderr_of(folder: Path, size: int, before: str = "", **switches: str) -> str:

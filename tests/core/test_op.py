@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ import torch
 
 import pyops
 from benchmarks.fake_driver import fake_driver
-from pyops._core import check, compiler, device
-from pyops._core import op as core
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.kernel import Kernel
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.launch.kernel import Kernel
+from pyops._core.op import op as core
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
+from pyops.example import ArgMaker, TorchMaker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,6 +162,29 @@ def test_plan_is_made_once_per_signature() -> None:
         call(2, 3.0, 0.5)
         call(2, 2.0, 0.5, steps=2)
     assert planned == [((2, 4), 2.0, 1), ((3, 4), 2.0, 1), ((2, 4), 3.0, 1), ((2, 4), 2.0, 2)]
+
+
+@dataclass
+class _Rows:
+    input: TensorArg
+    weight: TensorArg | None
+
+
+def test_a_plan_takes_arguments_in_groups() -> None:
+    planned = []
+
+    @pyops.op(out="out")
+    def planned_by_groups(out: Tensor, input: Tensor, steps: int, weight: Tensor | None = None) -> None: ...
+
+    @planned_by_groups.plan
+    def plan_planned_by_groups(steps: int, rows: _Rows) -> list[Any]:
+        planned.append((steps, rows.input.name, rows.weight))
+        return []
+
+    planned_by_groups(torch.empty(2), torch.ones(2), 3)
+    assert planned == [(3, "input", None)]
+    with pytest.raises(TypeError, match="planned_by_groups: call is no parameter of the op"):
+        planned_by_groups.plan(lambda **call: [])
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import check, config
+from pyops import check
+from pyops._core import config
 from pyops._core.errors import KernelFault
-from pyops._core.host.toolchain import toolchains
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import TensorArg
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.tensors.tensor import TensorArg
+from pyops.host.toolchain import toolchains
 from tests.support.calls import DEVICES
 
 if TYPE_CHECKING:

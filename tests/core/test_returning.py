@@ -10,10 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyops
-from pyops._core import check, dtypes
-from pyops._core.kernel import Kernel, Launch
-from pyops._core.planner import Result
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.op.planner import Result
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 import kernels_cu
-from pyops._core import dtypes, source
-from pyops._core.kernel import Kernel
+from pyops._core.launch.kernel import Kernel
+from pyops._core.tensors import dtypes
+from pyops._core.text import source
 
 KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
 MakeKernel = Callable[[str, str], Kernel]

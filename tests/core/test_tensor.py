@@ -13,8 +13,9 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device, dtypes, tensor
-from pyops._core.tensor import TensorArg
+from pyops._core.system import device
+from pyops._core.tensors import dtypes, tensor
+from pyops._core.tensors.tensor import TensorArg
 
 
 def _arg(

@@ -11,14 +11,19 @@ import pytest
 import torch
 
 import pyops
-from pyops import compile_ahead
-from pyops._core import config, device, dtypes, launch, offline, tensor_map
-from pyops._core import driver as driver_calls
+from pyops import compile_ahead, offline
+from pyops._core import config
 from pyops._core.errors import OpError
-from pyops._core.kernel import Kernel, Launch, Scratch
-from pyops._core.tensor import TensorArg, describe_new
-from pyops._core.tensor_map import TensorMap, mappable
+from pyops._core.launch import launch, tensor_map
+from pyops._core.launch.kernel import Kernel, Launch
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap, mappable
+from pyops._core.system import device
+from pyops._core.system import driver as driver_calls
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg, describe_new
 from pyops.cli import show
+from pyops.host import launch as host
 from tests.core.conftest import Driver, call, text
 from tests.support.calls import KERNELS
 
@@ -167,7 +172,7 @@ def test_launches_of_a_plan_have_their_own_maps(kernel: MakeKernel, driver: Driv
     lies = [2**20]
     workspace = pytest.MonkeyPatch()
     with workspace.context() as patch:
-        patch.setattr("pyops._core.workspace.zeros", lambda *_: 2**21)
+        patch.setattr("pyops._core.launch.workspace.zeros", lambda *_: 2**21)
         bound = driver.bind(launches, ("out", "x"), (), {}, lambda *_: (None, lies[0]))
         for lies[0], page in ((2**20, 1), (2**20, 1), (2**22, 1), (2**22, 2)):
             call(bound, 0, PAGE, page * PAGE)
@@ -288,7 +293,7 @@ def test_maps_on_the_host(kernel: MakeKernel) -> None:
     launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
     for moved in (x, x + 1000):
         words = (out.ctypes.data, moved.ctypes.data)
-        launch.run_on_host([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
+        host.run_launches([launched], ("out", "x"), (out.nbytes, x.nbytes), (), {}, *words)
         assert out[:4].tolist() == [144, 0, 0, 0]
         assert out[4:26].tolist() == [0x70616D74, 2, 2, 2, 64, 5, 0, 0, 0, 32, 3, *(0,) * 11]
         assert out[26:].tolist() == moved[1:, 8].tolist()
@@ -300,7 +305,7 @@ def test_scratch_memory_on_the_host(kernel: MakeKernel) -> None:
     for memory, expected in ((Scratch(2048), -1), (Scratch(2048, zeroed=True), 0)):
         one = TensorMap(memory, dtypes.bfloat16, (64, 5), (256,), (64, 5), offset=256)
         launched = kernel("reads", READS)().launch(1, 64, x_map=one, rows=5)
-        launch.run_on_host([launched], ("out",), (out.nbytes,), (), {}, out.ctypes.data)
+        host.run_launches([launched], ("out",), (out.nbytes,), (), {}, out.ctypes.data)
         assert out[26:].tolist() == [expected] * 5
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pyops._core import device, tuning
+from pyops import tuning
+from pyops._core.system import device
 
 
 @dataclass(frozen=True)

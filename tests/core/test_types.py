@@ -104,6 +104,6 @@ def test_every_op_is_typed(tmp_path: Path) -> None:
 def test_package_has_no_undeclared_names() -> None:
     names = {name for name in dir(pyops) if not name.startswith("_")}
     assert names >= {*pyops.registry, "OpError", "op", "registry", "warmup", "check"}
-    assert not names & {"annotations", "axes", "compile_ahead", "ops", "cli"}
+    assert not names & {"annotations", "axes", "compile_ahead", "example", "host", "ops", "cli", "tuning"}
     modules = {name for name in names if type(getattr(pyops, name)) is type(pyops)}
     assert modules <= {"check", "errors", "fused", "integrations", "models", "nn", "testing"}

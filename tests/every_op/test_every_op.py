@@ -19,13 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device, source
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Scratch
-from pyops._core.layout import layout
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
-from pyops._core.tensor_map import TensorMap
+from pyops._core.launch.layout import layout
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import source
+from pyops.example import ArgMaker
 from pyops.testing import CONTENTS, Layout, filled, same_bits, strategies
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests.support import axes

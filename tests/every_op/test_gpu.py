@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import compiler, workspace
-from pyops._core.op import Op
+from pyops._core.launch import workspace
+from pyops._core.op.op import Op
+from pyops._core.text import compiler
 from pyops.testing import Layout
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, run, written
 from tests.support import axes

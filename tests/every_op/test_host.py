@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, prepare
-from pyops._core.host.toolchain import toolchains
-from pyops._core.op import Op
+from pyops._core import config
+from pyops._core.op import prepare
+from pyops._core.op.op import Op
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, assert_same, clones, expected, named, replaced, run, written
 from tests.support import axes

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core import device, dtypes
-from pyops._core.example import ArgMaker
-from pyops._core.tensor import TensorArg, describe_new
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg, describe_new
+from pyops.example import ArgMaker
 from tests.support import axes
 
 Change = Callable[[TensorArg], TensorArg]

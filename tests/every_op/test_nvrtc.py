@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core import compiler, device, offline
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Specialisation
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops import offline
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops._core.text import compiler
+from pyops.example import ArgMaker
 from tests.support import axes
 from tests.support.profiles import PROFILE, varied
 

@@ -19,9 +19,11 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import config, device, source
-from pyops._core.host.toolchain import toolchains
-from pyops._core.kernel import Kernel, Launch, Specialisation
+from pyops._core import config
+from pyops._core.launch.kernel import Kernel, Launch, Specialisation
+from pyops._core.system import device
+from pyops._core.text import source
+from pyops.host.toolchain import toolchains
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig

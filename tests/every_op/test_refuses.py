@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
-from pyops._core.declaration import Parameter
-from pyops._core.op import Op
+from pyops._core.op.declaration import Parameter
+from pyops._core.op.op import Op
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, written
 from tests.support import axes
 from tests.support.calls import CUDA, KERNELS, Host, as_cupy, as_numpy, example, refusal

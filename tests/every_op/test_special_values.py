@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core.host.toolchain import toolchains
-from pyops._core.op import Op
+from pyops._core.op.op import Op
+from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, named, replaced, run
 from tests.support import axes
 from tests.support.calls import DEVICES, example

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device
-from pyops._core.example import ArgMaker
-from pyops._core.host.run import SCHEDULES, scheduled
-from pyops._core.host.toolchain import toolchains
-from pyops._core.op import Op
+from pyops._core import config
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops.example import ArgMaker
+from pyops.host.run import SCHEDULES, scheduled
+from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, named, replaced, run
 from tests.every_op.test_pipelines import watch
 from tests.support import axes

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
-from pyops._core.op import Op
-from pyops._core.torch_library import Form
+from pyops._core.op.op import Op
+from pyops._core.op.torch_library import Form
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests.support import axes

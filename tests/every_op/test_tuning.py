@@ -16,13 +16,15 @@ import pytest
 import pyops
 from benchmarks import tune
 from benchmarks.timing import Spread
-from pyops._core import config, device, tuning
-from pyops._core.example import ArgMaker
-from pyops._core.host.toolchain import toolchains
-from pyops._core.kernel import Scratch
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
-from pyops._core.tensor_map import TensorMap
+from pyops import tuning
+from pyops._core import config
+from pyops._core.launch.scratch import Scratch
+from pyops._core.launch.tensor_map import TensorMap
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker
+from pyops.host.toolchain import toolchains
 from pyops.testing.calls import assert_results, expected, run
 from tests.support import axes
 from tests.support.calls import example

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
 
 from .metadata import Resources, resources
 from .packages import Folder

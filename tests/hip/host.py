@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 import pyops
-from pyops._core import device
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.system import device
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from pyops._core import dtypes
-from pyops._core.dtypes import DType
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
 from tests.support.kernels import launched
 
 

@@ -9,11 +9,12 @@ from functools import cache
 from typing import Any
 
 import pyops
-from pyops._core import device, dtypes
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Specialisation
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
+from pyops.example import ArgMaker
 from pyops.ops.collective import custom_all_reduce, expert_parallel, minimax, quick_all_reduce
 from pyops.ops.collective.communicator import unroll
 from pyops.ops.collective.shared_memory import PACKET_BYTES, SIGNAL_BYTES

@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.example import TorchMaker
+from pyops.example import TorchMaker
 from tests.hip import __main__ as command
 from tests.hip import specialisations
 from tests.hip.emulator import cases, checkout, code_object, fp8

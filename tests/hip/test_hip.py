@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from pyops._core import device, folders, hiprtc
 from pyops._core.errors import CompileError
+from pyops._core.system import device, folders
+from pyops._core.text import hiprtc
 from pyops.cli import doctor
 from tests.hip import __main__ as command
 from tests.hip import packages, saved, specialisations

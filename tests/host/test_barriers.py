@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.host.hopper import mapped
 from tests.support.kernels import Run

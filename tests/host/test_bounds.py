@@ -12,11 +12,12 @@ import pytest
 
 import kernels_cu
 import pyops
-from pyops._core import launch, source
-from pyops._core.host import run as host
-from pyops._core.host import toolchain
-from pyops._core.kernel import Kernel, Scratch
-from pyops._core.op import Op
+from pyops._core.launch.kernel import Kernel
+from pyops._core.launch.scratch import Scratch
+from pyops._core.op.op import Op
+from pyops._core.text import source
+from pyops.host import launch, toolchain
+from pyops.host import run as host
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, written
 from tests.mutation import plans, python
@@ -219,7 +220,7 @@ def test_workspace_ends_at_its_last_byte() -> None:
     x, made = floats(26), Kernel("test/halves.cu", text=text)
     for count in (25, 26):
         one = made().launch(1, count, partial=Scratch(100), other=Scratch(4))
-        run = partial(launch.run_on_host, [one], ("input",), (x.nbytes,), (), {}, x.ctypes.data)
+        run = partial(launch.run_launches, [one], ("input",), (x.nbytes,), (), {}, x.ctypes.data)
         if count == 25:
             run()
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not toolchains(), reason="no C++ compiler")]
 
@@ -18,8 +18,8 @@ PRELUDE = """
 import errno, os, shutil, tempfile
 import numpy
 import pyops
-from pyops._core import folders
-from pyops._core.host import build
+from pyops._core.system import folders
+from pyops.host import build
 
 cache = os.path.join(os.environ["CUPY_CACHE_DIR"], "pyops-host")
 right = {"relu2": 4.0, "silu": 2 / (1 + numpy.exp(-2.0)), "gelu_quick": 2 / (1 + numpy.exp(-3.404))}

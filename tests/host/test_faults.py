@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.testing import SCHEDULES, Schedule, scheduled
 from tests.support.kernels import line_of
 

@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.testing import SCHEDULES, scheduled
 from tests.host import hopper
 from tests.host.hopper.faults import FAULTS, FAULTS_OF_CLUSTERS, WRONG_RESULT

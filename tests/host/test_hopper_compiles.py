@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pyops._core import offline
+from pyops import offline
 from pyops._core.errors import CompileError
-from pyops._core.kernel import Kernel
+from pyops._core.launch.kernel import Kernel
 from tests.every_op.test_nvrtc import MISSING
 from tests.host import hopper
 from tests.support.profiles import few

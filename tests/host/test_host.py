@@ -16,12 +16,15 @@ import numpy
 import pytest
 
 import pyops
-from pyops._core import dtypes, launch, offline
-from pyops._core.dtypes import DType
-from pyops._core.host import run as host
-from pyops._core.host import toolchain
-from pyops._core.host.toolchain import toolchains
-from pyops._core.kernel import Kernel
+from pyops import offline
+from pyops._core.launch import launch
+from pyops._core.launch.kernel import Kernel
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
+from pyops.host import run as host
+from pyops.host import toolchain
+from pyops.host.ranges import Range
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, Schedule, scheduled
 from tests.every_op.test_nvrtc import ARCHS, MISSING
 from tests.host.test_faults import ASYNC
@@ -489,8 +492,8 @@ def test_threads_wait_for_each_other(run_on_host: Run) -> None:
         word = numpy.array([array.ctypes.data, 0], numpy.uint64)
         word[1] = word.ctypes.data
         for _ in range(10):
-            ranges = [host.Range("out", array.ctypes.data, array.nbytes)]
-            function.launch((1, 1, 1), (64, 1, 1), 0, word.ctypes.data + 8, ranges)
+            tensors = [Range("out", array.ctypes.data, array.nbytes)]
+            function.launch((1, 1, 1), (64, 1, 1), 0, word.ctypes.data + 8, tensors)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(launch, arrays))
@@ -513,18 +516,17 @@ KERNEL = 'extern "C" __global__ void one(int* out) { *out = 1; }'
 SCRIPT = f"""
 import sys, time, warnings
 import numpy
-from pyops._core import source
-from pyops._core.host import run as host, toolchain
+from pyops._core.launch.kernel import Kernel
+from pyops.host import ranges, run as host, toolchain
 chosen = sys.argv[1]
 toolchain.toolchains = lambda found=toolchain.toolchains(): {{chosen: found[chosen]}} if chosen else found
-text = source.inline("include/number.cuh") + {KERNEL!r}
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
-    function = host.load(text, "one", "test/one.cu", "")
+    function = host.load(Kernel("test/one.cu", text={KERNEL!r})())
 out = numpy.zeros(1, numpy.int32)
 words = numpy.array([out.ctypes.data, 0], numpy.uint64)
 words[1] = words.ctypes.data
-function.launch((1, 1, 1), (1, 1, 1), 0, words.ctypes.data + 8, [host.Range("out", out.ctypes.data, 4)])
+function.launch((1, 1, 1), (1, 1, 1), 0, words.ctypes.data + 8, [ranges.Range("out", out.ctypes.data, 4)])
 assert out[0] == 1
 print(len(warned), function.library)
 """
@@ -573,7 +575,7 @@ def test_every_toolchain(tmp_path: Path, name: str) -> None:
 def test_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "toolchains", dict)
     with pytest.raises(pyops.MissingDependencyError, match=r"C\+\+ compiler.*\[cpu\]"):
-        host.load('extern "C" __global__ void none(int* out) {}', "none", "test/none.cu", "")
+        host.load(Kernel("test/none.cu", text='extern "C" __global__ void none(int* out) {}')())
 
 
 def test_unknown_order() -> None:

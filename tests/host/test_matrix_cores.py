@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pyops._core import dtypes
-from pyops._core.dtypes import DType
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.dtypes import DType
 from pyops.testing import SCHEDULES, scheduled
 from tests.hip.layouts import MFMA, WMMA_11, WMMA_12, Instruction, check_registers, check_tiles
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from pyops import ModelError, testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, Multipliers, Names, Norms, Quantization, Rope, SamplingParams, load
 from pyops.models.linear import Place
 from pyops.models.norm import Norm

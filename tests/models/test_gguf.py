@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import pyops
 from pyops import ModelError, testing
 from pyops.__main__ import main
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, checkpoint, load
 from pyops.models.gguf_file import GgufFile
 from pyops.models.gguf_linear import BlockMatrix

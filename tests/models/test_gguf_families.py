@@ -14,7 +14,7 @@ import transformers
 
 import pyops
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.models import Engine, SamplingParams, load
 from pyops.models.gguf_families import GGUF_FAMILIES
 

@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask
 
 import pyops
 from pyops import ModelError, testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.models import (
     Config,
     Decoder,

@@ -19,7 +19,7 @@ import transformers
 import pyops
 from pyops import ModelError, testing
 from pyops.__main__ import main
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, StateSpace, load
 from pyops.models.parts import BOTH
 from pyops.models.runner import Part, Runner

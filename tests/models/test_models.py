@@ -15,8 +15,8 @@ import transformers
 
 import pyops
 from pyops import ModelError, testing
-from pyops._core import device
-from pyops._core.host.toolchain import toolchains
+from pyops._core.system import device
+from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, SamplingParams, load, serving_kernels
 from pyops.models import engine as engine_module
 from pyops.models.params import sample

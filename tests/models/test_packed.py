@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pyops
 from pyops import ModelError, testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, PackedQuantization, Quantization, SamplingParams, checkpoint, load
 from pyops.models.packed_linear import PackedLinear
 from tests.models.test_quantized import COUNT, DTYPES, PROMPT, TINY, projections, unquantised, within

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import pyops
 from pyops import SCALAR_TYPES, ModelError, testing
-from pyops._core import device
-from pyops._core.example import ArgMaker
-from pyops._core.host.toolchain import toolchains
+from pyops._core.system import device
+from pyops.example import ArgMaker
+from pyops.host.toolchain import toolchains
 from pyops.models import Engine, Mixture, PackedQuantization, SamplingParams, load
 from pyops.models.expert_weights import PackedAsPlain, PlainExperts
 from pyops.models.experts import Experts

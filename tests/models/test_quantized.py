@@ -18,8 +18,8 @@ from torch import Tensor
 
 import pyops
 from pyops import ModelError, testing
-from pyops._core.host.toolchain import toolchains
 from pyops.fused.quantized_linear import QuantisedLinear, _in_groups
+from pyops.host.toolchain import toolchains
 from pyops.models import Config, Decoder, Engine, Quantization, SamplingParams, checkpoint, load
 from pyops.models.linear import ScaledLinear
 from pyops.models.runner import Part, Runner

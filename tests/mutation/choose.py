@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import kernels_cu
-from pyops._core import device, source
-from pyops._core.example import ArgMaker
-from pyops._core.op import Op, registry
+from pyops._core.op.op import Op, registry
+from pyops._core.system import device
+from pyops._core.text import source
+from pyops.example import ArgMaker
 from tests.mutation import code, plans
 from tests.mutation.mutant import Mutant, in_turn
 from tests.support import axes

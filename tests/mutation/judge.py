@@ -24,10 +24,11 @@ import hypothesis
 import pytest
 
 import kernels_cu
-from pyops._core import source
 from pyops._core.errors import CompileError
-from pyops._core.host.run import Schedule, scheduled
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.text import source
+from pyops.host import run
+from pyops.host.run import Schedule, scheduled
 from tests.mutation import choose, python
 from tests.mutation.equivalent import EQUIVALENT
 from tests.mutation.mutant import Mutant
@@ -239,19 +240,19 @@ def _apply(mutant: Mutant, folder: Path) -> list[tuple[Specialisation, int, str]
         python.apply(mutant)
         python.apply_in_children(mutant, folder)
         return loaded
-    read, load = kernels_cu.read, Specialisation.load_on_host
+    read, load = kernels_cu.read, run.load
     broken = mutant.apply(read(mutant.file))
     _read_with(lambda name: broken if name == mutant.file else read(name))
 
-    def load_and_note(self: Specialisation) -> Any:
-        function = load(self)
-        if mutant.file in choose.sources_of(self.kernel.file, self.kernel.text):
-            loaded.append((self, function.warp_size, function.library))
+    def load_and_note(one: Specialisation) -> Any:
+        function = load(one)
+        if mutant.file in choose.sources_of(one.kernel.file, one.kernel.text):
+            loaded.append((one, function.warp_size, function.library))
         return function
 
-    Specialisation.load_on_host = load_and_note
+    run.load = load_and_note
     _restore.append(lambda: _read_with(read))
-    _restore.append(lambda: setattr(Specialisation, "load_on_host", load))
+    _restore.append(lambda: setattr(run, "load", load))
     return loaded
 
 
@@ -271,7 +272,7 @@ def _same_code(loaded: Sequence[tuple[Specialisation, int, str]]) -> bool:
         undo()
     for specialisation, warp_size, library in loaded:
         with scheduled(Schedule(), warp_size=warp_size):
-            if machine_code(specialisation.load_on_host().library) != machine_code(library):
+            if machine_code(run.load(specialisation).library) != machine_code(library):
                 return False
     return True
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyops._core.op import Op, registry
+from pyops._core.op.op import Op, registry
 from tests.mutation.mutant import Mutant, digest, numbered
 from tests.mutation.python import ROOT, parts, read
 
@@ -68,7 +68,7 @@ def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
     for value in map(inspect.unwrap, (value for value in known if callable(value))):
         if isinstance(value, types.FunctionType) and not value.__closure__:
             package = value.__module__ or ""
-            if package.startswith("pyops.") and not package.startswith("pyops._core"):
+            if package.startswith("pyops.") and not package.startswith(("pyops._core", "pyops.check", "pyops.tuning")):
                 yield value
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kernels_cu
-from pyops._core.op import registry
+from pyops._core.op.op import registry
 from tests.mutation import choose, code, operators, plans, python
 from tests.mutation.__main__ import score
 from tests.mutation.mutant import Mutant, numbered, sample
@@ -147,7 +147,7 @@ def test_semantic_mutants_occur_once() -> None:
     kernels, functions = ([one for one in mutants if one.is_python is kind] for kind in (False, True))
     assert min(len(kernels), len(functions)) >= 80
     assert {Path(one.file).parent.name for one in kernels} == {Path(file).parent.name for file in kernels_cu.names()}
-    packages = {"models", "nn", "integrations", "_core"}
+    packages = {"models", "nn", "integrations", "host", "_core", "check.py", "tuning"}
     assert {one.file.split("/")[1] for one in functions} == packages
 
 
@@ -185,14 +185,14 @@ import subprocess, sys
 from pathlib import Path
 from tests.mutation import python
 from tests.mutation.semantic import Semantic, anchored
-from pyops._core import config, tuning
+from pyops._core import config; from pyops import tuning
 
 def run(name):
-    text = f"from pyops._core import tuning; print(tuning.{name}(5), [tuning.{name}(1)])"
+    text = f"from pyops import tuning; print(tuning.{name}(5), [tuning.{name}(1)])"
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()[0]
 
 old = "return 1 << max(0, count - 1).bit_length()"
-written = Semantic("pyops/_core/tuning.py", "why", old, "return 77", ("tests/support/profiles.py",))
+written = Semantic("pyops/tuning/__init__.py", "why", old, "return 77", ("tests/support/profiles.py",))
 (mutant,), _ = anchored([written])
 held = tuning.power_of_two
 before = held(5), run("power_of_two")

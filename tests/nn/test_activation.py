@@ -13,7 +13,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
 
 from pyops import OpError, testing
 from pyops import nn as layers
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from tests.support.layers import DTYPES, of_all_methods
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -11,7 +11,7 @@ import torch
 
 from pyops import nn as layers
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from pyops import nn as layers
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from tests.support.layers import of_all_methods
 
 pytestmark = pytest.mark.usefixtures("no_grad")

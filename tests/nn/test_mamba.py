@@ -15,7 +15,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from pyops import nn as layers
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from tests.support.transformers_mamba import GroupedNorm, heed_groups
 
 Tensor = torch.Tensor

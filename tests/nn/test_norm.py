@@ -13,7 +13,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from pyops import nn as layers
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from tests.support.layers import DTYPES, of_all_methods
 
 pytestmark = pytest.mark.usefixtures("no_grad")

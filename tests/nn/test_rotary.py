@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from pyops import nn as layers
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.nn.custom_op import set_custom_ops
 from pyops.ops.rotary import tables as rope_tables
 from tests.support.layers import DTYPES, of_all_methods

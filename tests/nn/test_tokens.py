@@ -14,7 +14,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from pyops import nn as layers
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from tests.support.layers import DTYPES, of_all_methods
 
 Tensor = torch.Tensor

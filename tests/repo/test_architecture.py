@@ -1,11 +1,13 @@
-"""The rules of the source tree: layers and imports, sizes of files, portable kernels."""
+"""The rules of the house, held by reading the tree."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
@@ -15,37 +17,49 @@ import kernels_cu
 import pyops
 import pyops._core
 import pyops.fused
+import pyops.host
 import pyops.integrations.transformers
 import pyops.integrations.vllm
 import pyops.models
 import pyops.nn
-from pyops._core import device, source
-from pyops._core.example import ArgMaker
+from pyops._core.system import device
+from pyops._core.text import source
+from pyops.example import ArgMaker
 from tests.mutation.choose import kernels_of, sources_of
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "pyops" / "_core"
-# The folders of the project; its root may hold others.
+# What of the root belongs to the project, besides the files that lie in it.
 FOLDERS = ("pyops", "kernels_cu", "tests", "benchmarks", "docs", ".ci")
 KERNELS = [name for name in kernels_cu.names() if name.endswith(".cu")]
 HEADERS = [name for name in kernels_cu.names() if name.endswith(".cuh")]
 
 
 def _order(package: ModuleType) -> list[str]:
-    """The modules in the order of a package's docstring, in which a module imports only earlier ones."""
+    """The modules that the docstring of a package lists, each after all that it may import."""
     lines = [line for line in str(package.__doc__).splitlines() if re.match(r"[a-z_]+( [a-z_]+)*   +\S", line)]
     return [module for line in lines for module in re.split("   +", line)[0].split()]
 
 
+# The files and folders of the core, and the files of each folder, as `folder/module`.
 ORDER = _order(pyops._core)
-# The packages above the ops: {package: modules in the order in which they may import each other}.
+FOLDERS_OF_CORE = [name for name in ORDER if (CORE / name).is_dir()]
+CORE_MODULES = [
+    f"{folder}/{module}"
+    for folder in FOLDERS_OF_CORE
+    for module in _order(importlib.import_module(f"pyops._core.{folder}"))
+] + [name for name in ORDER if name not in FOLDERS_OF_CORE]
+HOST = _order(pyops.host)
+# What stands on the ops: {package: modules in the order in which they may import each other}.
 ABOVE = {
     package.__name__: _order(package)
     for package in (pyops.fused, pyops.models, pyops.nn, pyops.integrations.vllm, pyops.integrations.transformers)
 }
-# `import pyops` loads `pyops.fused`, because its functions are names of pyops.
+# `import pyops` loads `pyops.fused`: its functions are names of pyops.
 ABOVE_FOLDERS = {name.split(".")[1] for name in ABOVE} - {"fused"}
-# The packages directly above `_core`: one for each family of ops, and the test harness.
+# What plans and tools use beside the core.
+BESIDE = ("check", "tuning", "example", "offline")
+# What stands on `_core`: a package for each family of ops, and the test harness.
 FAMILIES = sorted((ROOT / "pyops" / "ops").glob("*/*.py"))
 HARNESS = sorted((ROOT / "pyops" / "testing").rglob("*.py"))
 
@@ -56,11 +70,8 @@ def _code(name: str) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Modules and names that a file imports anywhere at run time, as absolute dotted names."""
+    """Modules and names that a file imports, wherever in it and be it for types alone, as absolute dotted names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    ]
     package = path.relative_to(ROOT).parent.parts
     found = set()
     for node in ast.walk(tree):
@@ -79,30 +90,75 @@ def _modules(folder: Path) -> list[str]:
     return sorted([*packages, *(path.stem for path in folder.glob("*.py") if path.stem != "__init__")])
 
 
-def test_every_core_module_is_listed() -> None:
+def test_every_core_module_has_its_place() -> None:
     assert sorted(ORDER) == _modules(CORE)
+    found = [f"{folder}/{module}" for folder in FOLDERS_OF_CORE for module in _modules(CORE / folder)]
+    assert sorted(name for name in CORE_MODULES if "/" in name) == sorted(found)
 
 
-@pytest.mark.parametrize("module", ORDER)
-def test_core_imports_only_earlier_modules(module: str) -> None:
-    package = CORE / module
-    files = sorted(package.glob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
-    found = {name for path in files for name in _imports(path) if name.startswith("pyops")}
-    imported = {name.split(".")[2] for name in found if name.startswith("pyops._core.")} - {module}
-    assert imported <= set(ORDER[: ORDER.index(module)])
-    beyond = {name for name in found if not name.startswith("pyops._core.")}
-    assert not beyond, "the core imports what stands on it"
+@pytest.mark.parametrize("module", CORE_MODULES)
+def test_core_imports_only_what_comes_before(module: str) -> None:
+    """Within its folder, and of the folders, those that come before its own."""
+    folder, _, name = module.rpartition("/")
+    found = {name for name in _imports(CORE / f"{module}.py") if name.startswith("pyops")}
+    assert all(name.startswith("pyops._core.") for name in found), "the core imports what stands on it"
+    imported = {tuple(name.split(".")[2:4]) for name in found}
+    assert {one[0] for one in imported} - {folder} <= set(ORDER[: ORDER.index(folder or name)])
+    beside = [one.rpartition("/")[2] for one in CORE_MODULES if folder and one.startswith(f"{folder}/")]
+    assert {one[1] for one in imported if one[0] == folder} <= set(beside[: beside.index(name)] if folder else [])
+
+
+@pytest.mark.parametrize("module", HOST)
+def test_the_host_backend_imports_only_the_core_and_what_comes_before(module: str) -> None:
+    found = {name for name in _imports(ROOT / "pyops" / "host" / f"{module}.py") if name.startswith("pyops")}
+    own = {name.split(".")[2] for name in found if name.startswith("pyops.host.")}
+    assert own <= set(HOST[: HOST.index(module)])
+    assert all(name.startswith(("pyops._core.", "pyops.host.")) for name in found), found
+
+
+def test_every_module_of_the_host_backend_has_its_place() -> None:
+    assert sorted(HOST) == _modules(ROOT / "pyops" / "host")
+
+
+def test_import_does_without_the_host_backend() -> None:
+    """Only the world of ranks is loaded, by which collective ops ask whether they run on the host."""
+    listed = "sorted(name for name in sys.modules if name.startswith('pyops.host.'))"
+    done = f"import sys, pyops; assert {listed} == ['pyops.host.ranges', 'pyops.host.ranks']"
+    subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("module", BESIDE)
+def test_what_lies_beside_the_core_imports_only_the_core(module: str) -> None:
+    path = ROOT / "pyops" / module
+    found = _imports(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+    assert all(name.startswith("pyops._core.") for name in found if name.startswith("pyops")), found
+
+
+def test_the_core_stays_small() -> None:
+    assert sum(_lines(path) for path in CORE.rglob("*.py")) <= 4480
 
 
 @pytest.mark.parametrize("path", FAMILIES, ids=lambda path: path.relative_to(ROOT / "pyops").as_posix())
 def test_families_import_only_the_core(path: Path) -> None:
-    """A family also imports what families share, and modules of its own package."""
+    """And checks and tuning, what families share, and their own package; those of several ranks, ranks of the host."""
     own = {name for name in _imports(path) if name.startswith("pyops")}
-    allowed = ("pyops._core.", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
+    allowed = ("pyops._core.", "pyops.check", "pyops.tuning", "pyops.ops._shared.", f"pyops.ops.{path.parent.name}.")
+    if path.parent.name == "collective":
+        allowed += ("pyops.host.ranks", "pyops.host.ranges")
     assert all(name.startswith(allowed) for name in own), own
 
 
-CALL_PATH = ("wrapper", "op", "prepare", "plan", "layout", "launch")
+def test_no_modules_import_each_other() -> None:
+    """Not even in a circle of several, and not for types alone."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "pyops").rglob("*.py")}
+    graph = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in _imports(path)} & set(modules)
+        for module, path in modules.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of a circle
+
+
+CALL_PATH = ("op/wrapper", "op/op", "op/prepare", "op/plan", "launch/layout", "launch/launch")
 
 
 def _lines(path: Path) -> int:
@@ -112,7 +168,7 @@ def _lines(path: Path) -> int:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "pyops").rglob("*.py")), ids=lambda path: path.relative_to(ROOT / "pyops").as_posix()
 )
-def test_files_and_classes_are_short(path: Path) -> None:
+def test_files_and_classes_fit_in_a_head(path: Path) -> None:
     assert _lines(path) <= 350
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ClassDef):
@@ -120,25 +176,25 @@ def test_files_and_classes_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno < 200, node.name
 
 
-def test_call_path_is_six_files() -> None:
+def test_a_call_is_read_in_six_files() -> None:
     assert sum(_lines(CORE / f"{name}.py") for name in CALL_PATH) <= 1200
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `_core/(\w+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
+    assert re.findall(r"^\| `_core/([\w/]+)\.py` \|", page, re.MULTILINE) == list(CALL_PATH)
 
 
 @pytest.mark.parametrize("path", HARNESS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_harness_knows_no_op(path: Path) -> None:
-    """It imports the core and itself, and hypothesis only in the strategies."""
+def test_the_harness_knows_no_op(path: Path) -> None:
+    """It imports the core, the host backend and itself; hypothesis only where the strategies are."""
     imported = _imports(path)
     own = {name for name in imported if name.startswith("pyops")}
-    assert all(name.startswith(("pyops._core.", "pyops.testing.")) for name in own), own
+    assert all(name.startswith(("pyops._core.", "pyops.example", "pyops.host.", "pyops.testing.")) for name in own), own
     assert "strategies" in path.parts or not any(re.match("hypothesis|.*strategies", name) for name in imported)
     assert len(path.read_text(encoding="utf-8").splitlines()) < 250
 
 
 @pytest.mark.parametrize(("package", "module"), [(name, module) for name, order in ABOVE.items() for module in order])
-def test_packages_above_the_ops_import_in_order(package: str, module: str) -> None:
-    """They import the core and the ops; integrations and layers import no models."""
+def test_what_stands_on_the_ops_imports_what_comes_before(package: str, module: str) -> None:
+    """And the core and the ops; integrations and layers no models."""
     path = ROOT.joinpath(*package.split("."), module)
     files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
     own = {name for file in files for name in _imports(file) if name.startswith("pyops")}
@@ -149,18 +205,18 @@ def test_packages_above_the_ops_import_in_order(package: str, module: str) -> No
 
 
 @pytest.mark.parametrize("package", ABOVE)
-def test_every_module_above_the_ops_is_listed(package: str) -> None:
+def test_every_module_that_stands_on_the_ops_has_its_place(package: str) -> None:
     assert sorted(ABOVE[package]) == _modules(ROOT.joinpath(*package.split(".")))
 
 
-def test_only_models_import_layers() -> None:
+def test_only_models_stand_on_the_layers() -> None:
     for path in (ROOT / "pyops").rglob("*.py"):
         if path.parent.name not in ("nn", "models"):
             assert not any(re.match(r"pyops\.nn\b", name) for name in _imports(path)), path
 
 
-def test_ops_import_nothing_above_them() -> None:
-    """`import pyops` loads nothing above the ops."""
+def test_ops_do_without_what_stands_on_them() -> None:
+    """`import pyops` does not load it."""
     above = tuple(f"pyops.{name}" for name in sorted(ABOVE_FOLDERS))
     done = f"import sys, pyops; assert not [name for name in sys.modules if name.startswith({above})]"
     subprocess.run([sys.executable, "-c", done], cwd=ROOT, check=True)
@@ -173,8 +229,8 @@ def test_kernel_has_one_entry_named_as_its_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_waits_for_the_kernel_before(name: str) -> None:
-    """Its first statement is the wait of programmatic dependent launch, so launches may overlap."""
+def test_kernel_may_be_started_early(name: str) -> None:
+    """Its first statement waits for the kernel before it, so launches overlap."""
     assert source.signature(name).overlaps
 
 
@@ -185,7 +241,7 @@ def test_every_kernel_is_launched() -> None:
 
 
 def test_every_header_is_included() -> None:
-    """By a kernel or a header, or at least by a kernel in a test."""
+    """By a kernel or a header, or at least by a kernel that a test holds."""
     texts = {name: _code(name) for name in kernels_cu.names()}
     texts |= {
         str(path): path.read_text(encoding="utf-8")
@@ -200,7 +256,7 @@ def test_every_header_is_included() -> None:
 
 
 def test_headers_lie_with_their_family() -> None:
-    """`include/` holds headers of two or more families; a header of one family lies in that family's folder."""
+    """`include/` holds what kernels of two families or more use, and a family's folder what its kernels alone use."""
     families: dict[str, set[str]] = {name: set() for name in HEADERS}
     for kernel in KERNELS:
         for name in sources_of(kernel) & set(HEADERS):
@@ -212,15 +268,15 @@ def test_headers_lie_with_their_family() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_uses_only_portable_names(name: str) -> None:
-    """Names of a single architecture or compiler are wrapped in headers."""
+    """What one architecture or compiler calls its own has a name in the headers."""
     portable = {"__global__", "__shared__", "__restrict__", "__syncthreads", "__constant__"}
-    portable |= {"__grid_constant__", "__align__"}  # for tensor maps, and for the shared memory that they fill
+    portable |= {"__grid_constant__", "__align__"}  # of tensor maps, and of the shared memory that they fill
     assert not re.search(r"\b(asm|warpSize)\b", _code(name))
     assert set(re.findall(r"\b__\w+", _code(name))) <= portable
 
 
 def _shared_constants() -> set[str]:
-    """The constants with one meaning in all kernels, from their table in docs/kernels.md."""
+    """The constants that have one meaning in all kernels, from their table in docs/kernels.md."""
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     section = page.split("### Constants with one meaning\n", 1)[1].split("\n#", 1)[0]
     return set(re.findall(r"^\| `(\w+)` \| .", section, re.MULTILINE))
@@ -228,7 +284,7 @@ def _shared_constants() -> set[str]:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_constant_is_explained(name: str) -> None:
-    """At the top of the kernel, or in the table of docs/kernels.md."""
+    """Where the kernel begins, or in the table of the constants that have one meaning in all kernels."""
     comment = kernels_cu.read(name).split("\n\n#include", 1)[0]
     shared = _shared_constants()
     for op in pyops.registry.values():
@@ -243,7 +299,7 @@ def test_every_constant_is_explained(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels_cu" / "host").iterdir()), ids=lambda path: path.name)
 def test_emulation_is_plain(path: Path) -> None:
-    """ASCII, in short files; each is described, and includes only its own folder or the system's headers."""
+    """ASCII, in files that fit in a head; each is described, and includes are of its own folder or the system's."""
     text = path.read_text(encoding="utf-8")
     assert text.isascii()
     assert len(text.splitlines()) < 300
@@ -260,7 +316,7 @@ def test_source_is_plain(name: str) -> None:
 
 
 def test_nothing_names_a_machine() -> None:
-    """No committed file has an absolute path of somebody's machine."""
+    """No absolute path of somebody's machine in anything that is committed."""
     files = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".git")]
     files += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     path_of_a_machine = re.compile(r"(?<![\w.])/(home|root|Users|work|workspace)/\w")
@@ -271,8 +327,8 @@ def test_nothing_names_a_machine() -> None:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_struct_constants_stand_before_their_templates_use(name: str) -> None:
-    """NVRTC 12.4 instantiates a member template at its call, and does not know constexpr functions that come later."""
+def test_constants_of_a_struct_stand_before_what_instantiates_its_templates(name: str) -> None:
+    """NVRTC 12.4 makes a member template where it is called, and does not know constexpr functions that come later."""
     for struct in re.findall(
         r"^(?:template <.*>\s*)?struct \w+[^;{]*\{\n.*?^\};", _code(name), re.MULTILINE | re.DOTALL
     ):

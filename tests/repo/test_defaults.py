@@ -13,7 +13,7 @@ import torch
 
 import pyops
 from pyops import nn as layers
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 from pyops.models import Config, Decoder, Engine, SamplingParams
 from pyops.nn import factory
 from pyops.testing import same_bits

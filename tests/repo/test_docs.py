@@ -22,8 +22,8 @@ from benchmarks.engine import report as engine
 from pyops import __main__ as command_line
 from pyops import testing
 from pyops._core import config
-from pyops._core.host.toolchain import toolchains
 from pyops.cli import coverage, table
+from pyops.host.toolchain import toolchains
 from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[2]
@@ -228,8 +228,8 @@ import sys
 from pathlib import Path
 import torch
 import kernels_cu, pyops
-from pyops._core import device, offline
-from pyops._core.example import ArgMaker, TorchMaker
+from pyops._core.system import device; from pyops import offline
+from pyops.example import ArgMaker, TorchMaker
 
 read = kernels_cu.read
 kernels_cu.read = lambda name: Path(sys.argv[1]).read_text() if name == "activation/scale.cu" else read(name)

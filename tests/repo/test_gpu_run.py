@@ -263,7 +263,7 @@ def test_without_a_revision_the_sanitizer_samples(monkeypatch: pytest.MonkeyPatc
 
 def test_changed_kernel_selects_its_ops() -> None:
     assert gpu.tests_of(["kernels_cu/attention/merge_attn_states.cu"]) == "merge_attn_states or test_attention"
-    assert gpu.tests_of(["docs/kernels.md", "pyops/_core/op.py"]) == ""
+    assert gpu.tests_of(["docs/kernels.md", "pyops/_core/op/op.py"]) == ""
 
 
 def test_changed_header_selects_its_includers() -> None:

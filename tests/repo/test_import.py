@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pyops._core.host.toolchain import toolchains
 from pyops.cli import coverage
+from pyops.host.toolchain import toolchains
 
 ROOT = Path(__file__).parents[2]
 
@@ -207,7 +207,7 @@ else:
 def test_device_without_cupy_names_the_pip_line() -> None:
     run("""
 import pyops
-from pyops._core import device, lazy
+from pyops._core.system import device, lazy
 for ask in (lambda: lazy.cupy.__version__, lambda: device.get(0), device.count, pyops.warmup):
     try:
         ask()
@@ -226,7 +226,7 @@ class Broken:
         if name == "torch":
             raise ModuleNotFoundError("No module named 'typing_extensions'", name="typing_extensions")
 sys.meta_path.insert(0, Broken())
-from pyops._core import lazy
+from pyops._core.system import lazy
 try:
     lazy.torch.__version__
 except ModuleNotFoundError as error:
@@ -237,7 +237,7 @@ except ModuleNotFoundError as error:
 def test_doctor_without_any_package_reports_and_fails() -> None:
     run("""
 from pyops.__main__ import main
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 toolchain.toolchains = dict
 assert main(["doctor"]) == 1
 assert main(["doctor", "--json"]) == 1

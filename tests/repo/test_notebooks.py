@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 NEEDS = {

@@ -38,7 +38,7 @@ WORDS = {
 MOST: dict[str, int] = {
     "multiprocessor": 116,
     "of which": 11,
-    "whose": 47,
+    "whose": 48,
     "place": 1065,
     "join": 65,
     "codes": 1410,
@@ -47,7 +47,7 @@ MOST: dict[str, int] = {
     "largest logit": 10,
     "shrink": 25,
     "behind": 95,
-    "beside": 150,
+    "beside": 156,
     "anew": 5,
     "room": 62,
     "apart": 105,

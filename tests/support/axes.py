@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from pyops._core.op import Op
+from pyops._core.op.op import Op
 
 Axes = dict[str, Any]
 

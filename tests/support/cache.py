@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 
 on_host = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 KINDS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

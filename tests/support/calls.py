@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import pyops
-from pyops._core.example import TorchMaker
-from pyops._core.host.toolchain import toolchains
-from pyops._core.op import Op
+from pyops._core.op.op import Op
+from pyops.example import TorchMaker
+from pyops.host.toolchain import toolchains
 from pyops.testing import Layout, same_bits
 from pyops.testing.calls import clones, named, replaced, run
 

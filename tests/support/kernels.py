@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy
 import pytest
+from pyops._core.launch.launch.kernel import Kernel
 
 import pyops
-from pyops._core import launch
-from pyops._core.dtypes import DType
-from pyops._core.kernel import Kernel
+from pyops._core.tensors.dtypes import DType
+from pyops.host import launch
 from pyops.testing import SCHEDULES, scheduled
 
 Run = Callable[..., None]
@@ -40,7 +40,7 @@ def launched(text: str, grid: Any, block: int, shared: int = 0, **values: Any) -
     one = made(**constants).launch(grid, block, shared, **fixed)
     extents = [0 if value is None else value.nbytes for value in tensors.values()]
     runtime = tuple((name, "d") for name in floats)
-    launch.run_on_host([one], tuple(tensors), extents, runtime, {}, *words, *floats.values())
+    launch.run_launches([one], tuple(tensors), extents, runtime, {}, *words, *floats.values())
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import pyops
-from pyops._core import check
-from pyops._core.host.toolchain import toolchains
-from pyops._core.op import Op
-from pyops._core.tensor import TensorArg
+from pyops import check
+from pyops._core.op.op import Op
+from pyops._core.tensors.tensor import TensorArg
+from pyops.host.toolchain import toolchains
 from pyops.testing import (
     SCHEDULES,
     Layout,

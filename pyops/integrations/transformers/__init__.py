@@ -14,7 +14,7 @@ patching                  accelerate, restore, report
 
 from __future__ import annotations
 
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 
 _found = optional("transformers", "pyops.integrations.transformers", "transformers").__version__
 # Older versions have another cache interface.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from ...ops.attention import convert_vertical_slash_indexes_mergehead as _convert_vertical_slash_indexes_mergehead
 from ...ops.attention import merge_attn_states as _merge_attn_states
 from ...ops.attention import paged_attention_rocm

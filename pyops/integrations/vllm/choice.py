@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ..._core import device, tuning
+from ... import tuning
 from ..._core.errors import SwitchError
+from ..._core.system import device
 
 
 @dataclass(frozen=True)

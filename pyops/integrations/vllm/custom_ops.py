@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pyops
 
 from ..._core.errors import OpError
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 from ...ops import attention, linear, moe, norm, quantize, sampling
 from ...ops.collective import quick_all_reduce
 from . import adapters, newer, weight_only

@@ -9,9 +9,9 @@ from inspect import signature
 from types import TracebackType
 from typing import Any
 
-from ..._core import torch_library
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.op import torch_library
+from ..._core.system.lazy import torch
 from . import stand_ins
 from .adapters import FAKES
 from .table import DEFINED_IN_PYTHON, VERSIONS, Entry, check_version, table

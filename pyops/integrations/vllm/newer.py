@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..._core.errors import OpError
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 from ...ops import activation, linear, moe, norm, quantize
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import pyops
 
-from ..._core import torch_library
 from ..._core.errors import OpError
-from ..._core.op import Op, registry
+from ..._core.op import torch_library
+from ..._core.op.op import Op, registry
 from .adapters import ADAPTERS
 from .schemas import SCHEMAS, SCHEMAS_0_22
 from .signature import Signature

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import optional
+from ..._core.system.lazy import optional
 from ...ops import linear
 from .adapters import new_product
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check, dtypes
-from ..._core import device as devices
-from ..._core.device import Device
-from ..._core.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg, device_of, on_host
+from ... import check
+from ..._core.system import device as devices
+from ..._core.system.device import Device
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, float8_e4m3fn, float8_e4m3fnuz, float8_e5m2, int8, uint8
+from ..._core.tensors.tensor import TensorArg, device_of, on_host
 
 if TYPE_CHECKING:
     from torch import Tensor

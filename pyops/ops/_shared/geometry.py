@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 
 # "Rows" below is docs/performance/rows.md, measured on an H200.
 

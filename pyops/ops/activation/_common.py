@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core import check
-from ..._core.dtypes import float16
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors.dtypes import float16
+from ..._core.tensors.tensor import TensorArg
 
 
 def min_blocks_of_silu(input: TensorArg) -> int:

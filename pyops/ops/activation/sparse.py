@@ -7,19 +7,19 @@ from functools import cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 from .._shared import geometry
 from ._common import check_halves, example_gated
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 __all__ = ["gelu_and_mul_sparse"]
 

@@ -1,23 +1,17 @@
 """The arguments that ops of attention have in common, in groups.
 
-A value is a tensor in a reference and a `TensorArg` in a plan. Fields have the names of the ops' arguments; the ops'
-docstrings explain them.
+A plan function takes a group as one argument. A value is a tensor in a reference and a `TensorArg` in a plan. Fields
+have the names of the ops' arguments; the ops' docstrings explain them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 
 class Arguments:
     """A group of an op's arguments."""
-
-    @classmethod
-    def of(cls, call: Mapping[str, Any]) -> Self:
-        """The group, out of all arguments of a call by name."""
-        return cls(**{field.name: call[field.name] for field in fields(cls)})  # type: ignore[arg-type]
 
     def named(self) -> dict[str, Any]:
         """The arguments by name."""

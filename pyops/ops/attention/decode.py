@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, Sparse
 from .decode_choose import choose
 from .decode_launch import launch
@@ -119,8 +120,10 @@ def paged_attention_v1(
 
 
 @paged_attention_v1.plan
-def plan_paged_attention_v1(**call: Any) -> list[Launch]:
-    problem = check_decode(call)
+def plan_paged_attention_v1(
+    out: TensorArg, query: TensorArg, kv: PagedKV, options: Options, sparse: Sparse
+) -> list[Launch]:
+    problem = check_decode(out, query, kv, options, sparse)
     return launch(problem, tuning.config("paged_attention_v1", problem, problem.query.device, choose))
 
 

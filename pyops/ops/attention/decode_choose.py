@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fnuz
+from ... import tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float8_e4m3fnuz
 from .decode_problem import DecodeProblem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 

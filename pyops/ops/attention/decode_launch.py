@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core.dtypes import int32
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.tensors.dtypes import int32
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV, RaggedKV
 from .decode_choose import DecodeConfig, blocks_of_one_split, shared_memory, wave_splits
 from .decode_problem import DecodeProblem

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core import dtypes
-from ..._core.op import Op
+from ..._core.op.op import Op
+from ..._core.tensors import dtypes
 from .arguments import Options, PagedKV
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check
-from ..._core.device import Device
-from ..._core.dtypes import DType
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import DType
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options
 
 _combine = Kernel("attention/decode_combine.cu")

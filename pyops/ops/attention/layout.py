@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import DType, float32
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, float32
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .arguments import Options, PagedKV, RaggedKV
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
 from .._shared import fp8
 from .layout import bad_indices
 from .mla_plan import choose, launch
-from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, check_mla
+from .mla_problem import DS_MLA_BYTES, ENTRY_SIZE, LATENT_SIZE, ROPE_SIZE, MlaProblem, check_mla
 from .reference import finish, float32_logits, largest_of, weighted_sum
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ def sm100_cutlass_mla_decode(
 
 
 @sm100_cutlass_mla_decode.plan
-def plan_sm100_cutlass_mla_decode(**call: Any) -> list[Launch]:
-    problem = check_mla(call)
+def plan_sm100_cutlass_mla_decode(problem: MlaProblem) -> list[Launch]:
+    check_mla(problem)
     return launch(problem, tuning.config("sm100_cutlass_mla_decode", problem, problem.cache.device, choose))
 
 

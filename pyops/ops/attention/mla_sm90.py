@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.tensor import TensorArg
 from .join import JoinConfig, choose_join, lanes_of
 from .mla_problem import ENTRY_SIZE, LATENT_SIZE, MlaProblem
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fn, float32
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float8_e4m3fn, float32
+from ..._core.tensors.tensor import TensorArg
 from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
@@ -173,11 +171,17 @@ class PrefillProblem:
         return " ".join(words)
 
 
-def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
-    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
-    kv, options = PagedKV.of(call), Options.of(call)
-    codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
+def check_varlen(
+    out: TensorArg,
+    query: TensorArg,
+    kv: PagedKV,
+    options: Options,
+    cu_seqlens_q: TensorArg,
+    causal: bool = True,
+    q_scale: TensorArg | None = None,
+) -> PrefillProblem:
+    """The problem of a call; OpError for a call that no kernel serves."""
+    codes = query if query.dtype is float8_e4m3fn else None
     if codes is not None:
         query = _widened(codes, out)
     layout = check_kv(query, kv, options, short_values=True)
@@ -187,14 +191,13 @@ def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
     elif q_scale is not None:
         raise q_scale.error(f"expected None beside queries of {query.dtype}, which have no scale")
     check.index(cu_seqlens_q, num_seqs_and_one=kv.block_tables.shape[0] + 1)
-    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(call["causal"]), codes, q_scale)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(causal), codes, q_scale)
 
 
-def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call with ragged keys and values; arguments are given by name. OpError for a call that no kernel
-    serves."""
-    query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
-    kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
+def check_ragged(
+    out: TensorArg, query: TensorArg, kv: RaggedKV, options: Options, cu_seqlens_q: TensorArg, causal: bool
+) -> PrefillProblem:
+    """The problem of a call with ragged keys and values; OpError for a call that no kernel serves."""
     if not cu_seqlens_q.numel:
         raise cu_seqlens_q.error(f"expected at least one element, got shape {cu_seqlens_q.shape}")
     layout = check_rows(query, kv, options)
@@ -202,7 +205,7 @@ def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
         raise check.refuse(query, "sliding_window", f"expected 0 unless causal, got {options.sliding_window}")
     _check_result(out, query, layout, options)
     check.index(cu_seqlens_q, num_seqs_and_one=kv.cu_seqlens_k.shape[0])
-    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, causal)
+    return PrefillProblem(out, query, kv, layout, options, cu_seqlens_q, bool(causal))
 
 
 def _check_result(out: TensorArg, query: TensorArg, layout: CacheLayout, options: Options) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from .arguments import Options
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
+from .arguments import Options, RaggedKV
 from .examples import example_options, in_order
 from .prefill_plan import choose, launch
 from .prefill_problem import check_ragged
@@ -83,8 +84,10 @@ def attention_varlen(
 
 
 @attention_varlen.plan
-def plan_attention_varlen(**call: Any) -> list[Launch]:
-    problem = check_ragged(call)
+def plan_attention_varlen(
+    out: TensorArg, query: TensorArg, kv: RaggedKV, options: Options, cu_seqlens_q: TensorArg, causal: bool
+) -> list[Launch]:
+    problem = check_ragged(out, query, kv, options, cu_seqlens_q, causal)
     return launch(problem, tuning.config("attention_varlen", problem, problem.query.device, choose))
 
 

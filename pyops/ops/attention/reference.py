@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from .._shared import fp8
 from .arguments import Options, PagedKV, Partials, Sparse
 

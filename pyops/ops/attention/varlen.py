@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from .arguments import Options, PagedKV
 from .examples import example_kv, example_options, in_order
 from .layout import bad_indices
@@ -119,8 +120,16 @@ def paged_attention_varlen(
 
 
 @paged_attention_varlen.plan
-def plan_paged_attention_varlen(**call: Any) -> list[Launch]:
-    problem = check_varlen(call)
+def plan_paged_attention_varlen(
+    out: TensorArg,
+    query: TensorArg,
+    kv: PagedKV,
+    options: Options,
+    cu_seqlens_q: TensorArg,
+    causal: bool,
+    q_scale: TensorArg | None,
+) -> list[Launch]:
+    problem = check_varlen(out, query, kv, options, cu_seqlens_q, causal, q_scale)
     return launch(problem, tuning.config("paged_attention_varlen", problem, problem.query.device, choose))
 
 

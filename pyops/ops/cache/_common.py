@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, float8_e5m2, uint8
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float8_e4m3fn, float8_e5m2, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg
 from ._common import bad_table_entries, check_rows, existing_positions
 
 if TYPE_CHECKING:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..._core import check, tensor
-from ..._core.dtypes import DType, uint8
+from ... import check
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import cupy, torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import tensor
+from ..._core.tensors.dtypes import DType, uint8
+from ..._core.tensors.tensor import TensorArg
 from ._common import indexable
 
 if TYPE_CHECKING:

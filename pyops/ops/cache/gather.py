@@ -6,11 +6,11 @@ from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float16, float32, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import float16, float32, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from . import _geometry
 from ._common import check_rows, decoded, entry_layout, example_cache, first_stride, indexable

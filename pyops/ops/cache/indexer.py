@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import uint8
+from ..._core.tensors.tensor import TensorArg
 from . import _geometry
 from ._common import CODES, bad_slots, example_slots, existing_slots, first_stride, fp8_codes, indexable
 from ._sequences import bad_sequences, check_tables, example_sequences, existing_rows, sequence_of_rows

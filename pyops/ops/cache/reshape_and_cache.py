@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, tuning
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from ._common import (
     bad_slots,
@@ -27,7 +28,7 @@ from ._common import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 _reshape_and_cache = Kernel("cache/reshape_and_cache.cu")
 _group_slots = Kernel("cache/group_slots.cu")

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver, ranks
 from ..._core.errors import OpError, RankError
-from ..._core.host.run import Range
-from ..._core.kernel import Kernel, Specialisation
-from ..._core.launch import Bound, bind
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel, Specialisation
+from ..._core.launch.launch import Bound, bind
+from ..._core.system import driver
+from ..._core.system.lazy import torch
+from ...host import ranks
+from ...host.ranges import Range
 from .shared_memory import HANDLE_BYTES, PACKET_BYTES, SIGNAL_BYTES, allocation, close_mem_handle, open_mem_handle
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..._core import dtypes, ranks
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.lazy import cupy, torch
+from ..._core.launch.kernel import Kernel
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import dtypes
+from ...host import ranks
 from .communicator import (
     MAX_BLOCKS,
     MAX_RANKS,

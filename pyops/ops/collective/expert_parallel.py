@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._core import dtypes, ranks
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ...host import ranks
 from .communicator import MAX_RANKS, ROW_BYTES, VEC_BYTES, Communicator, naming_lost_ranks, read_lost, spread, unroll
 from .custom_all_reduce import keep
 from .shared_memory import SIGNAL_BYTES, GroupMemory, exchanged

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver, dtypes
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.launch import Bound
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel
+from ..._core.launch.launch import Bound
+from ..._core.system import driver
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
 from .communicator import MAX_BLOCKS, MAX_RANKS, VEC_BYTES, launch_as_rank, lost_record
 from .shared_memory import SIGNAL_BYTES
 

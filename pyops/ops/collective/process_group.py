@@ -6,7 +6,7 @@ import socket
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from . import custom_all_reduce as custom
 from .communicator import VEC_BYTES, by_packets, naming_lost_ranks
 from .shared_memory import GroupMemory, exchanged, meta_size

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..._core import dtypes, ranks
 from ..._core.errors import OpError
-from ..._core.kernel import Kernel
-from ..._core.lazy import torch
+from ..._core.launch.kernel import Kernel
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ...host import ranks
 from .communicator import Communicator, geometry
 from .custom_all_reduce import keep
 from .shared_memory import (

@@ -6,9 +6,10 @@ import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..._core import driver, ranks
 from ..._core.errors import OpError
-from ..._core.lazy import cupy, torch
+from ..._core.system import driver
+from ..._core.system.lazy import cupy, torch
+from ...host import ranks
 
 if TYPE_CHECKING:
     from torch import Tensor

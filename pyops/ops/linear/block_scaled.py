@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..._core import check
-from ..._core.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.fp4_tiles import MX_BLOCK, TILE_ROWS, tile_sizes, untiled
 from .._shared.scalar_type import E2M1_NUMBERS
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, float8_e8m0fnu, float32, int8, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import E2M1_NUMBERS, SCALAR_TYPES, ScalarType
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor_map import TensorMap
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import uint8
 from .coded_experts import CodedExperts
 from .coded_problem import CodedProblem
 from .expert_rows import gathered

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float16
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float16
+from ..._core.tensors.tensor import TensorArg
 from . import coded_hopper, grouped_plan, packed_tile
 from .coded_experts import CodedExperts
 from .coded_hopper import CodedHopperConfig

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import bfloat16, float32
+from ..._core.tensors.tensor import TensorArg
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem
 from .rocm_skinny import example_tensors, plan_product, weight_product

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import FLOATS
-from ..._core.kernel import Kernel, Launch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import FLOATS
 from . import gemm_sm90, gemm_sm90_choice, skinny_linear
 from .gemm_problem import GemmProblem, multiplies
 from .gemm_sm80 import MmaConfig, choose_mma

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ..._core.device import Device
+from ..._core.system.device import Device
 from . import gemm_sm90_cost as cost
 from .gemm_problem import GemmProblem
 from .gemm_sm80 import MmaConfig, choose_mma

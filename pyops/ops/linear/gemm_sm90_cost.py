@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from functools import cache
 
-from ..._core import tuning
-from ..._core.device import Device
+from ... import tuning
+from ..._core.system.device import Device
 
 # {CTAs of a cluster: clusters that the device holds, per SM}. Clusters of 4 leave some SMs idle.
 CLUSTERS = {1: 1.0, 2: 1 / 2, 4: 30 / 132}

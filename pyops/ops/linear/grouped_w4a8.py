@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float8_e4m3fn, int32
-from ..._core.kernel import Launch, Scratch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import float8_e4m3fn, int32
+from ..._core.tensors.tensor import TensorArg
 from . import dequantize_packed, grouped_plan
 from .fp8_accumulation import absolute_error
 from .gemm_problem import Operand

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, dtypes
-from ..._core.dtypes import DType, bfloat16, float16, int32
-from ..._core.kernel import Launch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, bfloat16, float16, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES, ScalarType, uint4, uint4b8, uint8, uint8b128
 from .gemm_problem import Epilogue, Operand
 from .packed_plan import plan

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import float32, int8, int32
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .._shared.scalar_type import SCALAR_TYPES, uint8b128
 from .gemm_problem import Epilogue, Operand
 from .grouped_problem import ExpertLists

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._core import check, dtypes
-from ..._core.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, float32, int8, int32, uint8
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu, float16, float32, int8, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import ColumnOrder
 from .._shared.scalar_type import ScalarType, float4_e2m1f, uint4, uint4b8, uint8b128
 from .._shared.scalar_type import float8_e4m3fn as fp8

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.kernel import Launch, Scratch
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
 from . import dequantize_packed, grouped_plan, packed_tile
 from .expert_rows import gathered
 from .gemm_problem import Operand

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float8_e4m3fn, float16, int32, int64
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.tensor import TensorArg
-from ..._core.tensor_map import TensorMap
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.launch.tensor_map import TensorMap
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float8_e4m3fn, float16, int32, int64
+from ..._core.tensors.tensor import TensorArg
 from .gemm_sm90_cost import CLUSTERS
 from .packed_problem import PackedProblem
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16
-from ..._core.kernel import Kernel, Launch
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16
 from .._shared.packed_layouts import unit
 from .._shared.scalar_type import uint4b8
 from . import dequantize_packed, packed_hopper, packed_narrow, packed_tile

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from .._shared.packed_layouts import Layout, code_bit, column_place, zero_bit
 from .._shared.scalar_type import E2M1_NUMBERS
 from .fp8_accumulation import FLOAT32_ERROR

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..._core import check, tuning
-from ..._core.device import Device
-from ..._core.dtypes import float16
-from ..._core.kernel import Kernel, Launch, Scratch
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float16
 from .packed_problem import PackedProblem, PackedWeight
 
 _wq_gemm_cdna = Kernel("linear/wq_gemm_cdna.cu")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core.kernel import Kernel, Launch
-from ..._core.tensor import TensorArg
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.tensors.tensor import TensorArg
 from .._shared.packed_layouts import Layout
 from .packed_reference import pack, unpack
 

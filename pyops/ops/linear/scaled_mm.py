@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op, registry
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.op import registry
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, bfloat16, float8_e5m2, float16, float32, int8, int32
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import MIN_CAPABILITY, plan
 from .gemm_problem import SCALE_BLOCK, Epilogue, GemmProblem, Operand, column_bias

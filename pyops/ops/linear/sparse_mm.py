@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int8, uint8
-from ..._core.kernel import Kernel, Launch, Scratch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int8, uint8
+from ..._core.tensors.tensor import TensorArg
 from .fp8_accumulation import absolute_error
 from .gemm_plan import plan
 from .gemm_problem import Epilogue, GemmProblem, Operand, column_bias

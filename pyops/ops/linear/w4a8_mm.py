@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check, dtypes
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg, new
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32
+from ..._core.tensors.tensor import TensorArg, new
 from .._shared.scalar_type import int4
 from .fp8_accumulation import absolute_error
 from .gemm_problem import Epilogue, Operand

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..._core import tuning
-from ..._core.device import Device
-from ..._core.dtypes import float32
-from ..._core.kernel import Kernel, Launch, Scratch
+from ... import tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.launch.scratch import Scratch
+from ..._core.system.device import Device
+from ..._core.tensors.dtypes import float32
 from ._chunk_scan_problem import BLOCKS, MAX_ROWS, ChunkScanProblem
 
 _chunk_scan = Kernel("mamba/chunk_scan.cu")
@@ -84,37 +85,36 @@ def _may_have_two_tiles(problem: ChunkScanProblem) -> bool:
 
 def launches(problem: ChunkScanProblem, config: ChunkScanConfig) -> list[Launch]:
     """The scan; before it, if there are several segments, the states that these begin with."""
-    call = problem.call
     num_heads, head_size, num_groups, state_size = problem.sizes
     if not num_heads or not head_size:
         return []
     named = {
-        "dt_t": call["dt"],
-        "bias_t": call["dt_bias"],
-        "skip_t": call["D"],
-        "initial_t": call["initial_states"],
+        "dt_t": problem.dt,
+        "bias_t": problem.dt_bias,
+        "skip_t": problem.D,
+        "initial_t": problem.initial_states,
     }
     constants = {
-        "scalar_t": call["x"].dtype,
+        "scalar_t": problem.x.dtype,
         **{name: float32 if arg is None else arg.dtype for name, arg in named.items()},
-        "state_t": call["states"].dtype,
-        "index_t": call["seq_idx"].dtype,
+        "state_t": problem.states.dtype,
+        "index_t": problem.seq_idx.dtype,
         "HEAD_SIZE": head_size,
         "STATE_SIZE": state_size,
-        "SOFTPLUS": call["dt_softplus"],
+        "SOFTPLUS": problem.dt_softplus,
     }
-    arguments = {name: 0 for name in ("D", "z", "dt_bias", "initial_states") if call[name] is None}
-    arguments |= {f"{name}_stride": call[name].strides[0] for name in ("out", "x", "B", "C")}
-    D, z = call["D"], call["z"]
+    arguments = {name: 0 for name in ("D", "z", "dt_bias", "initial_states") if getattr(problem, name) is None}
+    arguments |= {f"{name}_stride": getattr(problem, name).strides[0] for name in ("out", "x", "B", "C")}
+    D, z = problem.D, problem.z
     arguments |= {
-        "num_tokens": call["x"].shape[0],
+        "num_tokens": problem.x.shape[0],
         "num_chunks": problem.num_chunks,
-        "num_seqs": call["last_chunk_indices"].shape[0],
+        "num_seqs": problem.last_chunk_indices.shape[0],
         "num_heads": num_heads,
         "heads_per_group": num_heads // num_groups,
         "z_stride": 0 if z is None else z.strides[0],
-        "dt_stride": call["dt"].strides[0],
-        "dt_step": call["dt"].strides[1],
+        "dt_stride": problem.dt.strides[0],
+        "dt_step": problem.dt.strides[1],
         "D_stride": 0 if D is None else D.strides[0],
         "D_step": 0 if D is None or len(D.shape) == 1 else D.strides[1],
     }
@@ -134,7 +134,7 @@ def _launches_products(
     problem: ChunkScanProblem, config: ChunkScanConfig, constants: dict[str, Any], arguments: dict[str, Any]
 ) -> list[Launch]:
     heads, rows, state_size = problem.heads, problem.heads * problem.head_tile, problem.sizes[3]
-    device, out = problem.call["x"].device, problem.call["out"]
+    device, out = problem.x.device, problem.out
     constants |= {"HEADS": heads, "HEAD_TILE": problem.head_tile}
     out_vec = 8 if out.alignment == 16 and out.strides[0] % 8 == 0 else 4
 
@@ -161,7 +161,7 @@ def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) ->
 
     On AMD as many blocks as there may be fit a compute unit, if they can, and then as many stages.
     """
-    heads, state_size, device = problem.heads, problem.sizes[3], problem.call["x"].device
+    heads, state_size, device = problem.heads, problem.sizes[3], problem.x.device
     # Rows of 64 elements or a multiple.
     state_bytes, x_bytes, square_bytes = (
         tokens * -(-size // 64) * 128 for size in (state_size, heads * problem.head_tile, tokens)
@@ -181,11 +181,10 @@ def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) ->
 
 
 def _options(problem: ChunkScanProblem, of_segments: bool) -> dict[str, bool]:
-    call = problem.call
     return {
         "SEGMENT_STATES": of_segments,
-        "HAS_Z": call["z"] is not None and not of_segments,
-        "CHUNK_STATES": call["return_intermediate_states"] and not of_segments,
+        "HAS_Z": problem.z is not None and not of_segments,
+        "CHUNK_STATES": problem.return_intermediate_states and not of_segments,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import tuning
-from ..._core.dtypes import float32
+from ... import tuning
+from ..._core.tensors.dtypes import float32
 
 if TYPE_CHECKING:
-    from ..._core.device import Device
-    from ..._core.dtypes import DType
+    from ..._core.system.device import Device
+    from ..._core.tensors.dtypes import DType
 
 _SCAN_THREADS, _STAGE_THREADS = 128, 128  # of a block
 _TOKENS_THREADS, _TOKENS_BLOCKS = 128, 3  # of selective_scan_tokens.cu

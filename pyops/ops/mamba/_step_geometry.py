@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import tuning
+from ... import tuning
 
 if TYPE_CHECKING:
-    from ..._core.device import Device
-    from ..._core.dtypes import DType
+    from ..._core.system.device import Device
+    from ..._core.tensors.dtypes import DType
 
 _MAX_LANES = 32  # that share a row
 # By count of bytes in flight and of registers. Of the sizes that were timed on an H200 none gained more than 3 %.

@@ -1,7 +1,7 @@
 """The causal convolutions of Mamba layers, with the signatures that models call.
 
 Channels come first here, as in models; the ops take them last, which is another view of the same memory. torch.compile
-traces these functions: they use no proxy of `_core/lazy.py`.
+traces these functions: they use no proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations

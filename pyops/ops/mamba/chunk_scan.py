@@ -5,14 +5,15 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import dtypes, tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import dtypes
+from ..._core.tensors.tensor import TensorArg
 from ._chunk_scan_plan import choose, launches
-from ._chunk_scan_problem import check_scan
+from ._chunk_scan_problem import ChunkScanProblem, check_scan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,9 +215,9 @@ def result_mamba_chunk_scan_varlen(
 
 
 @mamba_chunk_scan_varlen.plan
-def plan_mamba_chunk_scan_varlen(**call: Any) -> list[Launch]:
-    problem = check_scan(call)
-    config = tuning.config("mamba_chunk_scan_varlen", problem, problem.call["x"].device, choose)
+def plan_mamba_chunk_scan_varlen(problem: ChunkScanProblem) -> list[Launch]:
+    check_scan(problem)
+    config = tuning.config("mamba_chunk_scan_varlen", problem, problem.x.device, choose)
     return launches(problem, config)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tensor, tuning
-from ..._core.kernel import Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg
-from ._gated_delta_plan import check_rule, check_slots, check_states, choose, launch
+from ... import tuning
+from ..._core.launch.kernel import Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors import tensor
+from ..._core.tensors.tensor import TensorArg
+from ._gated_delta_plan import GatedDeltaProblem, Slots, Tokens, check_rule, choose, launch
 from ._gated_delta_reference import Rows, spans_of, v_first
 
 if TYPE_CHECKING:
@@ -226,17 +227,18 @@ def result_gated_delta_rule_update(v: TensorArg) -> Result:
 
 
 @gated_delta_rule.plan
-def plan_gated_delta_rule(**call: Any) -> Launch:
-    problem = check_rule(call, call["initial_state"], call["final_state"])
-    check_states(call, problem)
-    return launch(problem, tuning.config("gated_delta_rule", problem, problem.call["q"].device, choose))
+def plan_gated_delta_rule(tokens: Tokens, initial_state: TensorArg | None, final_state: TensorArg | None) -> Launch:
+    return _launch("gated_delta_rule", GatedDeltaProblem(tokens, initial_state, final_state))
 
 
 @gated_delta_rule_update.plan
-def plan_gated_delta_rule_update(**call: Any) -> Launch:
-    problem = check_rule(call, call["state"], call["state"])
-    check_slots(call, problem)
-    return launch(problem, tuning.config("gated_delta_rule_update", problem, problem.call["q"].device, choose))
+def plan_gated_delta_rule_update(tokens: Tokens, slots: Slots) -> Launch:
+    return _launch("gated_delta_rule_update", GatedDeltaProblem(tokens, slots.state, slots.state, slots))
+
+
+def _launch(op: str, problem: GatedDeltaProblem) -> Launch:
+    check_rule(problem)
+    return launch(problem, tuning.config(op, problem, problem.tokens.q.device, choose))
 
 
 def _bad_starts(q: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:

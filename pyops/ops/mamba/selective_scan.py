@@ -5,12 +5,12 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING
 
-from ..._core import check, tuning
-from ..._core.dtypes import boolean, float32, int32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import boolean, float32, int32
+from ..._core.tensors.tensor import TensorArg
 from ._common import MAX_STATES
 from ._scan_example import example_selective_scan_fwd
 from ._scan_geometry import ScanProblem, TokensConfig, choose

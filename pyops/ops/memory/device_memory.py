@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._core import device as devices
-from ..._core import tensor
 from ..._core.errors import OpError
-from ..._core.lazy import cupy, torch
+from ..._core.system import device as devices
+from ..._core.system.lazy import cupy, torch
+from ..._core.tensors import tensor
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..._core import check
-from ..._core.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors.dtypes import E4M3, FLOATS, float8_e5m2, int8, int32, int64, uint8
+from ..._core.tensors.tensor import TensorArg
 
 MOVED = (*FLOATS, *E4M3, float8_e5m2, int8, uint8, int32, int64)  # what rows may hold that are only moved
 _MAX_TOPK = 1024  # choices of a token: a loop over them is unrolled

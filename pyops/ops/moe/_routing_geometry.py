@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..._core import check
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.tensors.tensor import TensorArg
 
 _WARP_SIZE = 32
 _MAX_THREAD_EXPERTS = 16  # a thread sorts its experts in registers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..._core.errors import OpError
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 from .routing import topk_sigmoid, topk_softmax, topk_softplus_sqrt
 from .routing_grouped import grouped_topk
 

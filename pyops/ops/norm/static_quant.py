@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import E4M3
-from ..._core.kernel import Kernel, Launch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.tensors.dtypes import E4M3
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8, geometry
 from ._common import example_weight, rms
 from .rms import FUSED_ADD_RMS_NORM, RMS_NORM

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check
-from ..._core.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import E4M3, DType, float8_e4m3fn, int8, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import chunks, fp8
 
 if TYPE_CHECKING:

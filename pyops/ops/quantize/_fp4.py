@@ -21,18 +21,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..._core import check, tuning
-from ..._core.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import bfloat16, float8_e4m3fn, float16, int32, uint8
+from ..._core.tensors.tensor import TensorArg
 from .._shared import fp8
 from .._shared.fp4_tiles import BLOCK, TILE_COLUMNS, TILE_ROWS, rounded_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 # Midpoints between adjacent magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6. A midpoint rounds to even: down for the first tuple,
 # up for the second.

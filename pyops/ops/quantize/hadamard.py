@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.planner import Result
-from ..._core.tensor import TensorArg, contiguous, with_dense_rows
+from ... import check, tuning
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.op.planner import Result
+from ..._core.system.lazy import torch
+from ..._core.tensors.tensor import TensorArg, contiguous, with_dense_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..._core.device import Device
-    from ..._core.dtypes import DType
+    from ..._core.system.device import Device
+    from ..._core.tensors.dtypes import DType
 
 __all__ = ["hadacore_transform", "hadacore_transform_out"]
 

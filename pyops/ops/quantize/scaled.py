@@ -2,16 +2,16 @@
 
 A function chooses an op by its arguments. The op's form `new` allocates what follows from the input; a function
 allocates what its own arguments say: results of a dtype, with padding, or given, and scales in the requested layout.
-torch.compile traces these functions: they use no proxy of `_core/lazy.py`.
+torch.compile traces these functions: they use no proxy of `_core/system/lazy.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..._core import check
+from ... import check
 from ..._core.errors import OpError
-from ..._core.tensor import contiguous, new, with_dense_rows
+from ..._core.tensors.tensor import contiguous, new, with_dense_rows
 from .._shared.fp8 import e4m3_name, largest_code, own_fp8
 from .dynamic import dynamic_per_token_scaled_fp8_quant, dynamic_scaled_fp8_quant, dynamic_scaled_int8_quant
 from .fp4 import scaled_fp4_quant

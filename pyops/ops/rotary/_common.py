@@ -7,14 +7,14 @@ from functools import cache, cached_property
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._core import check, tuning
-from ..._core.dtypes import DType, int32, int64
-from ..._core.tensor import TensorArg
+from ... import check, tuning
+from ..._core.tensors.dtypes import DType, int32, int64
+from ..._core.tensors.tensor import TensorArg
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..._core.device import Device
+    from ..._core.system.device import Device
 
 MAX_ROTARY_DIM = 2048
 EXAMPLE_POSITIONS = 4096  # rows of the tables of examples

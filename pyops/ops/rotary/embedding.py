@@ -6,12 +6,12 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import check
-from ..._core.dtypes import DType, float32
-from ..._core.kernel import Kernel, Launch
-from ..._core.lazy import torch
-from ..._core.op import op
-from ..._core.tensor import TensorArg
+from ... import check
+from ..._core.launch.kernel import Kernel, Launch
+from ..._core.op.decorator import op
+from ..._core.system.lazy import torch
+from ..._core.tensors.dtypes import DType, float32
+from ..._core.tensors.tensor import TensorArg
 from ._common import EXAMPLE_POSITIONS, choose, query_and_key, rotary_dim_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import ceil, floor, log, pi
 from typing import TYPE_CHECKING, Any
 
-from ..._core.lazy import torch
+from ..._core.system.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

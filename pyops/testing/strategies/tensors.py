@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..._core import dtypes
+from ..._core.tensors import dtypes
 from ..contents import CONTENTS, filled
 from ..memory import Layout
 

@@ -18,10 +18,11 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 import pyops
-from pyops._core import device
-from pyops._core.example import ArgMaker, TorchMaker
-from pyops._core.kernel import Launch, Specialisation
-from pyops._core.op import Op
+from pyops._core.launch.kernel import Launch, Specialisation
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops.example import ArgMaker, TorchMaker
+from pyops.host import run as run_on_host
 from pyops.testing import cpu
 from pyops.testing.calls import assert_results, clones, expected, run
 from pyops.testing.rounded import FUNCTIONS
@@ -143,7 +144,7 @@ def _install(emulator: Any, folder: Folder, arch: str) -> None:
         return _Function(emulator, FAMILIES[arch], code_object(folder, arch, one))
 
     device._HOST = dict.fromkeys(device._HOST, device.model(arch))
-    Specialisation.load_on_host = lambda self: function(self.text, self)
+    run_on_host.load = lambda one: function(one.text, one)
 
 
 def _outcome(case: Case) -> Outcome:

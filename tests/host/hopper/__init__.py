@@ -8,10 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from pyops._core import device, dtypes, launch
-from pyops._core.kernel import Kernel
-from pyops._core.tensor import describe_new
-from pyops._core.tensor_map import TensorMap
+from pyops._core.launch.kernel import Kernel
+from pyops._core.launch.tensor_map import TensorMap
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import describe_new
+from pyops.host import launch
 
 Array = numpy.ndarray[Any, Any]
 bf16 = ml_dtypes.bfloat16
@@ -46,7 +48,7 @@ def run(
     """Run a kernel of sm_90a on the host."""
     one = Kernel(file, "sm_90a", text=text)(**constants).launch(grid, block, shared, **fixed)
     extents = [array.nbytes for array in arrays.values()]
-    launch.run_on_host([one], tuple(arrays), extents, (), {}, *(array.ctypes.data for array in arrays.values()))
+    launch.run_launches([one], tuple(arrays), extents, (), {}, *(array.ctypes.data for array in arrays.values()))
 
 
 def products(a: Array, b: Array, depth: int) -> Array:

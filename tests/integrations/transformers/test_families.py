@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.integrations.transformers import PagedCache, Report, accelerate, report, restore
 from pyops.integrations.transformers.cache import CACHE
 from pyops.testing import cpu

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from pyops import ModelError
-from pyops._core.host import toolchain
+from pyops.host import toolchain
 from pyops.integrations.transformers import PagedCache, accelerate, cache, norms, report, restore, rotary
 from pyops.integrations.transformers.cache import CACHE
 from pyops.ops import activation

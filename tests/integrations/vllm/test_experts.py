@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyops._core.host.run import HostFunction
+from pyops.host.run import HostFunction
 from pyops.testing import cpu
 from tests.ops.linear.test_grouped import needs_compiler
 from tests.ops.linear.test_products import draw

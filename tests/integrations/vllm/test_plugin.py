@@ -11,8 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from pyops._core import config, device, tuning
+from pyops import tuning
+from pyops._core import config
 from pyops._core.errors import SwitchError
+from pyops._core.system import device
 from pyops.integrations.vllm import choice, parts, plugin, stand_ins
 from pyops.integrations.vllm.choice import Choice
 

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyops
-from pyops._core import torch_library
-from pyops._core.device import Device
-from pyops._core.op import Op
+from pyops._core.op import torch_library
+from pyops._core.op.op import Op
+from pyops._core.system.device import Device
 from pyops.integrations.vllm import Entry, custom_ops, override, register, table
 from pyops.integrations.vllm.schemas import SCHEMAS, SIGNATURES
 from pyops.integrations.vllm.signature import Argument, Signature

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device, offline
-from pyops._core.example import ArgMaker
+from pyops import offline
+from pyops._core.system import device
+from pyops.example import ArgMaker
 from pyops.ops import activation
 from pyops.ops._shared import chunks
 from pyops.testing import Layout, assert_close, cpu, same_bits

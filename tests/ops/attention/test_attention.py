@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, device, dtypes
-from pyops._core.example import ArgMaker
+from pyops._core import config
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops.example import ArgMaker
 from pyops.ops.attention import decode_choose, join
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
 from pyops.testing.calls import assert_results, clones, expected, named, replaced, run, written

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device, offline, tuning
-from pyops._core.example import ArgMaker
-from pyops._core.op import Op
+from pyops import offline, tuning
+from pyops._core import config
+from pyops._core.op.op import Op
+from pyops._core.system import device
+from pyops.example import ArgMaker
 from pyops.ops.attention.decode_choose import DecodeConfig, choose_cluster, choose_num_warps
 from pyops.ops.attention.join import JoinConfig
 from tests.ops.attention.test_attention import paged_call, truth

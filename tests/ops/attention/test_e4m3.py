@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device, offline, tuning
-from pyops._core.example import ArgMaker
+from pyops import offline, tuning
+from pyops._core import config
+from pyops._core.system import device
+from pyops.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
@@ -212,16 +214,9 @@ def _problem(
     make = ArgMaker(device.model(arch))
     cache, scale = make.empty(99, block, 2, head_size, dtype="uint8"), make.empty(1, dtype="float32")
     tables, lengths, starts = (make.empty(*shape, dtype="int32") for shape in ((4, 64), (4,), (5,)))
-    call = {
-        "out": make.empty(num_tokens, 8, head_size, dtype="bfloat16"),
-        "query": make.empty(num_tokens, 8, head_size, dtype="float8_e4m3fn"),
-        "cu_seqlens_q": starts,
-        "causal": True,
-        "q_scale": None,
-        **PagedKV(cache, cache, 2, tables, lengths, block, "fp8", scale, scale).named(),
-        **Options(**options).named(),
-    }
-    return check_varlen(call)
+    out, query = (make.empty(num_tokens, 8, head_size, dtype=dtype) for dtype in ("bfloat16", "float8_e4m3fn"))
+    kv = PagedKV(cache, cache, 2, tables, lengths, block, "fp8", scale, scale)
+    return check_varlen(out, query, kv, Options(**options), starts)
 
 
 def test_choice_of_kernel() -> None:

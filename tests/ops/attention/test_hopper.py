@@ -12,9 +12,12 @@ import numpy
 import pytest
 import torch
 
-from pyops._core import config, device, dtypes, offline, tuning
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Kernel
+from pyops import offline, tuning
+from pyops._core import config
+from pyops._core.launch.kernel import Kernel
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops.example import ArgMaker
 from pyops.ops.attention import mla_sm90, mla_small_h, mla_small_h_fp8, prefill_sm90
 from pyops.ops.attention.arguments import Options, PagedKV
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
@@ -402,16 +405,9 @@ def _problem(num_tokens: int, head_size: int, arch: str = "sm_90", **changes: An
     )
     slopes = make.empty(16, dtype="float32") if changes.get("options") else None
     query = make.empty(num_tokens, 16, head_size, dtype=dtype)
-    call = {
-        "out": make.empty(num_tokens, 16, value_size, dtype=dtype),
-        "query": query,
-        "cu_seqlens_q": make.empty(num_seqs + 1, **index),
-        "causal": True,
-        "q_scale": None,
-        **kv.named(),
-        **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
-    }
-    return check_varlen(call)
+    out = make.empty(num_tokens, 16, value_size, dtype=dtype)
+    options = Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0)
+    return check_varlen(out, query, kv, options, make.empty(num_seqs + 1, **index))
 
 
 def test_choice_of_kernel() -> None:

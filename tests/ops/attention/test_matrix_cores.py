@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import pyops
-from pyops._core import device
-from pyops._core.kernel import Specialisation
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.system import device
 from pyops.testing import SCHEDULES, assert_matches_reference
 from tests.support.calls import example
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device as devices
-from pyops._core import offline
-from pyops._core.example import ArgMaker
-from pyops._core.kernel import Launch
+from pyops import offline
+from pyops._core.launch.kernel import Launch
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
 from pyops.ops.attention import mla_plan, mla_problem
 from pyops.testing import assert_matches_reference, same_bits
 from tests.every_op.test_nvrtc import MISSING
@@ -226,7 +226,7 @@ def test_blocks_compile_without_local_memory(
     device = devices.model(arch)
     monkeypatch.setattr(mla_problem, "_MIN_HEADS_FOR_WGMMA", 1000)
     (launch,) = _launches(1, num_heads=num_heads, device=replace(device, shared_memory=99 * 1024) if little else device)
-    for cache_t in (launch.specialisation.constants["product_t"], pyops._core.dtypes.float8_e4m3fn):
+    for cache_t in (launch.specialisation.constants["product_t"], pyops._core.tensors.dtypes.float8_e4m3fn):
         one = launch.specialisation.kernel(**launch.specialisation.constants | {"cache_t": cache_t})
         report = offline.compile(one.kernel.file, str(one), one.text, arch, one.kernel.options)
         assert (report.spill_bytes, report.stack_bytes) == (0, 0)

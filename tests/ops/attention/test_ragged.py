@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, device, dtypes, offline, tuning
-from pyops._core.example import ArgMaker
+from pyops import offline, tuning
+from pyops._core import config
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops.example import ArgMaker
 from pyops.ops.attention import prefill_sm90
-from pyops.ops.attention.arguments import Options
+from pyops.ops.attention.arguments import Options, RaggedKV
 from pyops.ops.attention.prefill_plan import PrefillMmaConfig, choose, launch
 from pyops.ops.attention.prefill_problem import PrefillProblem, check_ragged
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
@@ -341,17 +344,12 @@ def _problem(
     dtype, num_seqs, heads = changes.get("dtype", "bfloat16"), changes.get("num_seqs", 1), 16
     value_size, num_keys = value_size or head_size, changes.get("num_keys", num_tokens)
     slopes = make.empty(heads, dtype="float32") if options else None
-    call = {
-        "out": make.empty(num_tokens, heads, value_size, dtype=dtype),
-        "query": make.empty(num_tokens, heads, head_size, dtype=dtype),
-        "key": make.empty(num_keys, heads, head_size, dtype=dtype),
-        "value": make.empty(num_keys, heads, value_size, dtype=dtype),
-        "cu_seqlens_q": make.empty(num_seqs + 1, dtype="int32"),
-        "cu_seqlens_k": make.empty(num_seqs + 1, dtype="int32"),
-        "causal": changes.get("causal", True),
-        **Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0).named(),
-    }
-    return check_ragged(call)
+    query, out = (make.empty(num_tokens, heads, size, dtype=dtype) for size in (head_size, value_size))
+    key, value = (make.empty(num_keys, heads, size, dtype=dtype) for size in (head_size, value_size))
+    starts, key_starts = (make.empty(num_seqs + 1, dtype="int32") for _ in range(2))
+    options = Options(alibi_slopes=slopes, logits_soft_cap=20.0 if slopes else 0.0)
+    kv = RaggedKV(key, value, key_starts)
+    return check_ragged(out, query, kv, options, starts, changes.get("causal", True))
 
 
 def test_choice_of_kernel() -> None:

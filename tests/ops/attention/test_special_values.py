@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, tuning
+from pyops import tuning
+from pyops._core import config
 from pyops.ops.attention.prefill_sm90 import PrefillSm90Config
 from pyops.testing import same_bits
 from tests.ops.attention.test_attention import paged_call

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import config, device
+from pyops._core import config
+from pyops._core.system import device
 from pyops.testing import assert_matches_reference
 from tests.ops.attention.test_attention import in_codes_of_heads, paged_call
 from tests.support.calls import DEVICES, Host

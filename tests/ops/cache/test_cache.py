@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device
-from pyops._core.dtypes import float32
-from pyops._core.example import ArgMaker
+from pyops._core.system import device
+from pyops._core.tensors.dtypes import float32
+from pyops.example import ArgMaker
 from pyops.ops.cache import _geometry
 from pyops.testing import SCHEDULES, assert_matches_reference, same_bits
 from pyops.testing.calls import named, replaced

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device
-from pyops._core.example import ArgMaker
+from pyops._core.system import device
+from pyops.example import ArgMaker
 from pyops.testing import same_bits
 from tests.support.cache import CODES, FNUZ, KINDS, as_given, bytes_of, every_value, ints, make, quantised
 from tests.support.calls import DEVICES

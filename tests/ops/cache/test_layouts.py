@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device
+from pyops._core.system import device
 from pyops.ops.cache import _geometry
 from pyops.testing import SCHEDULES, Layout, assert_matches_reference, same_bits, strategies
 from pyops.testing.calls import named, replaced, run

@@ -12,9 +12,9 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core import offline
-from pyops._core import ranks as worlds
-from pyops._core.kernel import Kernel, Specialisation
+from pyops import offline
+from pyops._core.launch.kernel import Kernel, Specialisation
+from pyops.host import ranks as worlds
 from pyops.ops.collective import custom_all_reduce, minimax
 from pyops.ops.collective.communicator import (
     MAX_BLOCKS,

@@ -10,7 +10,7 @@ import torch
 
 import kernels_cu
 import pyops
-from pyops._core.kernel import Kernel
+from pyops._core.launch.kernel import Kernel
 from pyops.fused import parallel_experts
 from pyops.ops.collective import expert_parallel
 from pyops.ops.collective.shared_memory import SIGNAL_BYTES

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device, dtypes, tuning
-from pyops._core.kernel import Specialisation
-from pyops._core.tensor import TensorArg
+from pyops import tuning
+from pyops._core.launch.kernel import Specialisation
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
 from pyops.ops._shared.ggml_formats import FORMATS
 from pyops.ops.linear import ggml_plan
 from pyops.ops.linear.ggml_plan import DigitsConfig, GgmlSimtConfig, MulMatConfig, VecConfig

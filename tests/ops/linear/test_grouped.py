@@ -12,10 +12,12 @@ import torch
 from torch.nn.functional import gelu, relu, silu
 
 import pyops
-from pyops import OpError
-from pyops._core import config, device, dtypes, tuning
-from pyops._core.host.toolchain import toolchains
-from pyops._core.tensor import describe_new
+from pyops import OpError, tuning
+from pyops._core import config
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import describe_new
+from pyops.host.toolchain import toolchains
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.ops.linear.coded_plan import CodedConfig, CodedTileConfig, block_size_of_codes
 from pyops.ops.linear.gemm_problem import Operand

@@ -11,9 +11,9 @@ import torch
 
 import pyops
 from pyops import OpError
-from pyops._core.device import model
-from pyops._core.example import ArgMaker
-from pyops._core.op import registry
+from pyops._core.op.op import registry
+from pyops._core.system.device import model
+from pyops.example import ArgMaker
 from pyops.ops.linear.block_scaled import MXFP4, MXFP8
 from tests.ops.linear.test_products import assert_rounded_once
 from tests.support.calls import DEVICES

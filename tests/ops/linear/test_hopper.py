@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device, dtypes
-from pyops._core.host.toolchain import toolchains
+from pyops._core.system import device
+from pyops._core.tensors import dtypes
+from pyops.host.toolchain import toolchains
 from pyops.ops.linear.gemm_sm90 import GemmConfig, SwapConfig, serves
 from pyops.ops.linear.gemm_sm90_choice import choose
 from pyops.testing import SCHEDULES, scheduled

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import pyops
 from pyops import SCALAR_TYPES, ScalarType
-from pyops._core import device as devices
-from pyops._core.example import ArgMaker
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
 from pyops.ops._shared.packed_layouts import code_bit, column_place, zero_bit
 from tests.ops.linear.test_products import assert_rounded_once
 from tests.support import packed

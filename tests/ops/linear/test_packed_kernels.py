@@ -12,10 +12,11 @@ from torch import Tensor
 
 import pyops
 from pyops import SCALAR_TYPES
-from pyops._core import device, dtypes
-from pyops._core.device import Device
-from pyops._core.example import ArgMaker
-from pyops._core.host.toolchain import toolchains
+from pyops._core.system import device
+from pyops._core.system.device import Device
+from pyops._core.tensors import dtypes
+from pyops.example import ArgMaker
+from pyops.host.toolchain import toolchains
 from pyops.ops._shared.scalar_type import ScalarType
 from pyops.ops.linear import packed_hopper
 from pyops.ops.linear.gemm_problem import Epilogue, Operand

@@ -16,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, device, dtypes, tuning
-from pyops._core.device import Device
-from pyops._core.host.toolchain import toolchains
-from pyops._core.tensor import TensorArg
+from pyops import tuning
+from pyops._core import config
+from pyops._core.system import device
+from pyops._core.system.device import Device
+from pyops._core.tensors import dtypes
+from pyops._core.tensors.tensor import TensorArg
+from pyops.host.toolchain import toolchains
 from pyops.ops.linear.gemm_plan import Config, GemmSimtConfig, choose
 from pyops.ops.linear.gemm_problem import Epilogue, GemmProblem, Operand
 from pyops.ops.linear.gemm_sm80 import MmaConfig, choose_mma

@@ -14,9 +14,9 @@ from torch.nn.functional import silu, softplus
 
 import pyops
 from pyops._core import config
-from pyops._core import device as devices
-from pyops._core.example import TorchMaker
-from pyops._core.host.toolchain import toolchains
+from pyops._core.system import device as devices
+from pyops.example import TorchMaker
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
 from tests.hip.host import on_matrix_core

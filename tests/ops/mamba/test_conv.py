@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import pyops
 from pyops import testing
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 
 Tensor = torch.Tensor
 

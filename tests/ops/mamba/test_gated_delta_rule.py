@@ -11,7 +11,7 @@ import torch
 
 import pyops
 from pyops._core import config
-from pyops._core.host.toolchain import toolchains
+from pyops.host.toolchain import toolchains
 from pyops.testing import SCHEDULES, scheduled
 from pyops.testing.calls import assert_results, expected, run
 from tests.hip.host import on_matrix_core

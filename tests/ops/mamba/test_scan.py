@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device as devices
-from pyops._core import tuning
+from pyops import tuning
+from pyops._core.system import device as devices
 from pyops.ops.mamba._scan_geometry import ScanConfig, ScanProblem, TokensConfig, choose
 from tests.support.calls import DEVICES, Host
 
@@ -357,7 +357,7 @@ def test_columns_of_any_stride() -> None:
 )
 def test_lanes_fill_the_device(problem: tuple[int, int, int], tile: tuple[int, int, int]) -> None:
     batch, dim, num_tokens = problem
-    config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.dtypes.bfloat16, 8, 4), devices.model())
+    config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.tensors.dtypes.bfloat16, 8, 4), devices.model())
     assert isinstance(config, ScanConfig)
     assert (config.channels, config.states, config.tile_tokens) == tile
 
@@ -368,7 +368,7 @@ def test_lanes_fill_the_device(problem: tuple[int, int, int], tile: tuple[int, i
 )
 def test_lanes_share_tokens_at_few_channels(problem: tuple[int, int, int], shares_tokens: bool) -> None:
     batch, dim, num_tokens = problem
-    config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.dtypes.bfloat16, 8, 4), devices.model())
+    config = choose(ScanProblem(batch, dim, num_tokens, 16, pyops._core.tensors.dtypes.bfloat16, 8, 4), devices.model())
     assert isinstance(config, TokensConfig) == shares_tokens
 
 

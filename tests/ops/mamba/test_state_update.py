@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device as devices
-from pyops._core import dtypes
+from pyops._core.system import device as devices
+from pyops._core.tensors import dtypes
 from pyops.ops.mamba._step_geometry import StepProblem, choose
 from tests.support.calls import DEVICES
 

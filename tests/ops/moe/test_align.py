@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import device as devices
-from pyops._core.example import ArgMaker
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
 from pyops.ops.moe import _sort
 from tests.support.calls import DEVICES, refusal
 

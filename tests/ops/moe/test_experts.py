@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import pyops
-from pyops import FusedMoEQuantConfig, OpError
-from pyops._core import config, tuning
-from pyops._core.host.run import HostFunction
+from pyops import FusedMoEQuantConfig, OpError, tuning
+from pyops._core import config
+from pyops.host.run import HostFunction
 from pyops.ops.linear.coded_hopper import CodedHopperConfig
 from pyops.testing import cpu
 from tests.ops.linear.test_grouped import activated, needs_compiler

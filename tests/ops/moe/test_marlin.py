@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import pyops
-from pyops import SCALAR_TYPES, OpError
-from pyops._core import device, tuning
-from pyops._core.example import ArgMaker
+from pyops import SCALAR_TYPES, OpError, tuning
+from pyops._core.system import device
+from pyops.example import ArgMaker
 from pyops.ops.linear.packed_hopper import PackedConfig
 from pyops.ops.linear.packed_plan import PackedMmaConfig
 from pyops.ops.linear.packed_tile import PackedTileConfig

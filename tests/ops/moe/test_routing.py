@@ -12,8 +12,8 @@ from torch import Tensor
 
 import pyops
 import pyops.nn as layers
-from pyops._core import device as devices
-from pyops._core.example import ArgMaker
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
 from pyops.ops.moe._routing_geometry import choose_geometry
 from pyops.testing import same_bits
 from tests.support.calls import DEVICES

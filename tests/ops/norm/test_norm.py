@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device as devices
-from pyops._core.example import ArgMaker
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
 from pyops.ops._shared import geometry
 from pyops.ops.norm.rms import FUSED_ADD_RMS_NORM, RMS_NORM
 from pyops.ops.norm.static_quant import _WITH_RESIDUAL, _WITHOUT_RESIDUAL

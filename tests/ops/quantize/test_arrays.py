@@ -10,8 +10,8 @@ import torch
 
 import pyops
 from pyops._core import config
-from pyops._core.host.toolchain import toolchains
-from pyops._core.tensor import library_of, to_torch
+from pyops._core.tensors.tensor import library_of, to_torch
+from pyops.host.toolchain import toolchains
 from pyops.testing import same_bits
 from tests.support.calls import as_cupy, as_numpy
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core.device import model
+from pyops._core.system.device import model
 from pyops.ops.quantize._fp4 import Fp4Config, Fp4Problem, choose
 from pyops.testing import CONTENTS, Layout, filled
 from tests.support.calls import DEVICES

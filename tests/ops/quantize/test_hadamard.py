@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyops
-from pyops._core import config, offline
-from pyops._core import device as devices
-from pyops._core.dtypes import float32
-from pyops._core.example import ArgMaker
+from pyops import offline
+from pyops._core import config
+from pyops._core.system import device as devices
+from pyops._core.tensors.dtypes import float32
+from pyops.example import ArgMaker
 from pyops.ops.quantize.hadamard import HadamardConfig, HadamardProblem, choose
 from pyops.testing import CONTENTS, Layout, assert_close, assert_matches_reference, filled, same_bits, strategies
 from tests.every_op.test_nvrtc import ARCHS, MISSING

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import pyops
-from pyops._core import device as devices
-from pyops._core import dtypes
-from pyops._core.example import ArgMaker
+from pyops._core.system import device as devices
+from pyops._core.tensors import dtypes
+from pyops.example import ArgMaker
 from pyops.ops._shared.fp8 import converts_fp8, native_fp8, own_fp8
 from pyops.ops.quantize import scaled
 from tests.support.calls import DEVICES

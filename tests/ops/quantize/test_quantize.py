@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core import device as devices
-from pyops._core.example import ArgMaker
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
 from pyops.testing import CONTENTS, Layout, filled, strategies
 from tests.support.calls import DEVICES
 from tests.support.quantize_truth import (

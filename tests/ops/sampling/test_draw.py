@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core.device import model
-from pyops._core.example import ArgMaker
-from pyops._core.host import toolchain
+from pyops._core.system.device import model
+from pyops.example import ArgMaker
+from pyops.host import toolchain
 from pyops.ops.sampling import draw as plan
 from pyops.ops.sampling._random import philox
 from pyops.testing import SCHEDULES, assert_matches_reference, scheduled

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import pyops
 from pyops._core import config
-from pyops._core import device as devices
-from pyops._core.example import ArgMaker
-from pyops._core.host import toolchain
+from pyops._core.system import device as devices
+from pyops.example import ArgMaker
+from pyops.host import toolchain
 from pyops.ops.sampling.top_k import LongRows, ShortRows, TopKProblem, choose
 from pyops.testing import SCHEDULES, scheduled
 from tests.support.calls import DEVICES
