@@ -58,7 +58,7 @@ def shown(text: str, name: str, language: str, block: str) -> str:
 
 
 def with_output(path: Path) -> str:
-    """The page with what this machine prints: a page may show apart what a GPU does."""
+    """The page with what this machine prints. A page may have a block of its own for a GPU."""
     text, found = page(path), printed(path)
     if torch.cuda.is_available() and "<!-- output on a GPU -->" in text:
         return shown(text, "output on a GPU", "text", found)

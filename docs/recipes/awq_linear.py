@@ -24,4 +24,4 @@ quant, zero, scale = unpacked(layer["qweight"]), unpacked(layer["qzeros"]), laye
 weight = (quant.view(groups, group_size, -1) - zero[:, None]) * scale[:, None]
 torch.testing.assert_close(out.float(), x.float() @ weight.flatten(0, 1), rtol=2**-9, atol=2**-9)
 stored = sum(tensor.nbytes for tensor in layer.values())
-print(f"{device}: a weight of {weight.numel()} elements in {stored} bytes, as the dequantized one")
+print(f"{device}: {weight.numel()} weights in {stored} bytes, the product matches that of the dequantized ones")

@@ -19,4 +19,4 @@ torch.testing.assert_close(out.float(), exact, rtol=2**-7, atol=2**-7)
 unquantized = x.float() @ weight.float().T
 error = ((out.float() - unquantized).norm() / unquantized.norm()).item()
 assert error < 0.05
-print(f"{device}: {weight_scale_inv.numel()} scales of the weight, the error of quantization is {error:.0%}")
+print(f"{device}: {weight_scale_inv.numel()} scales for the weight, quantization error {error:.0%}")

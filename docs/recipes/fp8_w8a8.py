@@ -18,4 +18,4 @@ torch.testing.assert_close(out.float(), exact, rtol=2**-7, atol=2**-7)
 unquantized = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
 error = ((out.float() - unquantized).norm() / unquantized.norm()).item()
 assert error < 0.05
-print(f"{device}: {weight8.dtype}, the error of quantization is {error:.0%}")
+print(f"{device}: {weight8.dtype}, quantization error {error:.0%}")

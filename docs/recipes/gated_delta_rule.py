@@ -27,4 +27,4 @@ for slot, rows in zip(slots, ([*range(100), 150], [*range(100, 150), 151]), stri
         expected[t] = torch.einsum("hkv,hk->hv", S, query[t]) * 64**-0.5
     assert (cache[slot] - S).abs().max() < 2**-6 * S.abs().max()
 assert (out - expected).abs().max() < 2**-6 * expected.abs().max()
-print(f"{device}: prompts of 100 and 50 tokens, and a step from their states, as the recurrence")
+print(f"{device}: prompts of 100 and 50 tokens and a step from their states match the recurrence")

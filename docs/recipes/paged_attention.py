@@ -28,4 +28,4 @@ for i in range(3):
     own = [x[sequence == i].float().transpose(0, 1) for x in (q, k, v)]
     expected = scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True).transpose(0, 1)
     torch.testing.assert_close(out[sequence == i].float(), expected, rtol=2**-8, atol=2**-8)
-print(f"{device}: 62 tokens of three prompts and the next token of each, as SDPA")
+print(f"{device}: 62 tokens of three prompts and the next token of each match SDPA")
