@@ -4,7 +4,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import pyops
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-torch.manual_seed(0)
 kv_heads, head_size, block_size, scale = 2, 64, 16, 64**-0.5
 prompts = [5, 37, 20]  # lengths
 seq_lens, cu_seqlens = (torch.tensor(x, dtype=torch.int32, device=device) for x in (prompts, [0, 5, 42, 62]))
