@@ -1,6 +1,6 @@
 """The recipes of docs/recipes run, and each page shows its file and what it prints.
 
-``python -m tests.test_recipes`` pastes the files and what they print on this machine into the pages.
+``python -m tests.repo.test_recipes`` pastes the files and what they print on this machine into the pages.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from benchmarks.readme import replaced
 from pyops._core.host.toolchain import toolchains
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/recipes"
 RECIPES = sorted(FOLDER.glob("*.py"))
 IDS = [path.stem for path in RECIPES]
-MEND = "python -m tests.test_recipes"
+MEND = "python -m tests.repo.test_recipes"
 ALONE = {"vllm_plugin"}  # namespaces of torch.ops are the process's
 NEEDS = {"property_test": ["hypothesis"], "transformers_model": ["transformers"]}
 ON_THE_HOST = {"own_kernel", "property_test", "several_gpus"}  # that run kernels on the CPU
