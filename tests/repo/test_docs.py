@@ -28,7 +28,8 @@ from pyops.testing import strategies
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/performance").glob("*.md")]
-PAGES += [*(ROOT / "docs/decisions").glob("*.md"), ROOT / "docs/notebooks/README.md"]
+PAGES += [*(ROOT / "docs/decisions").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md")]
+PAGES += [ROOT / "docs/notebooks/README.md"]
 README = (ROOT / "README.md").read_text()
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 RESULTS = ROOT / "benchmarks/results/nvidia-h200"
