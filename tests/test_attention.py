@@ -676,7 +676,7 @@ def test_blocks_without_a_split_touch_nothing(lengths: list[int]) -> None:
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_splits_of_mixed_lengths_fit_into_the_grid(monkeypatch: pytest.MonkeyPatch, head_size: int) -> None:
     """Two waves are 16 splits; in proportion to lengths, rounded up, as heads of 64 have them, they are 20."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     V1.forget()
     with config.cpu("kernels"):
         lengths = [1, 286, 571, 857, 1143, 1429, 1714, 2000]

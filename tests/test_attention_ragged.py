@@ -33,7 +33,7 @@ PAGED = pyops.registry["paged_attention_varlen"]
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each device: its name; the host's runs the kernels that compute capability 8.0 has."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", num_sms=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 
@@ -43,7 +43,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """The host backend and, on Hopper, the GPU. The host has few SMs, so that a block has several work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     with config.cpu("kernels"):
         yield str(request.param)
 

@@ -218,7 +218,7 @@ def test_choice(arch: str, m: int, dtype: dtypes.DType, quant_type: int, config:
     problem = GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
     assert ggml_plan.choose(problem, on) == config
     launch = config.launch(problem)
-    each = -(-launch.grid[0] // on.multiprocessors)  # blocks per SM: no further one fits
+    each = -(-launch.grid[0] // on.num_sms)  # blocks per SM: no further one fits
     assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
     assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
 

@@ -19,9 +19,9 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
-def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has four, so that blocks take several tiles, one after another."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=4))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=4))
 
 
 # Two waves of tiles, rows and columns and steps that do not fill them; K is no multiple of a step.

@@ -227,7 +227,7 @@ CUT = [
 
 
 @needs_compiler
-@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "multiprocessors", "sharers"), CUT)
+@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "num_sms", "sharers"), CUT)
 def test_last_round_is_cut(
     monkeypatch: pytest.MonkeyPatch,
     call: Callable[..., Tensor],
@@ -236,11 +236,11 @@ def test_last_round_is_cut(
     m: int,
     n: int,
     k: int,
-    multiprocessors: int,
+    num_sms: int,
     sharers: int | None,
 ) -> None:
     """Sums of parts are added up in the order of K, whichever block comes last."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=multiprocessors))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=num_sms))
     if sharers is not None:
         monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
     groups = k // (64 if sharers else 128)

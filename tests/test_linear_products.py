@@ -208,7 +208,7 @@ def test_scales_of_blocks(m: int, n: int, k: int, dtype: torch.dtype, device: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
-def test_more_tiles_than_multiprocessors(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+def test_more_tiles_than_sms(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     """Blocks take several tiles, their warpgroups in ping-pong order; three runs have the same bits."""
     m, n, k = 1000, 6000, 520 if dtype == torch.bfloat16 else 528
     a, b = draw(m, k, dtype=dtype, device="cuda"), columns(draw(k, n, dtype=dtype, device="cuda", seed=1))

@@ -26,7 +26,7 @@
 //     WARPS         of a block
 //     WHOLE_STEPS   whether a step divides K
 //     STAGES        steps that are in shared memory or on the way there
-//     MIN_BLOCKS    blocks per multiprocessor that the compiler makes room for
+//     MIN_BLOCKS    resident blocks per SM: the second argument of __launch_bounds__
 
 #include "async.cuh"
 #include "coded_weight.cuh"

@@ -16,7 +16,7 @@ class Device:
     Attributes:
         index: ordinal among the process's devices; -1 for a model.
         arch: ``"sm_90"`` on CUDA, ``"gfx942"`` on HIP.
-        multiprocessors: number of SMs (compute units on AMD GPUs).
+        num_sms: number of SMs (compute units on AMD GPUs).
         warp_size: threads that run in lockstep.
         shared_memory: bytes one block can ask for, opt-in included.
         cluster: largest thread block cluster, in CTAs; 1 for architectures without clusters.
@@ -25,7 +25,7 @@ class Device:
 
     index: int
     arch: str
-    multiprocessors: int
+    num_sms: int
     warp_size: int
     shared_memory: int
     cluster: int = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENDINGS = (".py", ".cu", ".cuh", ".h", ".md")
-OWN = ("docs/glossary.md", "tests/repo/words.py")  # the files that name the words
+OWN = ("docs/glossary.md", "tests/repo/words.py", "tests/repo/test_words.py")  # the files that name the words
 
 # {word: (pattern, the folder name that a path must contain, the field's word)}
 WORDS = {
@@ -36,7 +36,7 @@ WORDS = {
 
 # The most that each word may occur. A change that lowers a count lowers the number here.
 MOST: dict[str, int] = {
-    "multiprocessor": 123,
+    "multiprocessor": 0,
     "of which": 39,
     "whose": 196,
     "place": 1127,
@@ -46,10 +46,10 @@ MOST: dict[str, int] = {
     "copy engine": 1,
     "largest logit": 11,
     "shrink": 26,
-    "behind": 100,
+    "behind": 96,
     "beside": 168,
     "anew": 9,
-    "room": 74,
+    "room": 73,
     "apart": 117,
     "widen": 28,
     "sums": 573,

@@ -94,7 +94,7 @@ def choose(problem: ChunkProblem, device: Device) -> ChunkConfig:
     """Blocks of 256 threads, with few idle threads."""
     row_size, num_rows, _, vec_size, max_vec_size, min_blocks = problem
     if max_vec_size > vec_size and min_blocks is not None:
-        wave = device.multiprocessors * min_blocks * _NUM_THREADS  # threads that run at once
+        wave = device.num_sms * min_blocks * _NUM_THREADS  # threads that run at once
         if num_rows * row_size >= max_vec_size * wave:
             vec_size = max_vec_size
     return ChunkConfig(vec_size, _NUM_THREADS, _threads_for_row(row_size // vec_size), min_blocks)

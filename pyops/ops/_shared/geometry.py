@@ -17,7 +17,7 @@ from ..._core.tensor import TensorArg
 
 # "Rows" below is docs/performance/rows.md, measured on an H200.
 
-_MAX_LATENCY_ROWS = 2  # rows per SM up to which a launch is latency bound (Rows, "Two rows to a multiprocessor")
+_MAX_LATENCY_ROWS = 2  # rows per SM up to which a launch is latency bound (Rows, "Up to two rows per SM")
 _LONG_ROW_VECS = 512  # vectors: longer rows are tuned by their own numbers (Rows: 4096 against 14336 elements)
 WARP_ROW_VECS = 128  # vectors: up to here a warp or less has a row; one warp for 512 loses (Rows, "One warp, or two")
 _WARP_SIZE = 32  # lanes that share a row at most; half a warp where warps have 64
@@ -214,7 +214,7 @@ def choose_rows(
 def _choose(problem: RowProblem, device: Device) -> RowConfig:
     """The choice of `choose_rows`."""
     size, dtype, num_rows, vectors, measured, lanes, bound_registers = problem
-    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.multiprocessors))
+    sm_rows = min(_MAX_LATENCY_ROWS + 1, -(-num_rows // device.num_sms))
     spills = vectors.shifted and measured.tight and device.arch in _SPILLING_ARCHS
     return _choose_rows(size, dtype.itemsize, vectors, sm_rows, measured, lanes, bound_registers and not spills)
 

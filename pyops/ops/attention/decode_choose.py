@@ -136,7 +136,7 @@ def choose(problem: DecodeProblem, device: Device) -> DecodeConfig:
     blocks = blocks_of_one_split(problem, heads)
     num_warps, cluster_size = NUM_WARPS, 1
     if problem.uses_mma:
-        num_warps = choose_num_warps(blocks, min_blocks * device.multiprocessors)
+        num_warps = choose_num_warps(blocks, min_blocks * device.num_sms)
         while shared_memory(problem, num_warps, heads) + _STATIC_SHARED_MEMORY > device.shared_memory:
             num_warps -= 1
     wave = wave_splits(problem, device, num_warps, heads, min_blocks)
@@ -239,7 +239,7 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
     """Splits of all sequences that run on the device at once."""
-    wave_blocks = min_blocks * device.multiprocessors * NUM_WARPS // num_warps
+    wave_blocks = min_blocks * device.num_sms * NUM_WARPS // num_warps
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 
 
@@ -271,11 +271,11 @@ def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, d
     the next kernel, which may start early.
     """
     largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
-    if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.multiprocessors:
+    if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.num_sms:
         num_warps = _WIDE_CLUSTER_WARPS
-    if 2 * blocks > device.multiprocessors:
+    if 2 * blocks > device.num_sms:
         return 1, num_warps
-    room = _MAX_BLOCKS_PER_SM * device.multiprocessors // max(1, blocks)
+    room = _MAX_BLOCKS_PER_SM * device.num_sms // max(1, blocks)
     useful = min(device.cluster, room, -(-max_tokens // (num_warps * step)))
     cluster_size = next((size for size in _CLUSTER_SIZES if size <= useful), 1)
     steps = min(_MAX_CLUSTER_STEPS, max(_MIN_CLUSTER_STEPS, blocks))  # few CTAs cannot saturate memory

@@ -54,7 +54,7 @@ def vector_width(out: TensorArg, tmp_out: TensorArg | None, partial_dtype: DType
 
 def choose_join(num_seqs: int, num_heads: int, max_splits: int, lanes: int, device: Device) -> JoinConfig:
     """Groups for the splits of a head, heads of a block, and parts of a head if its groups do not fit into a block."""
-    rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.multiprocessors
+    rows, most_blocks = num_seqs * num_heads, _MANY_HEADS * device.num_sms
     fits = _GROUPS_OF_MANY * _HEADS_OF_MANY * lanes <= _MAX_HEAD_THREADS
     if rows > most_blocks and num_heads % _HEADS_OF_MANY == 0 and fits:
         return JoinConfig(_GROUPS_OF_MANY, _HEADS_OF_MANY)

@@ -97,7 +97,7 @@ def choose(problem: MlaProblem, device: Device) -> AnyConfig:
     blocks = num_seqs * -(-num_heads // heads)
     wanted = problem.num_kv_splits
     if wanted <= 0:
-        wanted = _MAX_WAVES * min_blocks * device.multiprocessors // max(1, blocks)
+        wanted = _MAX_WAVES * min_blocks * device.num_sms // max(1, blocks)
     min_split = _MIN_SPLIT * max(1, heads // 16)
     max_splits = max(1, min(wanted, -(-problem.max_tokens // min_split), _MAX_SPLITS))
     lanes = lanes_of(LATENT_SIZE, problem.join_width, device)

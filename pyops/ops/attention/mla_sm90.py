@@ -125,7 +125,7 @@ def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
 
     def time(splits: int) -> float:
         pairs = -(-tiles // splits // 2) + 1
-        alone = -(-blocks * splits // device.multiprocessors) * pairs * _PAIR_US
+        alone = -(-blocks * splits // device.num_sms) * pairs * _PAIR_US
         return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
 
     wanted = problem.num_kv_splits

@@ -65,7 +65,7 @@ def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
 
     def time(splits: int) -> float:
-        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.multiprocessors))
+        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.num_sms))
         alone = rounds * (-(-tiles // splits) * _TILE_US + _START_US)
         return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
 

@@ -153,7 +153,7 @@ class PrefillProblem:
             fp8_out_scale=None,
         )
         is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
-        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
         may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
         return single_rows if is_served and may_be_many and self.codes is None else None
 

@@ -91,7 +91,7 @@ class E4m3Config:
                 QUERY_STAGES=query_stages,
                 CODE_STAGES=code_stages,
             ).launch(
-                min(num_items, device.multiprocessors),
+                min(num_items, device.num_sms),
                 128 * (self.consumers + 1),
                 shared,
                 **taken(kernel, arguments),

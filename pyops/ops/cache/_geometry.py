@@ -88,7 +88,7 @@ def choose(problem: CacheProblem, device: Device) -> CacheConfig:
         return _config(tokens, token_vecs, _EARLY_THREADS)
     for batch in (_MAX_BATCH, 1):
         tokens = min(_MAX_TOKENS, max(1, batch * _NUM_THREADS // token_vecs))
-        if num_tokens >= tokens * _MIN_WAVES * device.multiprocessors:
+        if num_tokens >= tokens * _MIN_WAVES * device.num_sms:
             return _config(tokens, token_vecs, _NUM_THREADS)
     tokens = max(1, _MIN_BLOCK_VECS // token_vecs)
     return _config(tokens, token_vecs, check.threads(tokens * token_vecs, max_threads=_NUM_THREADS))
@@ -100,5 +100,5 @@ def _config(tokens: int, token_vecs: int, num_threads: int) -> CacheConfig:
 
 def early_blocks(num_blocks: int, device: Device) -> int:
     """Blocks that look their entries up while the kernel before runs: the first ones, if there are many more."""
-    early = _EARLY_BLOCKS * device.multiprocessors
+    early = _EARLY_BLOCKS * device.num_sms
     return early if device.overlaps and num_blocks > early else 0

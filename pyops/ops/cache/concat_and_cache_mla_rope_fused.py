@@ -124,7 +124,7 @@ def plan_concat_and_cache_mla_rope_fused(
     check.scalar(kv_cache_scale)
     vec_size = check.vector_width(rope_size // 2 | latent_size, q_pe, k_pe, kv_c, cos_sin_cache, kv_cache)
     items = (num_heads + 1) * (rope_size // 2 // vec_size) + latent_size // vec_size
-    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.multiprocessors else 1
+    rounds = _MANY_ROUNDS if num_tokens > q_pe.device.num_sms else 1
     num_threads = check.threads(-(-items // rounds), max_threads=_MAX_THREADS)
     return _concat_and_cache_mla_rope_fused(
         scalar_t=q_pe.dtype,

@@ -46,7 +46,7 @@ def plan_concat_mla_q(ql_nope: TensorArg, q_pe: TensorArg, q_out: TensorArg) -> 
         check.row_size(arg)
     vec_size = check.vector_width(nope_size | rope_size, ql_nope, q_pe, q_out)
     num_vecs = q_out.numel // vec_size
-    batch = _BATCH if num_vecs >= _BATCH * _NUM_THREADS * q_out.device.multiprocessors else 1
+    batch = _BATCH if num_vecs >= _BATCH * _NUM_THREADS * q_out.device.num_sms else 1
     return _concat_mla_q(
         scalar_t=ql_nope.dtype,
         NUM_HEADS=max(1, num_heads),

@@ -92,7 +92,7 @@ def plan_cp_gather_and_upconvert_fp8_kv_cache(
     for arg in (block_table, seq_lens, workspace_starts):
         check_rows(arg, batch_size, "batch_size")
     num_rows, warps = dst.shape[0], _NUM_THREADS // 32
-    rows = _ROWS if num_rows >= warps * _ROWS * dst.device.multiprocessors else 1
+    rows = _ROWS if num_rows >= warps * _ROWS * dst.device.num_sms else 1
     num_blocks = -(-num_rows // (warps * rows))
     return _cp_gather_and_upconvert_fp8_kv_cache(
         table_t=block_table.dtype,

@@ -147,7 +147,7 @@ def plan_fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     if k_cache.shape[1] < block_bytes:
         raise k_cache.error(f"expected blocks of at least {block_bytes} bytes, got shape {k_cache.shape}")
     groups = num_tokens * (q_head_padded + 1)
-    rounds = _MANY_ROUNDS if groups > _FEW_GROUPS * q_in.device.multiprocessors else 1
+    rounds = _MANY_ROUNDS if groups > _FEW_GROUPS * q_in.device.num_sms else 1
     token_groups = -(-(q_head_padded + 1) // rounds)
     return _fused(
         scalar_t=q_in.dtype,

@@ -118,9 +118,7 @@ class Groups:
             columns=tuning.beside(self.columns, _MIN_COLUMNS, _MAX_TILE // self.group),
             batch=tuning.beside(self.batch, 1, 2 * _MAX_BATCH),
             num_threads=_CANDIDATE_THREADS,
-            max_blocks=tuning.beside(
-                self.max_blocks, device.multiprocessors, 4 * _GROUP_BLOCKS * device.multiprocessors
-            ),
+            max_blocks=tuning.beside(self.max_blocks, device.num_sms, 4 * _GROUP_BLOCKS * device.num_sms),
         )
 
 
@@ -129,10 +127,10 @@ def choose(problem: ReshapeProblem, device: Device) -> Tiles | Groups:
     if group := problem.max_group:
         columns = min(_GROUP_COLUMNS, 16 * -(-problem.row_size // 16))
         batch = min(_MAX_BATCH, -(-group * columns // (problem.load_vec * _GROUP_THREADS)))
-        return Groups(group, columns, batch, _GROUP_THREADS, _GROUP_BLOCKS * device.multiprocessors)
+        return Groups(group, columns, batch, _GROUP_THREADS, _GROUP_BLOCKS * device.num_sms)
     if problem.num_tokens <= _MAX_FEW_TOKENS:
         return _FEW
-    return _MEDIUM if problem.num_tokens <= _MAX_MEDIUM_TOKENS * device.multiprocessors else _MANY
+    return _MEDIUM if problem.num_tokens <= _MAX_MEDIUM_TOKENS * device.num_sms else _MANY
 
 
 @op(inout=("key_cache", "value_cache"), ulps=0)
@@ -212,7 +210,7 @@ def plan_reshape_and_cache(
     }
     strides = {"key_stride": first_stride(key), "value_stride": first_stride(value)}
     values = replace(value_cache, shape=(), strides=())
-    many = num_tokens > _MAX_UNGROUPED_TOKENS * key.device.multiprocessors
+    many = num_tokens > _MAX_UNGROUPED_TOKENS * key.device.num_sms
     problem = ReshapeProblem(num_tokens, num_blocks * block_size, block_size, row_size, load_vec, many)
     config = tuning.config(key.op, problem, key.device, choose)
     if isinstance(config, Groups):

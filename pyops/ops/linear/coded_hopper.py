@@ -71,7 +71,7 @@ class CodedHopperConfig:
             TILE_K=self.step,
             STAGES=stages,
         ).launch(
-            min(product.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            min(product.max_tiles(self.tile_m) * columns, device.num_sms),
             384 if self.tile_m * self.tile_n > _MAX_SUMS else 288,
             max(stages * stage, device.shared_memory // 2 + 1),  # one CTA per SM
             a_map=TensorMap(a.source, a.dtype, (product.k, a.rows), (a.stride * 2,), (_BOX, self.tile_m), _ROW_BYTES),

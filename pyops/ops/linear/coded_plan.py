@@ -196,7 +196,7 @@ def choose(problem: CodedProblem, device: Device) -> Config:
     steps = -(-w.k * w.bits // (8 * _STEP_BYTES))
     fewer = (w.bits == 4 and w.zeros is not None) or not device.supports("clusters")
     resident = (_FEWER_RESIDENT if fewer else _RESIDENT)[tile_m]
-    blocks = -(-tiles // device.multiprocessors)  # blocks per SM
+    blocks = -(-tiles // device.num_sms)  # blocks per SM
     # At least half of the resident warps per tile: one token of Mixtral takes 49 us, and 71 us with two warps per tile.
     warps = min(max(resident // 2, resident // blocks) if blocks <= resident else _WARPS_OF_MANY, steps)
     warps = max(1, min(warps, (device.shared_memory - _STATIC_BYTES) // _warp_bytes(tile_m, w, _MIN_STAGES)))

@@ -99,7 +99,7 @@ class GemmConfig:
             CLUSTER=self.cluster,
             GROUP=self.group,
         ).launch(
-            (min(tiles, device.multiprocessors // self.cluster), self.cluster),
+            (min(tiles, device.num_sms // self.cluster), self.cluster),
             384,
             fixed + stages * stage,
             a_map=_map(problem.a, problem.k, self.TILE_M),
@@ -171,7 +171,7 @@ class SwapConfig:
             STAGES=stages,
             SPLITS=self.splits,
         ).launch(
-            (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
+            (tiles if self.parts > 1 else min(tiles, device.num_sms), self.splits),
             288,
             max(exchanged + stages * stage, device.shared_memory // 2 + 1),
             a_map=_map(problem.a, problem.k, self.tile_m),
@@ -252,7 +252,7 @@ def choose(problem: GemmProblem, device: Device) -> GemmConfig | SwapConfig:
     """The config with the least time by the cost model, for M rounded up to a power of two."""
     blocked, m = problem.epilogue.block_scaled, tuning.power_of_two(problem.m)
     sums = blocked, _sum_block(problem, 0) > 0, problem.dtype.itemsize == 1
-    return _choose(m, problem.n, _steps(problem), *sums, problem.out_is_aligned, device.multiprocessors)
+    return _choose(m, problem.n, _steps(problem), *sums, problem.out_is_aligned, device.num_sms)
 
 
 @cache
@@ -264,16 +264,16 @@ def _choose(
     in_blocks: bool,
     eight_bits: bool,
     out_is_aligned: bool,
-    multiprocessors: int,
+    num_sms: int,
 ) -> GemmConfig | SwapConfig:
     """`choose` by the values that it depends on: block scales, promoted accumulators, 8-bit elements, ..."""
     found: list[tuple[float, GemmConfig | SwapConfig]] = []
     if m <= _MAX_SWAP_ROWS:
-        swaps = _swap_configs(m, n, steps, blocked, multiprocessors)
-        found += [(_swap_time(one, m, n, steps, multiprocessors), one) for one in swaps]
+        swaps = _swap_configs(m, n, steps, blocked, num_sms)
+        found += [(_swap_time(one, m, n, steps, num_sms), one) for one in swaps]
     if out_is_aligned:
         gemms = _gemm_configs(m, steps, blocked, in_blocks, eight_bits)
-        found += [(_gemm_time(one, m, n, steps, blocked, multiprocessors), one) for one in gemms]
+        found += [(_gemm_time(one, m, n, steps, blocked, num_sms), one) for one in gemms]
     return min(found, key=lambda timed: timed[0])[1]
 
 
@@ -290,12 +290,12 @@ def _gemm_configs(m: int, steps: int, blocked: bool, in_blocks: bool, eight_bits
             yield GemmConfig(tile_n, cluster, group, ping_pong=True)
 
 
-def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> Iterator[SwapConfig]:
+def _swap_configs(m: int, n: int, steps: int, blocked: bool, num_sms: int) -> Iterator[SwapConfig]:
     """Configs with the tile N that gives the fewest waves, with equal work for all CTAs."""
     tile_m = min(max(16, m), _MAX_BLOCKED_ROWS if blocked else _MAX_SWAP_ROWS)
     row_tiles = -(-m // tile_m)
     for splits, most in CLUSTERS.items():
-        clusters = max(1, int(most * multiprocessors) // row_tiles)
+        clusters = max(1, int(most * num_sms) // row_tiles)
         waves = -(-n // (_MAX_SWAP_COLUMNS * clusters))
         tile_n = -(-n // (8 * waves * clusters)) * 8
         for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, _MAX_SWAP_COLUMNS, splits)):
@@ -303,10 +303,10 @@ def _swap_configs(m: int, n: int, steps: int, blocked: bool, multiprocessors: in
                 yield one
 
 
-def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, multiprocessors: int) -> float:
+def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, num_sms: int) -> float:
     """Microseconds: whole waves of tiles, and their epilogues."""
     tiles = -(-m // (config.TILE_M * config.cluster)) * -(-n // config.tile_n)
-    waves = -(-tiles // (multiprocessors // config.cluster))
+    waves = -(-tiles // (num_sms // config.cluster))
     products = config.TILE_M * config.tile_n / 32 * (_BLOCKED if blocked else 1.0)
     shared, loaded = config.TILE_M + config.tile_n, config.TILE_M + config.tile_n / config.cluster
     cycles = _PRODUCT_CYCLES * products + _SHARED_CYCLES * shared + _L2_CYCLES * loaded
@@ -314,10 +314,10 @@ def _gemm_time(config: GemmConfig, m: int, n: int, steps: int, blocked: bool, mu
     return _LAUNCH + waves * steps * cycles / _CLOCK + ends
 
 
-def _swap_time(config: SwapConfig, m: int, n: int, steps: int, multiprocessors: int) -> float:
+def _swap_time(config: SwapConfig, m: int, n: int, steps: int, num_sms: int) -> float:
     """Microseconds: the loads of an SM, and the reduction of split-K."""
     tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
-    waves = -(-tiles // max(1, int(CLUSTERS[config.splits] * multiprocessors)))
+    waves = -(-tiles // max(1, int(CLUSTERS[config.splits] * num_sms)))
     loads = (config.tile_m + config.tile_n) * _STEP_BYTES / _L2_BYTES  # cycles of a k-tile
     exchange = _EXCHANGE * (config.splits.bit_length() - 1)
     return _LAUNCH + waves * (exchange + -(-steps // config.splits) * max(loads, _STEP_CYCLES) / _CLOCK)

@@ -43,7 +43,7 @@ _MAX_SIMT_TOKENS = 4  # rows of X of a block of ggml_mul_mat_simt.cu
 
 def _each(problem: GgmlProblem, blocks: int) -> int:
     """Most blocks of a grid of `blocks` blocks on any SM."""
-    return -(-blocks // problem.out.device.multiprocessors)
+    return -(-blocks // problem.out.device.num_sms)
 
 
 def _spread(problem: GgmlProblem, blocks: int, shared_memory: int) -> int:
@@ -286,8 +286,8 @@ def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> 
     """The geometry on AMD. Two blocks fit on a compute unit, so that one multiplies while the other stores its loads to
     shared memory, unless there are at most as many blocks as compute units."""
     tiles = -(-problem.n // 16) * problem.tiles(tokens)
-    is_small = tiles < 2 * device.multiprocessors
-    blocks = 1 if tiles <= device.multiprocessors else 2  # blocks per compute unit
+    is_small = tiles < 2 * device.num_sms
+    blocks = 1 if tiles <= device.num_sms else 2  # blocks per compute unit
     found = [MulMatConfig(tokens, rows, min(k, units), 1, 1) for rows, k in (_FEW_WAVES if is_small else _WAVES)]
     return next((one for one in found if blocks * one.shared_memory(problem) <= device.shared_memory), found[-1])
 

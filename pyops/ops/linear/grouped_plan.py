@@ -103,7 +103,7 @@ class GroupedConfig:
             GROUP=self.group,
             ALIGNED_OUT=problem.out_is_aligned,
         ).launch(
-            min(problem.max_tiles(self.tile_m) * columns, device.multiprocessors),
+            min(problem.max_tiles(self.tile_m) * columns, device.num_sms),
             128 * (self.consumers + 1),
             stores + stages * stage,
             b_map=TensorMap(problem.b.source, problem.dtype, (k, problem.b.rows), (stride,), box, _STEP_BYTES),
@@ -242,7 +242,7 @@ def _choose_hopper(problem: GroupedProblem, device: Device) -> GroupedConfig:
     def cost(one: GroupedConfig) -> tuple[int, int]:
         tiles = row_tiles * -(-problem.b_rows // one.tile_n)
         rows = one.tile_n + _TILE_COST + (_STRADDLING_COST if one.straddles(problem) else 0)
-        return -(-tiles // device.multiprocessors) * rows, one.tile_n
+        return -(-tiles // device.num_sms) * rows, one.tile_n
 
     sizes = [GroupedConfig(tile_m, tile_n) for tile_n in range(32, 257, 32)]
     return min((one for one in sizes if one.fits(problem)), key=cost)

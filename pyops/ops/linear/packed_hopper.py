@@ -116,7 +116,7 @@ class PackedConfig:
         stores = self.tile_n * 4 * _STORE_BYTES if by_stores else 0
         fixed = sums + stores + _BARRIER_BYTES
         stages = min(_MAX_STAGES, ((device.shared_memory + 1024) // self.min_blocks - 1024 - fixed) // stage)
-        tiles, clusters = self.tiles(problem.places, weight.n), device.multiprocessors // self.neighbours
+        tiles, clusters = self.tiles(problem.places, weight.n), device.num_sms // self.neighbours
         rest = tiles % clusters if self.max_parts > 1 else 0
         blocks = sharers(self, rest, -(-weight.k // step), clusters, weight.layout)
         parts = rest + blocks - 1 if blocks > rest > 0 else 0  # parts of all stream-K tiles
@@ -163,7 +163,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
     step_k = step_rows(layout)
 
     def cycles(one: PackedConfig) -> float:
-        waves = -(-one.tiles(m, n) // max(1, int(CLUSTERS[one.splits] * device.multiprocessors)))
+        waves = -(-one.tiles(m, n) // max(1, int(CLUSTERS[one.splits] * device.num_sms)))
         exchange = _EXCHANGE_CYCLES * (one.splits.bit_length() - 1)
         return waves * (_TILE_CYCLES + -(-k // (step_k * one.splits)) * _step_cycles(one, layout)) + exchange
 
@@ -189,7 +189,7 @@ def choose(m: int, n: int, k: int, layout: str, device: Device, apart: bool = Fa
         return config
     if m >= _ROWS_OF_NEIGHBOURS and layout != "w4a8" and -(-n // config.tile_n) % 2 == 0:
         config = replace(config, neighbours=2)
-    clusters = device.multiprocessors // config.neighbours
+    clusters = device.num_sms // config.neighbours
     rest, cut = config.tiles(m, n) % clusters, replace(config, max_parts=_MAX_PARTS)
     return cut if sharers(cut, rest, -(-k // step_k), clusters, layout) > max(1, rest) else config
 

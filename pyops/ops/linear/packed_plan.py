@@ -165,7 +165,7 @@ def choose(problem: PackedProblem, device: Device) -> Config:
     if serves_few(problem, device) and m <= (_MAX_FEW_ROWS if many else _MAX_ROWS):
         if _serves_narrow(problem, device, m):
             return PackedNarrowConfig()
-        tile_n = 128 if _is_wide(w) and w.n // 128 >= device.multiprocessors else 64
+        tile_n = 128 if _is_wide(w) and w.n // 128 >= device.num_sms else 64
         step = rows_of_step(w, tile_n)
         several, max_rows = w.groups > 1 and w.group_size < step, 8 if w.scale_kind == "int16" else 16
         config = choose_mma(m, tile_n, w.n, -(-w.k // step), device, several, max_rows=max_rows)
@@ -267,9 +267,9 @@ def choose_mma(
     tile_m = min(m, 8 if several_groups else max_rows)
     resident = min(_RESIDENT_OF_GROUPS if several_groups else 16, _RESIDENT[tile_m, tile_n])
     tiles = weights * -(-m // tile_m) * (n // tile_n)
-    clusters = {size: int(part * device.multiprocessors) for size, part in CLUSTERS.items() if size <= device.cluster}
+    clusters = {size: int(part * device.num_sms) for size, part in CLUSTERS.items() if size <= device.cluster}
     splits = max(size for size, count in clusters.items() if size == 1 or (tiles <= count and size <= steps))
-    blocks = -(-tiles * splits // device.multiprocessors)  # CTAs per SM
+    blocks = -(-tiles * splits // device.num_sms)  # CTAs per SM
     # In a grid of more than one wave, several warps per tile make the last wave shorter.
     warps = resident // blocks or _WARPS_OF_MANY
     max_warps = resident if splits == 1 and steps >= _LONG_PART * resident else _MAX_WARPS

@@ -51,7 +51,7 @@ class SkinnyConfig:
     def num_blocks(self, output_size: int, device: Device) -> int:
         """Blocks for each group of rows. All groups go over the weight together, so that one wave is enough."""
         block_rows = self.num_threads // device.warp_size // self.split
-        return min(-(-output_size // block_rows), device.multiprocessors * self.min_blocks)
+        return min(-(-output_size // block_rows), device.num_sms * self.min_blocks)
 
     def candidates(self, problem: GemmProblem, device: Device) -> list[SkinnyConfig]:
         """Other warps per row, vectors in flight, registers, and rows of the input per block if there are several."""

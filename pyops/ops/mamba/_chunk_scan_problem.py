@@ -39,7 +39,7 @@ class ChunkScanProblem:
     def segments(self, row_blocks: int) -> tuple[int, int, int]:
         """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
         device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
-        blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.multiprocessors
+        blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.num_sms
         wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
         chunk_parts, part_tokens = 1, min(self.call["chunk_size"], max(1, num_tokens))
         long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty

@@ -99,12 +99,10 @@ def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
         return GatedDeltaConfig(_WARPS, 1)
     _, _, value_heads, value_size = problem.call["v"].shape
     num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
-    large = (
-        device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
-    )
+    large = device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.num_sms
     if large and tiles(device, problem.call["q"].shape[3], _LARGE_WARPS) is not None:
         return GatedDeltaConfig(_LARGE_WARPS, 1)
-    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
+    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.num_sms else _WARPS, 1)
 
 
 def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> GatedDeltaProblem:

@@ -184,7 +184,7 @@ def choose(problem: ScanProblem, device: Device) -> ScanConfig | TokensConfig:
 
 def _share_tokens(problem: ScanProblem, device: Device, sequence_tokens: int) -> TokensConfig:
     """As many parts as the device has warps for, and a sequence tokens."""
-    config, room = TokensConfig(_MAX_LANES), _FEW_WARPS * device.multiprocessors
+    config, room = TokensConfig(_MAX_LANES), _FEW_WARPS * device.num_sms
     parts = room // max(1, problem.dim * tuning.power_of_two(problem.batch))
     if parts == 0:
         return config
@@ -207,7 +207,7 @@ def _choose_recurrence(problem: ScanProblem, device: Device) -> ScanConfig:
     for channels, states in _SHORT_LANE_TILES if short else _LANE_TILES:
         config = _lane_tile(problem.state_size, channels, states, tile_tokens)
         warps = problem.batch * problem.dim * config.lanes / (channels * device.warp_size)
-        if warps >= _MIN_SHARE * _SCHEDULERS * device.multiprocessors:
+        if warps >= _MIN_SHARE * _SCHEDULERS * device.num_sms:
             break
     while not config.fits(problem, device) and config.tile_tokens > _MIN_TILE_TOKENS:
         config = _lane_tile(problem.state_size, config.channels, config.states, config.tile_tokens // 2)

@@ -107,6 +107,6 @@ def choose(problem: StepProblem, device: Device) -> StepConfig:
         rates = _MAX_RATES // 2 if problem.has_starts else _MAX_RATES
         max_rows = max(1, min(max_rows, rates // _row_states(problem)))
     config = StepConfig(rows=min(2, max_rows))
-    while config.rows < max_rows and config.num_blocks(problem) > _WAVE * device.multiprocessors:
+    while config.rows < max_rows and config.num_blocks(problem) > _WAVE * device.num_sms:
         config = replace(config, rows=2 * config.rows)
     return config

@@ -132,7 +132,7 @@ def plan_causal_conv1d_decode(
     silu = common.check_activation(x, activation)
     vec_size = common.channel_vector(width, x, conv_state)
     # Few threads get few channels each, so that more SMs load at once.
-    wave = x.device.multiprocessors * _MIN_BLOCKS * _NUM_THREADS
+    wave = x.device.num_sms * _MIN_BLOCKS * _NUM_THREADS
     while vec_size * x.dtype.itemsize > _MIN_VEC_BYTES and num_seqs * dim < wave * vec_size:
         vec_size //= 2
     num_threads = check.threads(-(-dim // vec_size), max_threads=_NUM_THREADS)

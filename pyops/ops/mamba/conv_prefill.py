@@ -221,7 +221,7 @@ def _by_tokens(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: boo
     num_groups = -(-dim // (vec_size * num_threads))
     narrow = x.dtype is not float32 and vec_size < 8 and not with_blocks
     min_blocks = _TOKENS_MIN_BLOCKS[narrow and x.device.supports("clusters")]
-    resident = x.device.multiprocessors * min_blocks * _WAVES
+    resident = x.device.num_sms * min_blocks * _WAVES
     tile_size = min(_MAX_TILE, max(_MIN_TILE, -(-num_tokens * num_groups // (resident * _MIN_TILE)) * _MIN_TILE))
     num_blocks = -(-num_tokens // tile_size) * num_groups
     sizes = {"tile_size": tile_size, "num_groups": num_groups}
@@ -232,7 +232,7 @@ def _by_channels(out: TensorArg, x: TensorArg, weight: TensorArg, with_blocks: b
     dim, num_tokens = x.shape
     vec_size = check.vector_width(num_tokens, x, out)
     row_vecs = num_tokens // vec_size
-    wave = x.device.multiprocessors * _CHANNELS_MIN_BLOCKS * _NUM_THREADS
+    wave = x.device.num_sms * _CHANNELS_MIN_BLOCKS * _NUM_THREADS
     many = row_vecs * dim >= _WAVES * _MAX_CHANNELS * wave
     channels = _MAX_CHANNELS if many else _CHANNELS_BATCH
     num_blocks = -(-row_vecs * -(-dim // channels) // _NUM_THREADS)

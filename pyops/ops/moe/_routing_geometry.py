@@ -75,6 +75,6 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     vec_size = check.vector_width(group_size, *(arg for arg in (experts, *aligned) if arg))
     while share(vec_size) > _MAX_WIDER * share(1):
         vec_size //= 2
-    many = num_tokens * row_threads > _FEW_THREADS * experts.device.multiprocessors
+    many = num_tokens * row_threads > _FEW_THREADS * experts.device.num_sms
     num_threads = max(row_threads, _MANY_THREADS if many else _FEW_THREADS)
     return Geometry(vec_size, share(vec_size), row_threads, group_threads, num_threads)

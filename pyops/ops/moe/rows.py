@@ -188,7 +188,7 @@ def plan_shuffle_rows(input_tensor: TensorArg, dst2src_map: TensorArg, output_te
     check.at_least(dst2src_map, int32, num_rows)
     out = as_bytes(output_tensor)
     vectors = out.nbytes // check.vector_width(out.shape[1], out, as_bytes(input_tensor))
-    batch = _BATCH if vectors >= _BATCH * _BATCH_THREADS * out.device.multiprocessors else 1
+    batch = _BATCH if vectors >= _BATCH * _BATCH_THREADS * out.device.num_sms else 1
     return chunks.launch(
         _shuffle_rows,
         replace(out, shape=(-(-num_rows // batch), out.shape[1])),

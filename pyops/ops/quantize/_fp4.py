@@ -185,7 +185,7 @@ def choose(problem: Fp4Problem, device: Device) -> Fp4Config:
     """Units of four rows if they leave no SM idle, else single rows, divided equally among whole waves."""
     row_threads = min(_NUM_THREADS, max(_MIN_ROW_THREADS, 1 << (problem.columns - 1).bit_length()))
     min_blocks = _resident_threads(problem, row_threads, device) // _NUM_THREADS
-    wave = device.multiprocessors * min_blocks  # blocks that run at the same time
+    wave = device.num_sms * min_blocks  # blocks that run at the same time
     row_blocks, block_rows = -(-problem.columns // row_threads), _NUM_THREADS // row_threads
 
     fills_device = problem.num_rows * row_blocks > _UNIT * block_rows * wave

@@ -72,7 +72,7 @@ def plan_awq_dequantize(qweight: TensorArg, scales: TensorArg, zeros: TensorArg,
     check.contiguous(scales)
     check.shape(out, scales.dtype, K=num_rows, N=n)
     group_size = num_rows // max(1, num_groups)
-    fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.multiprocessors
+    fills_device = num_rows * n // (8 * _ROWS) >= _FULL_THREADS * out.device.num_sms
     rows = math.gcd(group_size, _ROWS if fills_device else _FEW_ROWS)
     problem = ChunkProblem(n // 8, num_rows // max(1, rows), int32)
     config = tuning.config(out.op, problem, out.device, chunks.choose)

@@ -69,20 +69,20 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
     if not input.numel:
         return []
     result, input = one_row(result, input)
-    multiprocessors, num_rows, row_size = input.device.multiprocessors, check.num_rows(input), input.shape[-1]
+    num_sms, num_rows, row_size = input.device.num_sms, check.num_rows(input), input.shape[-1]
     row_stride = check.row_stride(input)
 
     def chunks(vec_size: int, config: Pass) -> tuple[int, int, dict[str, int]]:
         """(chunks, chunks of a row, constants): several vectors to a thread if every resident block then has work."""
         num_threads, resident, batch = config
-        if input.numel < resident * multiprocessors * batch * num_threads * vec_size:
+        if input.numel < resident * num_sms * batch * num_threads * vec_size:
             batch = 1
         row_chunks = -(-row_size // (batch * num_threads * vec_size))
         constants = {"VEC_SIZE": vec_size, "BATCH": batch, "NUM_THREADS": num_threads}
         return num_rows * row_chunks, row_chunks, constants
 
     num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, input), _ABSMAX)
-    blocks = min(num_chunks, _ABSMAX.resident * multiprocessors)
+    blocks = min(num_chunks, _ABSMAX.resident * num_sms)
     partial = Scratch(4 * blocks)
     absmax = _absmax(scalar_t=input.dtype, **constants).launch(
         grid=blocks,

@@ -102,7 +102,7 @@ def group_launch(
     vectors = RowVectors(check.vector_width(group_size, input, codes))
     scales_of_token = 4 * columns if packed else columns
     num_groups = num_rows * scales_of_token
-    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.multiprocessors
+    few = num_groups * group_size <= _MAX_FEW_VECTORS * vectors.vec_size * input.device.num_sms
     in_warp = group_size // vectors.vec_size <= _MAX_WARP_VECS
     config = geometry.choose_rows(
         input,

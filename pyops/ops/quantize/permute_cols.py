@@ -51,7 +51,7 @@ def plan_permute_cols(a: TensorArg, perm: TensorArg, out: TensorArg) -> Launch:
     num_rows, row_bytes = check.num_rows(a), hidden_size * a.dtype.itemsize
     # A block of several rows reads the indices once. Two blocks should fit into the shared memory of an SM.
     max_shared = a.device.shared_memory
-    many = num_rows > 2 * a.device.multiprocessors
+    many = num_rows > 2 * a.device.num_sms
     rows = max(1, min(_MAX_ROWS, max_shared // 2 // max(1, row_bytes))) if many else 1
     staged = rows * row_bytes <= max_shared
     vec_size = check.vector_width(hidden_size, out, a)

@@ -98,7 +98,7 @@ def plan_persistent_masked_m_silu_mul_quant(
         NUM_THREADS=_NUM_THREADS,
         MIN_BLOCKS=_MIN_BLOCKS,
     ).launch(
-        grid=min(_MIN_BLOCKS * input.device.multiprocessors, -(-max_items // warps)),
+        grid=min(_MIN_BLOCKS * input.device.num_sms, -(-max_items // warps)),
         block=_NUM_THREADS,
         num_experts=num_experts,
         num_tokens=num_tokens,

@@ -164,7 +164,7 @@ def choose(
 def _choose(problem: RotaryProblem, device: Device) -> RotaryConfig:
     """Small blocks for few tokens; for many, blocks of whole tokens."""
     threads = problem.num_tokens * problem.num_heads * (problem.rotary_dim // 2 // problem.pairs)  # of one head each
-    many = threads > _FEW_THREADS * device.multiprocessors
+    many = threads > _FEW_THREADS * device.num_sms
     return _config(_MANY if many else _FEW, *problem[2:])
 
 

@@ -130,7 +130,7 @@ def choose(problem: DrawProblem, device: Device) -> WholeRows | Pieces:
     whole = _whole_rows(problem, device) if problem.is_filtered else None
     if whole is not None:
         return whole
-    share = problem.vocab_size * problem.num_rows // (_PIECES * device.multiprocessors)
+    share = problem.vocab_size * problem.num_rows // (_PIECES * device.num_sms)
     return Pieces(min(_MAX_PIECE, max(_MIN_PIECE, 1 << max(0, share - 1).bit_length())))
 
 
@@ -139,7 +139,7 @@ def _whole_rows(problem: DrawProblem, device: Device) -> WholeRows | None:
     vocab_size, cluster = problem.vocab_size, 1
     while cluster < device.cluster and (
         cluster * _BLOCK_LOGITS < vocab_size
-        or (2 * cluster * problem.num_rows <= device.multiprocessors and cluster * _MIN_BLOCK_LOGITS < vocab_size)
+        or (2 * cluster * problem.num_rows <= device.num_sms and cluster * _MIN_BLOCK_LOGITS < vocab_size)
     ):
         cluster *= 2
     block_vecs = -(-vocab_size // (cluster * _VEC_SIZE))

@@ -33,7 +33,7 @@ def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
     vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
     while vec_size > max(1, vocab_size):
         vec_size //= 2
-    batch = _EDIT_BATCH // vec_size if logits.numel > _MAX_FEW * logits.device.multiprocessors else 1
+    batch = _EDIT_BATCH // vec_size if logits.numel > _MAX_FEW * logits.device.num_sms else 1
     return kernel(
         scalar_t=logits.dtype, VOCAB_SIZE=vocab_size, VEC_SIZE=vec_size, BATCH=batch, NUM_THREADS=_EDIT_THREADS
     ).launch(grid=-(-logits.numel // (_EDIT_THREADS * batch * vec_size)), block=_EDIT_THREADS, size=logits.numel)

@@ -76,7 +76,7 @@ def _launches(out: TensorArg, logits: TensorArg, temperature: TensorArg | None, 
     vec_size = check.vector_width(vocab_size, out, logits)
     row_vecs = -(-vocab_size // vec_size)
     num_threads, batch = _MANY
-    if num_rows * -(-row_vecs // (num_threads * batch)) < logits.device.multiprocessors:
+    if num_rows * -(-row_vecs // (num_threads * batch)) < logits.device.num_sms:
         num_threads, batch = _FEW
     pieces = -(-row_vecs // (num_threads * batch))
     if pieces == 1:

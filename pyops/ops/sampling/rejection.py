@@ -129,7 +129,7 @@ def plan_rejection_sample(
     check.shape(offsets, int64, batch=batch)
 
     vec_size = check.vector_width(vocab_size, *probs)
-    fills_device = batch * vocab_size > _PIECE * output_token_ids.device.multiprocessors
+    fills_device = batch * vocab_size > _PIECE * output_token_ids.device.num_sms
     piece_size = _PIECE if fills_device else _SMALL_PIECE
     pieces = -(-vocab_size // piece_size)
     sums = Scratch(16 * batch * pieces)

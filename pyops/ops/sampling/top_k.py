@@ -133,7 +133,7 @@ def choose(problem: TopKProblem, device: Device) -> ShortRows | LongRows:
     cluster = 1
     while (
         2 * cluster <= device.cluster
-        and 2 * cluster * problem.num_rows <= device.multiprocessors * _FILLED_BY_CLUSTERS[2 * cluster]
+        and 2 * cluster * problem.num_rows <= device.num_sms * _FILLED_BY_CLUSTERS[2 * cluster]
         and cluster * _MIN_PIECE < problem.columns
     ):
         cluster *= 2
