@@ -46,7 +46,7 @@ class Compiled:
 
 
 class _CompilerRan:
-    """A log stream that CuPy writes to only when it really compiles."""
+    """A log stream that CuPy writes to only when it compiles, not when it reads its disk cache."""
 
     def __init__(self) -> None:
         self.state = threading.local()

@@ -48,7 +48,7 @@ def of(native: Any) -> DType | None:
 
 
 def unsupported(native: Any) -> str:
-    """What an error says of a dtype that no op takes."""
+    """The error message for a dtype that no op takes."""
     return f"dtype {native} is not supported: expected {', '.join(_TABLE)}"
 
 

@@ -30,7 +30,7 @@ def _import_torch() -> ModuleType:
 
 
 def _import_cupy() -> ModuleType:
-    # CuPy makes its cache folder while it is imported and fails where it cannot: a call must not.
+    # Importing CuPy makes its cache folder and fails if that is impossible; a call of ours must not fail for it.
     if "cupy" not in sys.modules:
         try:
             os.makedirs(cache_folder(), exist_ok=True)

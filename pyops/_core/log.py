@@ -16,7 +16,7 @@ from . import config
 library = logging.getLogger("pyops")
 compiling = logging.getLogger("pyops.compile")
 
-PATIENCE = 1.0  # seconds that a call may take before its user wonders why
+PATIENCE = 1.0  # seconds of waiting after which a warning says what the call waits for
 _thread = threading.local()
 
 
@@ -64,5 +64,5 @@ def waiting(for_what: str) -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Report no wait of this thread: it is part of a wait that another thread reports."""
+    """Suppress `waiting` in this thread: another thread reports the wait that it is part of."""
     _thread.reports = False

@@ -1,4 +1,4 @@
-"""The libraries of tensors: what a plan sees of a torch tensor, a cupy array or a numpy array."""
+"""TensorArg, the descriptor that plans see of a torch tensor, a cupy array or a numpy array."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def library_of(value: Any) -> str | None:
 
 
 def number(value: Any, like: Any) -> Any:
-    """A tensor of one float32 that holds `value`, of the library and on the device of `like`; a tensor as it is.
+    """`value` as a tensor of one float32 in the library and on the device of `like`; a tensor is returned unchanged.
 
-    `value` may also be a scalar in host memory while `like` is on a device.
+    `value` may also be a scalar tensor in host memory while `like` is on a device.
     """
     kind = library_of(like)
     if kind == "torch":
@@ -119,7 +119,7 @@ _in_graphs: dict[Any, Any] = {}  # numbers that captured CuPy calls read: graphs
 
 
 def held_number(value: Any, like: Any) -> Any:
-    """`number` of a value that comes again: the tensor is kept, and ready for any stream."""
+    """`number` with a cache by value: the tensor is kept, and ready for use on any stream."""
     kind = library_of(like)
     if kind is None or (
         kind == "torch" and (like.is_meta or (like.is_cuda and torch.cuda.is_current_stream_capturing()))
@@ -133,7 +133,7 @@ def held_number(value: Any, like: Any) -> Any:
     key = (value, kind, where)
     if (found := _numbers.get(key)) is None:
         if MAX_FLOAT <= abs(value) < inf:
-            return value  # likewise
+            return value  # `arguments.convert` will refuse this one, too
         if kind == "torch":
             found = torch.tensor(value, dtype=torch.float32, device=like.device)
         elif kind == "cupy":
@@ -160,7 +160,7 @@ def _cupy_number(value: float, like: Any) -> Any:
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A contiguous tensor of the library and on the device of `like`, with garbage for elements.
+    """A contiguous tensor of the library and on the device of `like`, uninitialised.
 
     The dtype is that of `like` unless one is given: the library's own, or the name of an element type. torch.compile
     can trace this function.
@@ -185,7 +185,7 @@ def contiguous(value: Any) -> Any:
 
 
 def with_dense_rows(value: Any) -> Any:
-    """A torch tensor whose last dimension has stride 1; `contiguous` of anything else."""
+    """`value`, or a contiguous copy of it unless it is a torch tensor with a last stride of 1."""
     return value if hasattr(value, "contiguous") and value.stride(-1) == 1 else contiguous(value)
 
 
@@ -203,9 +203,9 @@ def address(value: Any) -> int:
 
 
 def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DType | None = None) -> TensorArg:
-    """The Arg of a tensor of the library `kind`; OpError for one that no kernel can take.
+    """The descriptor of a tensor of the library `kind`; OpError for one that no kernel can take.
 
-    Where elements are only moved, `dtype` stands for an element type that no kernel knows.
+    `dtype` replaces an element type that kernels do not know, for ops that only move elements.
     """
     dtype = dtype or dtypes.of(value.dtype)
     if dtype is None:
@@ -297,7 +297,7 @@ def _check_no_self_overlap(arg: TensorArg) -> None:
 
 
 def shares_memory(a: TensorArg, a_address: int, b: TensorArg, b_address: int) -> bool:
-    """Whether two tensors have an element's bytes in common; True when that is too hard to tell."""
+    """Whether two tensors share a byte of an element; True if numpy's search exceeds its work limit."""
     first, second = (numpy.asarray(_Interface(arg, pointer)) for arg, pointer in ((a, a_address), (b, b_address)))
     try:
         return bool(numpy.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 Decoder = Callable[["Tensor", "Tensor"], "Tensor"]
 
 _ggml_dequantize = Kernel("quantize/ggml_dequantize.cu")
-# docs/performance/gguf.md has times of the op; these numbers have no measurement of their own.
+# docs/performance/gguf.md has times of the op; these numbers were not tuned.
 _NUM_THREADS, _MIN_BLOCKS = 256, 6  # threads per block, resident blocks per SM
-_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors of a thread: more where every block copies a grid to shared memory
+_TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors per thread; more for types with a grid, which each block copies first
 
 
 class Format(NamedTuple):
@@ -107,7 +107,7 @@ def dequantised(
 
 
 def access_of(W: TensorArg, size: int) -> int:
-    """Bytes of the widest access that divides pieces of `size` bytes, one after another in `W`, into aligned ones."""
+    """Bytes of the widest aligned access to contiguous pieces of `size` bytes of `W`."""
     bits = size | 16 | W.alignment
     return bits & -bits
 
@@ -165,7 +165,7 @@ def _q8_0(b: Tensor, i: Tensor) -> Tensor:
     return _half(b, 0) * b[:, 2:].to(torch.int8)
 
 
-# Blocks of 256 elements, in halves of 128, of four times 32: element i is l in part j of half h.
+# Blocks of 256 elements: two halves of 128, each of four parts of 32. Element i is element l of part j of half h.
 
 
 @_type(10, 256, 84, (81, 83))
@@ -257,7 +257,7 @@ def _even_signs(seven: Tensor, e: Tensor) -> Tensor:
     return _signs(seven | (odd ^ odd >> 1) << 7 & 128, e)
 
 
-# Element i is e of group g of part p; v counts groups.
+# Element i is element e of group g of part p; v numbers the groups of a block.
 
 
 @_type(16, 256, 66, grid_size=256)

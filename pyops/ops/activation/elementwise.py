@@ -1,4 +1,4 @@
-"""Activations of single elements."""
+"""Elementwise activations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["gelu", "gelu_fast", "gelu_new", "gelu_quick", "relu2", "silu", "xiel
 
 _activation = Kernel("activation/activation.cu")
 _xielu = Kernel("activation/xielu.cu")
-# Resident blocks of 256 threads per SM: 40 registers, because every step rounds (docs/performance/rows.md).
+# Resident blocks of 256 threads per SM: the kernels need 40 registers, as every step rounds (docs/performance/rows.md).
 _XIELU_BLOCKS = 6
 
 
 def _plan_elementwise(kernel: Kernel, out: TensorArg, input: TensorArg, **constants: Any) -> Launch:
-    """The launch of a kernel that takes single elements; `constants` may have min_blocks."""
+    """The launch of an elementwise kernel; `constants` may include min_blocks."""
     check.floating(input)
     check.row_size(input)
     check.like(out, input)
@@ -68,7 +68,8 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
     """GELU as GPT-2 writes it: ``out = x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x^3)))``.
 
     Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-    results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+    results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+    differences.
 
     Args:
         out: [...], written; may be `input` itself; rows of one stride.
@@ -91,7 +92,8 @@ def gelu_fast(out: Tensor, input: Tensor) -> None:
     """GELU with the cube factored out: ``out = x / 2 * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x * x)))``.
 
     Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-    results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+    results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+    differences.
 
     Args:
         out: [...], written; may be `input` itself; rows of one stride.
