@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_and_cache_mla_rope_fused = Kernel("cache/concat_and_cache_mla_rope_fused.cu")
-# Vectors of a thread if there are more tokens than SMs; threads of a block. Not yet measured.
+# Vectors per thread if there are more tokens than SMs, and threads of a block; not yet measured.
 _MANY_ROUNDS, _MAX_THREADS = 2, 256
 
 
@@ -69,7 +69,7 @@ def concat_and_cache_mla_rope_fused(
         kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
         cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
             cosines in the first half of a row, sines in the second.
-        is_neox: whether pairs are of the two halves of a row, or adjacent elements.
+        is_neox: whether a pair has one element in each half of a row, or two adjacent elements.
         slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens after the last slot.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
             of the same dtype, or uint8 or float8.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _concat_mla_q = Kernel("cache/concat_mla_q.cu")
-# Vectors of a thread if blocks then still fill the device, as in `_geometry`; threads of a block.
+# Vectors per thread, if the blocks then still fill the device (as in `_geometry`), and threads of a block.
 _BATCH, _NUM_THREADS = 4, 256
 
 
@@ -22,7 +22,7 @@ _BATCH, _NUM_THREADS = 4, 256
 def concat_mla_q(ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
     """Concatenate the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.
 
-    Queries of multi-head latent attention are so laid out for its decode (DeepSeek-AI 2024, arXiv:2405.04434).
+    This is the layout of queries in the decode of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
     Args:
         ql_nope: [num_tokens, num_heads, latent_size], float32, float16 or bfloat16; any strides but the last.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _fused = Kernel("cache/fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert.cu")
 _HEAD_SIZE, _NOPE_SIZE, _ROPE_SIZE, _GROUP_SIZE = 512, 448, 64, 64
 _ENTRY_BYTES, _SCALE_BYTES = _NOPE_SIZE + 2 * _ROPE_SIZE, 8
-# Heads per 32 lanes if groups with one head each would exceed _FEW_GROUPS per SM; the bound; threads of a block.
+# Heads per group of 32 lanes if groups of one head would exceed _FEW_GROUPS per SM; that bound; threads of a block.
 _MANY_ROUNDS, _FEW_GROUPS, _NUM_THREADS = 2, 64, 256
 
 
@@ -40,7 +40,7 @@ def _entries(key: Tensor) -> tuple[Tensor, Tensor]:
     scale = (exponents << 23).view(torch.float32)
     codes = (x * (1.0 / scale)).nan_to_num(nan=-448.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     rope = key[:, _NOPE_SIZE:].contiguous()
-    rope = rope.view(torch.int16).masked_fill(rope.isnan(), 0x7FFF).view(torch.uint8)  # the NaN of conversions
+    rope = rope.view(torch.int16).masked_fill(rope.isnan(), 0x7FFF).view(torch.uint8)  # the NaN that conversions give
     scales = torch.nn.functional.pad(exponents.squeeze(-1), (0, 1)).to(torch.uint8)
     return torch.cat((codes.flatten(1).view(torch.uint8), rope), -1), scales
 

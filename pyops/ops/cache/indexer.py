@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _indexer_k_quant_and_cache = Kernel("cache/indexer_k_quant_and_cache.cu")
 _cp_gather_indexer_k_quant_cache = Kernel("cache/cp_gather_indexer_k_quant_cache.cu")
-_NUM_THREADS = 128  # of indexer_k_quant_and_cache.cu; no measurement of its own
+_NUM_THREADS = 128  # threads of a block of indexer_k_quant_and_cache.cu; not tuned
 _MAX_BLOCK_BYTES = 2**30  # kernels count the bytes of a cache block in 32 bits
 
 
@@ -86,7 +86,7 @@ def indexer_cache(kv_cache: TensorArg, head_size: int, scale_size: int) -> tuple
     check.contiguous(replace(kv_cache, shape=kv_cache.shape[1:], strides=kv_cache.strides[1:]))
     block_stride = kv_cache.strides[0]
     keys = replace(kv_cache, shape=(num_blocks, block_size, head_size), strides=(block_stride, head_size, 1))
-    # The lowest bit of any offset is the largest power of two that divides them all.
+    # The lowest set bit of the bitwise or is the largest power of two that divides all offsets.
     offsets = block_size * head_size | kv_cache.alignment | (block_stride if num_blocks > 1 else 0)
     return keys, offsets & -offsets
 

@@ -33,8 +33,8 @@ _reshape_and_cache = Kernel("cache/reshape_and_cache.cu")
 _group_slots = Kernel("cache/group_slots.cu")
 _reshape_and_cache_groups = Kernel("cache/reshape_and_cache_groups.cu")
 
-# docs/performance/cache.md: grouping gains from 16 tokens per SM on; 512 columns, or six blocks per SM, are 5 % slower
-# or equal.
+# docs/performance/cache.md: writing by groups of slots is faster from 16 tokens per SM on. 512 columns, or six blocks
+# per SM, are up to 5 % slower.
 _MAX_UNGROUPED_TOKENS = 16  # tokens per SM
 _MAX_GROUPED_SLOTS = 1 << 24  # slots of the cache: each takes 4 bytes of scratch memory
 _MIN_GROUP, _MAX_GROUP = 8, 32  # contiguous slots of a group
@@ -42,15 +42,15 @@ _GROUP_COLUMNS = 256  # elements of a token that a block takes at a time
 _GROUP_BLOCKS = 12  # blocks per SM
 _GROUP_THREADS = 256
 _MAX_BATCH = 4  # vectors that a thread loads before it stores one
-# What tuning tries.
-_MAX_TILE = 8192  # elements in the shared memory of a block, which is 48 KB
+# Bounds of what tuning tries.
+_MAX_TILE = 8192  # elements of a tile in shared memory, which is at most 48 KB per block
 _MIN_COLUMNS = 16
 _CANDIDATE_THREADS = 128, 256, 512
 
 
 @dataclass(frozen=True)
 class ReshapeProblem:
-    """What the geometry depends on: sizes of tokens and cache, and elements of one load.
+    """The input of `choose`: sizes of tokens and cache, and elements of one load.
 
     Attributes:
         many: whether there are more than _MAX_UNGROUPED_TOKENS tokens per SM.
@@ -65,7 +65,7 @@ class ReshapeProblem:
 
     @property
     def max_group(self) -> int:
-        """The most neighbouring slots that a group can have; 0 where tokens are not grouped."""
+        """Most adjacent slots of a group; 0 where the tiles kernel serves the call."""
         group = max(size for size in range(1, _MAX_GROUP + 1) if self.block_size % size == 0)
         return group if self.many and group >= _MIN_GROUP and self.num_slots <= _MAX_GROUPED_SLOTS else 0
 
@@ -93,7 +93,7 @@ class Tiles:
         )
 
 
-# No measurement of their own.
+# Tiles for few, more and many tokens; not tuned.
 _FEW, _MEDIUM, _MANY = Tiles(4, 128, 128), Tiles(16, 64, 128), Tiles(32, 128, 256)
 _MAX_FEW_TOKENS = 32
 _MAX_MEDIUM_TOKENS = 16  # tokens per SM
@@ -110,7 +110,7 @@ class Groups:
     max_blocks: int
 
     def candidates(self, problem: ReshapeProblem, device: Device) -> list[Groups]:
-        """Other groups, blocks, and vectors in flight."""
+        """Other group sizes, blocks, and numbers of vectors in flight."""
         groups = tuning.beside(self.group, _MIN_GROUP, min(problem.max_group, _MAX_TILE // self.columns))
         return tuning.varied(
             self,

@@ -28,12 +28,12 @@ __all__ = [
 _layer_norm = Kernel("norm/layer_norm.cu")
 _ACTIVATIONS = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}  # {name: function of the kernel}
 
-# By the constant GATE of the kernel. Weights are weight and bias.
+# Indexed by the constant GATE of the kernel. `weights=2` counts weight and bias.
 _TUNING = (
     RowTuning(many=(4, 7), few=(4, 8), resident=(896, 896), rows=2, weights=2),
-    # Gate before the norm: input, z, and their product in float32, which takes two rows' registers.
+    # Gate before the norm: a thread holds input, z, and their float32 product, which counts as two rows.
     RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=4, weights=2),
-    # Gate after the norm: input and z. silu takes registers while they are held.
+    # Gate after the norm: a thread holds input and z, and silu takes further registers.
     RowTuning(many=(4, 4), few=(1, 2), resident=(896, 896), rows=2, weights=2, spare_blocks=1),
 )
 

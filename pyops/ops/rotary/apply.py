@@ -37,7 +37,7 @@ def apply_rotary_emb(
             last.
         cos, sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
             most head_size and 2048.
-        is_neox: which elements make a pair.
+        is_neox: which elements form a pair.
         enable_fp32_compute: whether to compute in float32.
     """
     dtype = torch.float32 if enable_fp32_compute else x.dtype

@@ -1,4 +1,4 @@
-"""Logits changed in place before a token is drawn: penalties for tokens that have come before, and grammars."""
+"""In-place edits of logits before sampling: penalties for earlier tokens, and grammar bitmasks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["apply_penalties_", "apply_repetition_penalties_", "apply_token_bitma
 _apply_repetition_penalties = Kernel("sampling/apply_repetition_penalties.cu")
 _apply_penalties = Kernel("sampling/apply_penalties.cu")
 _apply_token_bitmask = Kernel("sampling/apply_token_bitmask.cu")
-_BITMASK_THREADS = 256  # no measurement of its own
-# docs/performance/sampling.md: 128 threads to a block are faster than 256 for 256 rows, and slower for 16.
+_BITMASK_THREADS = 256  # threads of a block; not tuned
+# docs/performance/sampling.md: 128 threads per block are faster than 256 for 256 rows, and slower for 16.
 _EDIT_THREADS = 128
-_EDIT_BATCH = 16  # logits of a thread where logits are many
-_MAX_FEW = 4096  # logits per SM up to which a thread has one vector; not yet measured
-_MAX_GRID_ROWS = 65535  # blocks in the second dimension of a grid
+_EDIT_BATCH = 16  # logits per thread for large inputs
+_MAX_FEW = 4096  # logits per SM up to which a thread processes one vector; not yet measured
+_MAX_GRID_ROWS = 65535  # largest grid dimension y
 
 
 def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
-    """The launch of a kernel that edits contiguous `logits` element by element, as `masks` of their shape say."""
+    """The launch of a kernel that edits contiguous `logits` elementwise, under `masks` of the same shape."""
     vocab_size = logits.shape[-1]
     vec_size = min(16 // max(arg.dtype.itemsize for arg in (logits, *masks)), *(_aligned(x) for x in (logits, *masks)))
     while vec_size > max(1, vocab_size):
@@ -40,7 +40,7 @@ def _edit(kernel: Kernel, logits: TensorArg, *masks: TensorArg) -> Launch:
 
 
 def _aligned(arg: TensorArg) -> int:
-    """Elements of one access, as the address of the tensor allows."""
+    """Elements of the widest access for which the tensor's address is aligned."""
     return max(1, arg.alignment // arg.dtype.itemsize)
 
 
@@ -55,7 +55,7 @@ def _matrix(logits: TensorArg) -> tuple[int, int]:
 def apply_repetition_penalties_(
     logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor
 ) -> None:
-    """Make tokens that have come before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
+    """Make tokens that occurred before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
     In place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign of the logit). 0,
     negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask keep their bits.

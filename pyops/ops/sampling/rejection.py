@@ -19,9 +19,9 @@ __all__ = ["rejection_sample"]
 
 _rejection_sample = Kernel("sampling/rejection_sample.cu")
 _MAX_TOKENS = 2**22  # the sum of all weights must fit into 63 bits
-# No measurement of their own.
+# Threads and pieces are not tuned.
 _NUM_THREADS = 256
-_PIECE, _SMALL_PIECE = 4096, 1024  # probabilities of a block, where pieces of the larger size fill the device, and else
+_PIECE, _SMALL_PIECE = 4096, 1024  # probabilities per block: if such blocks fill the device, and if not
 
 
 @op(out="output_token_ids", ulps=0)
@@ -35,7 +35,7 @@ def rejection_sample(
     seeds: Tensor,
     offsets: Tensor | None = None,
 ) -> None:
-    """Tokens of the target's distribution from drafted tokens: the accepted drafts, and one token more.
+    """Rejection sampling of drafted tokens by the target's distribution: the accepted drafts and one more token.
 
     Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, is accepted if q > 0 and
     ``u_i * q < p``. The first rejected draft is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all
@@ -179,7 +179,7 @@ def example_rejection_sample(
     with_draft_probs: bool = True,
     with_offsets: bool = False,
 ) -> tuple[Any, ...]:
-    drafts = 3  # of each request
+    drafts = 3  # drafts of each request
     probs = [make.randn(num_tokens * drafts, vocab_size, dtype="float32", scale=0.01, shift=0.02) for _ in range(2)]
     return (
         make.empty(num_tokens, drafts + 1, dtype="int32"),
