@@ -1,4 +1,4 @@
-"""The best experts of each token, of all experts."""
+"""Top-k routing: the best experts of each token among all experts."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def topk_softplus_sqrt(
     """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
     A softplus below 2^-126, the smallest normal float, is 0. With a table, experts are not chosen: those of token t are
-    ``hash_indices_table[input_tokens[t]]``, in that order. Where the table has no such row, or its entry is no expert,
-    the id is -1 and the weight 0.
+    ``hash_indices_table[input_tokens[t]]``, in that order. If the table has no such row, or the entry is not a valid
+    expert, the id is -1 and the weight 0.
 
     Args:
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
@@ -219,7 +219,7 @@ def _launches(
     ]
 
 
-# What topk_softplus_sqrt alone has: null pointers, and a factor that changes nothing.
+# Parameters that only topk_softplus_sqrt has: null pointers and a factor of 1 for the other ops.
 _ABSENT: dict[str, Any] = {"input_tokens": 0, "hash_indices_table": 0, "routed_scaling_factor": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""The best experts of each token, out of its best groups of experts."""
+"""Grouped top-k routing: the best experts of each token among its best groups of experts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["grouped_topk"]
 
 _topk_grouped = Kernel("moe/topk_grouped.cu")
 _SCORING = ("none", "sigmoid", "softmax")
-MAX_GROUPS = MAX_TOP_K = 32  # a lane of a warp for each
-_TINY = 1e-20  # added to the sum by which weights are divided
+MAX_GROUPS = MAX_TOP_K = 32  # most groups and most choices: one per lane of a warp
+_TINY = 1e-20  # added to the sum that normalises the weights
 
 
 @op(returns=("topk_weights", "topk_ids"), ulps=8)

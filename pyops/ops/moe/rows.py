@@ -1,4 +1,4 @@
-"""Rows of tokens: summed over the choices of a token, and taken in any order."""
+"""Sums over the choices of each token, and gathers of rows."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["moe_sum", "moe_sum_experts", "shuffle_rows"]
 
 _moe_sum = Kernel("moe/moe_sum.cu")
 _shuffle_rows = Kernel("moe/shuffle_rows.cu")
-_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # resident blocks of 256 threads per SM: 64 registers for eight loads, 32 for copies
-# shuffle_rows: rows of a thread, and threads per SM that must remain. With one row, threads wait for the map and then
-# for the row: 2.8 TB/s on an H200, for 32768 rows of 8 KiB. Predicted, not measured.
+_SUM_BLOCKS, _COPY_BLOCKS = 4, 8  # blocks of 256 threads per SM: 64 registers for eight loads, 32 to copy
+# shuffle_rows: rows per thread, if that leaves this many threads per SM. With one row, a thread waits for the map and
+# then for the row, which gave 2.8 TB/s on an H200 for 32768 rows of 8 KiB. These numbers are predicted, not measured.
 _BATCH, _BATCH_THREADS = 4, 1024
 
 
@@ -92,7 +92,7 @@ def example_moe_sum(
 def moe_sum_experts(
     input: Tensor, topk_ids: Tensor, output: Tensor, num_experts: int, expert_map: Tensor | None = None
 ) -> None:
-    """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
+    """`moe_sum` over the choices with experts on this device; zeros for a token without such a choice.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
@@ -100,8 +100,8 @@ def moe_sum_experts(
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
         output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
         num_experts: experts on this device.
-        expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
-            they are numbered.
+        expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+            ids are not mapped.
     """
     num_ids = num_experts if expert_map is None else len(expert_map)
     exists = (local_experts(topk_ids, num_ids, num_experts, expert_map) >= 0).reshape(topk_ids.shape)

@@ -39,7 +39,7 @@ def scaled_fp4_quant(
         input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
         output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
             With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
-            rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else [num_tokens,
+            rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are padded with zeros; else [num_tokens,
             hidden_size / 16].
         input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
         is_sf_swizzled_layout: whether scales lie in tiles.
@@ -108,7 +108,7 @@ def silu_and_mul_nvfp4_quant(
 
     Args:
         result: [..., hidden_size / 2] uint8, written; rows of one stride.
-        result_block_scale: written; in tiles that are filled up with zeros, as `scaled_fp4_quant` takes them.
+        result_block_scale: written; in tiles that are padded with zeros, as in `scaled_fp4_quant`.
         input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
         input_global_scale: g, one float32, a factor of the product.
     """
