@@ -49,8 +49,8 @@ def gelu(out: Tensor, input: Tensor) -> None:
     Computed in float32 and rounded once.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     out.copy_(torch.nn.functional.gelu(input.float()))
 
@@ -72,8 +72,8 @@ def gelu_new(out: Tensor, input: Tensor) -> None:
     differences.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     tanh = torch.tanh(0.79788456 * (input + 0.044715 * (input * input * input)))
     out.copy_(0.5 * input * (1.0 + tanh))
@@ -96,8 +96,8 @@ def gelu_fast(out: Tensor, input: Tensor) -> None:
     differences.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     tanh = torch.tanh((0.79788456 * input) * (1.0 + (0.044715 * input) * input))
     out.copy_(0.5 * input * (1.0 + tanh))
@@ -118,8 +118,8 @@ def gelu_quick(out: Tensor, input: Tensor) -> None:
     Computed in float32 and rounded once (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     x = input.float()
     out.copy_(x / (1.0 + torch.exp(-1.702 * x)))
@@ -138,8 +138,8 @@ def relu2(out: Tensor, input: Tensor) -> None:
     """Squared ReLU: ``out = T(max(x, 0)^2)``; NaN stays NaN (So et al. 2021, arXiv:2109.08668).
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     out.copy_(torch.relu(input).square())
 
@@ -159,8 +159,8 @@ def silu(out: Tensor, input: Tensor) -> None:
     Computed in float32 and rounded once.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
     """
     out.copy_(torch.nn.functional.silu(input))
 
@@ -182,8 +182,8 @@ def xielu(out: Tensor, input: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: fl
     Every operation rounds to it, too, as in eager PyTorch.
 
     Args:
-        out: [...], written; may be `input` itself; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [...], written; may be `input` itself; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         alpha_p, alpha_n: [1] of the same dtype, the learned values before softplus.
         beta: slope at zero; eps: where the exponential side starts, just below zero.
     """

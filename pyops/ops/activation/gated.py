@@ -47,8 +47,8 @@ def silu_and_mul(out: Tensor, input: Tensor) -> None:
     After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.silu(gate) * up)
@@ -70,8 +70,8 @@ def silu_and_mul_with_clamp(result: Tensor, input: Tensor, limit: float) -> None
     stays NaN. Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        result: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         limit: largest gate and largest magnitude of u.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -104,8 +104,8 @@ def mul_and_silu(out: Tensor, input: Tensor) -> None:
     Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(gate * torch.nn.functional.silu(up))
@@ -126,8 +126,8 @@ def gelu_and_mul(out: Tensor, input: Tensor) -> None:
     After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate) * up)
@@ -149,8 +149,8 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
     bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
     """
     gate, up = input.chunk(2, dim=-1)
     out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
@@ -172,8 +172,8 @@ def fatrelu_and_mul(out: Tensor, input: Tensor, threshold: float) -> None:
     activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         threshold: elements of g up to it count as 0.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -201,8 +201,8 @@ def swigluoai_and_mul(out: Tensor, input: Tensor, alpha: float = 1.702, limit: f
     as `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         alpha: slope of the sigmoid; limit: largest gate and largest magnitude of u.
     """
     pairs = input.float()
@@ -232,8 +232,8 @@ def swiglustep_and_mul(out: Tensor, input: Tensor, limit: float = 7.0) -> None:
     no limit.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         limit: largest activated gate and largest magnitude of u.
     """
     gate, up = input.float().chunk(2, dim=-1)

@@ -34,8 +34,8 @@ def silu_and_mul_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
     fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride.
         scale: one float32 element, of any sign.
     """
     gate, up = input.chunk(2, dim=-1)
@@ -90,8 +90,8 @@ def silu_and_mul_per_block_quant(
     maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
 
     Args:
-        out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-        input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
+        out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+        input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
         scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
         group_size: 64 or 128.
         scale_ub: one float32 that bounds every scale; only with fp8.

@@ -128,8 +128,8 @@ def gelu_and_mul_sparse(out: Tensor, input: Tensor, activation_sparsity: float, 
     is rounded to T. The statistical top-k of Gemma 3n (You et al. 2025, arXiv:2506.06644).
 
     Args:
-        out: [..., hidden_size], written; rows of one stride.
-        input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride.
+        input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
         approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
     """

@@ -77,7 +77,7 @@ def paged_attention_v1(
 
     Args:
         out: [num_seqs, num_heads, head_size], written; heads contiguous.
-        query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
+        query: the same shape, float32, float16 or bfloat16; heads contiguous, any row stride.
         key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
             flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
             that of the queries, or for fp8 uint8 or a float8.

@@ -55,8 +55,8 @@ def attention_varlen(
 
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
-        key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
+        key: [num_keys, num_kv_heads, head_size] of the queries' dtype; any row and head strides. num_heads is a
             multiple of num_kv_heads.
         value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
         cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as

@@ -85,7 +85,7 @@ def paged_attention_varlen(
 
     Args:
         out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+        query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
             Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
         value_cache: as in `paged_attention_v1`, but a value of a head may have fewer elements than a key: packed,
             [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,

@@ -61,8 +61,8 @@ def concat_and_cache_mla(
     (readers interpret them as bfloat16).
 
     Args:
-        kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any stride of tokens.
-        k_pe: [at least num_tokens, rope_size], of the same dtype; any stride of tokens.
+        kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any token stride.
+        k_pe: [at least num_tokens, rope_size], of the same dtype; any token stride.
         kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
             of the dtype of `kv_c`, or uint8 or float8. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
             latent_size 512, rope_size 64 and a dtype of two bytes.

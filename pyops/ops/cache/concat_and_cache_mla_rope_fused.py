@@ -65,8 +65,8 @@ def concat_and_cache_mla_rope_fused(
         positions: [at least num_tokens] int64 or int32, any stride.
         q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides
             of tokens and heads.
-        k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
-        kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
+        k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any token stride.
+        kv_c: [at least num_tokens, latent_size] of the same dtype; any token stride.
         cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
             cosines in the first half of a row, sines in the second.
         is_neox: whether a pair has one element in each half of a row, or two adjacent elements.

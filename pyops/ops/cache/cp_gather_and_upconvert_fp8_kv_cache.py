@@ -45,7 +45,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     Args:
         src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
-        dst: [num_rows, 576] bfloat16, written row by row; any stride of rows.
+        dst: [num_rows, 576] bfloat16, written row by row; any row stride.
         block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
         seq_lens: [at least batch_size] int32 or int64: tokens of each sequence.
         workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.

@@ -75,8 +75,8 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
 
     Args:
         q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
-        kv: [num_tokens, 512] of the same dtype; any stride of tokens.
-        k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any stride of blocks.
+        kv: [num_tokens, 512] of the same dtype; any token stride.
+        k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
         slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
         position_ids: [num_tokens] int64 or int32, any stride.
         cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.

@@ -102,7 +102,7 @@ def gather_and_maybe_dequant_cache(
     Args:
         src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
             float8.
-        dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
+        dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any row stride.
         block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
         token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; out of range: no sequence.
@@ -220,7 +220,7 @@ def cp_gather_cache(
     Args:
         src_cache: [num_blocks, block_size, ...] of any supported dtype of 1, 2 or 4 bytes; contiguous entries, any
             strides of blocks and slots.
-        dst: [num_rows, ...] of the same dtype, written row by row; any stride of rows.
+        dst: [num_rows, ...] of the same dtype, written row by row; any row stride.
         block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [at least batch_size + 1] int32 or int64, ascending: the row at which each sequence begins.
         batch_size: sequences to gather.

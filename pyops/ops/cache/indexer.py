@@ -45,10 +45,10 @@ def indexer_k_quant_and_cache(
     negative or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
-        k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
+        k: [num_tokens, head_size], float32, float16 or bfloat16; any token stride. Tokens beyond the shorter of `k`
             and `slot_mapping` are not written.
         kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous, any
-            stride of blocks; written where slots say.
+            block stride; written where slots say.
         slot_mapping: [num_tokens] int64 or int32, any stride.
         quant_block_size: elements under one scale, a divisor of head_size.
         kv_cache_dtype: the format of scales: "ue8m0" or any other name.
@@ -175,9 +175,9 @@ def cp_gather_indexer_k_quant_cache(
 
     Args:
         kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the keys of all slots,
-            then the scales of all slots; any stride of blocks.
-        dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
-        dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.
+            then the scales of all slots; any block stride.
+        dst_k: [num_rows, head_size] uint8 or float8, written row by row; any row stride.
+        dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any row stride.
         block_table: [num_seqs, max_blocks] int32 or int64, any strides.
         cu_seq_lens: [num_seqs + 1] int32 or int64, ascending.
     """

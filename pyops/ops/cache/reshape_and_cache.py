@@ -151,7 +151,7 @@ def reshape_and_cache(
     or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
     Args:
-        key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
+        key, value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token stride.
         key_cache: [num_blocks, num_heads, head_size / x, block_size, x], contiguous, written where slots say; of the
             dtype of `key`, or uint8 or float8.
         value_cache: [num_blocks, num_heads, head_size, block_size], likewise.

@@ -29,7 +29,7 @@ class DispatchedRows(NamedTuple):
     Row ``t * world_size + r`` is token t of rank r. It is undefined if all of its ids are -1.
 
     Attributes:
-        rows: [most_tokens * world_size, hidden_size] of `quant_dtype` if given, else of `dtype`; rows of one stride.
+        rows: [most_tokens * world_size, hidden_size] of `quant_dtype` if given, else of `dtype`; constant row stride.
         topk_ids: [most_tokens * world_size, top_k] int32: local indices of this rank's experts, -1 for all others.
         topk_weights: [most_tokens * world_size, top_k] float32; 0 where the id is -1.
         scales: [most_tokens * world_size, hidden_size / 128] float32, for fp8 rows; None for other rows.

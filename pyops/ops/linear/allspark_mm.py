@@ -164,7 +164,7 @@ def allspark_w8a16_gemm(
     rounded once.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride; K a multiple of 16.
+        a: [M, K] float16 or bfloat16; constant row stride; K a multiple of 16.
         b_qweight: [n rounded up to 32, K] uint8, contiguous, as `rearrange_kn_weight_as_n32k16_order` writes it.
         b_scales: [1, n rounded up to 32] of the dtype of a, contiguous, in that order.
         b_qzeros: the same, with has_zp; else None.

@@ -42,7 +42,7 @@ def awq_gemm(
     holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
 
     Args:
-        input: [M, K] float16 or bfloat16; rows of one stride.
+        input: [M, K] float16 or bfloat16; constant row stride.
         qweight: [K, N / 8] int32, contiguous.
         scales: [num_groups, N] of the dtype of `input`, contiguous; num_groups divides K.
         qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as they are stored.
@@ -164,7 +164,7 @@ def gptq_gemm(
     of `a` for it.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride.
+        a: [M, K] float16 or bfloat16; constant row stride.
         b_q_weight: [K * bit / 32, N] int32, contiguous.
         b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
         b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.

@@ -88,7 +88,7 @@ class Epilogue:
     """The epilogue: names and formula are those of gemm_epilogue.cuh.
 
     Attributes:
-        out: [..., N], rows of one stride.
+        out: [..., N], constant row stride.
         a_scales: a scale for each row of a, or one, of any float dtype. With block_scaled float32 [M, blocks of K], any
             strides.
         b_scales: likewise for the rows of b, in `column_order` if there are several. With block_scaled float32 [blocks

@@ -75,7 +75,7 @@ def ggml_mul_mat_vec_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out:
     Args:
         W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
             blocks than X has columns for: those are not multiplied.
-        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
         out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -114,7 +114,7 @@ def ggml_mul_mat_a8(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Ten
     Args:
         W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
             blocks than X has columns for: those are not multiplied.
-        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+        X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
         quant_type: the type's number, as `ggml_dequantize` lists them.
         row: rows of the weight.
         out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.

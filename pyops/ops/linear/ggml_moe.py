@@ -79,7 +79,7 @@ def ggml_moe_a8(
     zeros; rows of out that no slot names are left as they are.
 
     Args:
-        X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+        X: [tokens, K] float32, float16 or bfloat16; constant row stride.
         W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
         sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
             of range is padding, and so are slots after the last block of four.
@@ -160,7 +160,7 @@ def ggml_moe_a8_vec(
     As `ggml_moe_a8`, without sorted lists. A choice of an expert that W does not have gets zeros.
 
     Args:
-        X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+        X: [tokens, K] float32, float16 or bfloat16; constant row stride.
         W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
         topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token.
         top_k: choices of a token.

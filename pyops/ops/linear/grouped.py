@@ -46,8 +46,8 @@ def grouped_gemm(
     name, and rows of experts that do not exist, are left as they are.
 
     Args:
-        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
-        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
+        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Constant row stride.
+        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; constant row stride.
         b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
             one stride.
         sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.

@@ -159,9 +159,9 @@ def cutlass_fp4_group_mm(
     experts must not be the same. After vLLM's op of this name.
 
     Args:
-        out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
-            of one stride.
+        out: [num_rows, N] float16 or bfloat16, written; constant row stride.
+        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; constant
+            row stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
             scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
@@ -232,8 +232,8 @@ def cutlass_mxfp4_group_mm(
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
-        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
-            of one stride.
+        a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant
+            row stride.
         b: [num_experts, N, K / 2] uint8, likewise.
         a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
             tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
@@ -292,8 +292,8 @@ def cutlass_mxfp8_grouped_mm(
     name.
 
     Args:
-        a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
-        b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
+        a: [num_rows, K] float8_e4m3fn, K a multiple of 32; constant row stride.
+        b: [num_experts, N, K] float8_e4m3fn, constant row stride; or a view of it, [num_experts, K, N].
         sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
             `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
         sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view

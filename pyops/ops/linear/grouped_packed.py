@@ -44,8 +44,8 @@ def grouped_gemm_packed(
     kernel with fused dequantization; for more rows the weights are dequantized to a workspace first.
 
     Args:
-        out: [num_rows, N], written; of the dtype of a. Rows of one stride.
-        a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
+        out: [num_rows, N], written; of the dtype of a. Constant row stride.
+        a: [num_rows / top_k, K] float16 or bfloat16; constant row stride.
         b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
             gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
         b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"

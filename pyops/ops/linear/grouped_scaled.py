@@ -61,9 +61,9 @@ def cutlass_moe_mm(
     this name.
 
     Args:
-        out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
-        b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
+        out_tensors: [num_rows, N] float16 or bfloat16, written; constant row stride.
+        a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
+        b_tensors: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
         a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
         b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
         expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
@@ -153,11 +153,11 @@ def cutlass_blockwise_scaled_grouped_mm(
     Rows of two experts must not be the same.
 
     Args:
-        output: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-        a: [num_rows, K] float8_e4m3fn; rows of one stride.
-        b: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-        scales_a: [num_rows, ceil(K / 128)] float32, of any strides.
-        scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, of any strides.
+        output: [num_rows, N] float16 or bfloat16, written; constant row stride.
+        a: [num_rows, K] float8_e4m3fn; constant row stride.
+        b: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
+        scales_a: [num_rows, ceil(K / 128)] float32, any strides.
+        scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, any strides.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
         expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
     """

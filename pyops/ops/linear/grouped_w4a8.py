@@ -70,8 +70,8 @@ def cutlass_w4a8_moe_mm(
     vLLM's op of this name.
 
     Args:
-        out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
-        a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
+        out_tensors: [num_rows, N] bfloat16 or float16, written; constant row stride.
+        a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
         b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
         a_scales: [num_rows, 1] float32, contiguous; b_scales: [num_experts, N, 1], likewise.
         b_group_scales: [num_experts, K / b_group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as

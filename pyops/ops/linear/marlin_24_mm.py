@@ -52,7 +52,7 @@ def gptq_marlin_24_gemm(
     (marlin_24). If b_meta has the same position for both rows of a group of four, the second row counts.
 
     Args:
-        a: [M, K] float16 or bfloat16; rows of one stride.
+        a: [M, K] float16 or bfloat16; constant row stride.
         b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
         b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
             rows.

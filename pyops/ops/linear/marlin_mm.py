@@ -112,7 +112,7 @@ def marlin_gemm(
     An e4m3 weight that is NaN, which no checkpoint has, counts as 480 with its sign.
 
     Args:
-        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
+        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
         b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
             multiple of 64.
         b_bias: of the dtype of c, contiguous, N elements, permuted; or None.

@@ -108,8 +108,8 @@ def moe_wna16_marlin_gemm(
     weights are dequantized to a workspace, with all of their scales, in the dtype of c. After vLLM's op of this name.
 
     Args:
-        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
-        c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; rows of one stride.
+        a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
+        c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; constant row stride.
         b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit
             activations, N of 64.
         b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.

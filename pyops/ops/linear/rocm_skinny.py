@@ -77,7 +77,7 @@ def LLMM1(in_a: Tensor, in_b: Tensor, rows_per_block: int, *, out: Tensor) -> No
     Several tokens are served, too.
 
     Args:
-        in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         rows_per_block: upstream's geometry; any integer, which changes nothing.
         out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
@@ -112,7 +112,7 @@ def wvSplitK(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *
     More tokens are served, too.
 
     Args:
-        in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
@@ -147,7 +147,7 @@ def wvSplitKrc(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int,
     Any number of tokens is served.
 
     Args:
-        in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
         CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
@@ -184,7 +184,7 @@ def wvSplitKQ(
     Accumulation and scales are in float32; the result is rounded once. More tokens are served, too.
 
     Args:
-        in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, of any strides; row-major is fast.
+        in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, any strides; row-major is fast.
         in_b: the tokens, [tokens, K] of the same dtype, likewise.
         in_bias: [outputs] or [tokens, outputs] of the dtype of out_c, elements of a row contiguous; or None.
         out_c: [tokens, outputs] float16 or bfloat16, written; elements of a row are contiguous.

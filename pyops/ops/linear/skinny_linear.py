@@ -123,9 +123,9 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
     right, infinite or NaN: a partial sum may be infinite where the whole is not.
 
     Args:
-        out: [..., output_size], written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        weight: [output_size, hidden_size] of the same dtype; rows of one stride.
+        out: [..., output_size], written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        weight: [output_size, hidden_size] of the same dtype; constant row stride.
         bias: of the same dtype, contiguous, output_size elements; or None.
     """
     product = input.float() @ weight.float().T

@@ -48,7 +48,7 @@ def cutlass_encode_and_reorder_int4b(B: Tensor, *, out: Tensor) -> None:
     """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
     Args:
-        B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+        B: [K / 8, N] int32, any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
             at the lowest bits of its first word.
         out: of the shape of B, int32, contiguous, returned; new unless given.
     """
@@ -193,7 +193,7 @@ def cutlass_w4a8_mm(
     Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`); the result is rounded once.
 
     Args:
-        A: [M, K] float8_e4m3fn; rows of one stride.
+        A: [M, K] float8_e4m3fn; constant row stride.
         B: [K / 8, N] int32, contiguous, as `cutlass_encode_and_reorder_int4b` returns it.
         group_scales: [K / group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as `cutlass_pack_scale_fp8`
             returns them.

@@ -71,10 +71,10 @@ def causal_conv1d_prefill(
     one block earlier, and so on. A boundary that does not come after a token of this call is left out.
 
     Args:
-        out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Rows of one stride.
+        out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Constant row stride.
         conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
             written. None if no state is kept.
-        x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
+        x: shape and dtype of `out`, float32, float16 or bfloat16; constant row stride.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and

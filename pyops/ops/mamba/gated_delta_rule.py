@@ -139,7 +139,7 @@ def gated_delta_rule(
 
     Args:
         q, k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-            contiguous, tokens of one stride, as in every tensor of tokens.
+            contiguous, constant token stride, as in o and the other inputs.
         v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
         g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
         beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
@@ -192,7 +192,7 @@ def gated_delta_rule_update(
 
     Args:
         state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
-            of any stride.
+            any slot stride.
         q, k, v, g, beta, scale, cu_seqlens, use_qk_l2norm_in_kernel, state_v_first: as in `gated_delta_rule`.
         ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
         num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.

@@ -65,7 +65,7 @@ def selective_state_update(
     Args:
         state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states contiguous, any
             other strides; state_size is at most 256. Written. No sequence may read or write a slot that another writes.
-        x: [num_tokens, heads, head_size], float32, float16 or bfloat16, of any strides.
+        x: [num_tokens, heads, head_size], float32, float16 or bfloat16, any strides.
         dt: the same, of any of these types.
         A: [heads, head_size, state_size] float32; states contiguous, or expanded from one number for each row;
             any other strides.

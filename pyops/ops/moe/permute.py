@@ -54,7 +54,7 @@ def moe_permute(
     keeps its bits elsewhere. After vLLM's op of this name.
 
     Args:
-        input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
+        input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
         token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
         expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
@@ -196,12 +196,12 @@ def moe_unpermute(
     op of this name.
 
     Args:
-        permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
+        permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
         topk_weights: [num_tokens, topk] float32, contiguous: w.
         inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
         expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
         topk: choices of a token.
-        hidden_states: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        hidden_states: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
     """
     places = len(permuted_hidden_states)
     if expert_first_token_offset is not None:

@@ -42,7 +42,7 @@ def topk_softmax(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
@@ -67,7 +67,7 @@ def topk_sigmoid(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         e_score_correction_bias: [num_experts] float32, contiguous, or None.
@@ -97,7 +97,7 @@ def topk_softplus_sqrt(
         topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
         topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
         token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+        gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
             experts.
         renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
         routed_scaling_factor: multiplies the weights, after they are renormalised.

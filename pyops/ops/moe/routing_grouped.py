@@ -55,7 +55,7 @@ def grouped_topk(
     All arithmetic is float32. vLLM rounds s and s + bias to the dtype of ``scores``; 16-bit scores tie less often here.
 
     Args:
-        scores: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride.
+        scores: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride.
         num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 8192
             experts, two groups 4096 each, three or four groups 2048 each, and so on.
         topk_group: groups from which the experts of a token are chosen, 1 to num_expert_group.

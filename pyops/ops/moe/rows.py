@@ -37,7 +37,7 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
-        output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        output: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
     """
     total = input[:, 0].float()
     for j in range(1, input.shape[1]):
@@ -98,7 +98,7 @@ def moe_sum_experts(
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
             experts elsewhere.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-        output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+        output: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
         num_experts: experts on this device.
         expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
             ids are not mapped.
@@ -161,9 +161,9 @@ def shuffle_rows(input_tensor: Tensor, dst2src_map: Tensor, output_tensor: Tenso
     Where there is no such row, `output_tensor` becomes 0. After vLLM's op of this name.
 
     Args:
-        input_tensor: [num_sources, hidden_size], floats, float8 or integers; rows of one stride.
+        input_tensor: [num_sources, hidden_size], floats, float8 or integers; constant row stride.
         dst2src_map: [num_rows, or more] int32, contiguous.
-        output_tensor: [num_rows, hidden_size] of the same dtype, written; rows of one stride.
+        output_tensor: [num_rows, hidden_size] of the same dtype, written; constant row stride.
     """
     dst2src_map = dst2src_map[: len(output_tensor)]
     exists = (dst2src_map >= 0) & (dst2src_map < len(input_tensor))

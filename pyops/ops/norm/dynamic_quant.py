@@ -47,13 +47,13 @@ def rms_norm_dynamic_per_token_quant(
     by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 value or int8 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype.
         scale: one float32 per row, contiguous, written; ``result * scale`` dequantizes.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y|; only with fp8.
-        residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+        residual: the shape and dtype of `input`, read and written; constant row stride; or None.
     """
     z = input.float() if residual is None else input.float() + residual.float()
     y = rms(z, weight, epsilon, input.dtype).float()
@@ -180,15 +180,15 @@ def rms_norm_per_block_quant(
     As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride; hidden_size a multiple of
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride; hidden_size a multiple of
             group_size.
         weight: [hidden_size] of the same dtype.
-        scale: [num_tokens, hidden_size / group_size] float32, written; rows of one stride, or with
-            `is_scale_transposed` columns of one stride, or [hidden_size / group_size, num_tokens], contiguous.
+        scale: [num_tokens, hidden_size / group_size] float32, written; constant row stride, or with
+            `is_scale_transposed` constant column stride, or [hidden_size / group_size, num_tokens], contiguous.
         epsilon: added to the mean of squares.
         scale_ub: one float32 that bounds max|y| of every group; only with fp8.
-        residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+        residual: the shape and dtype of `input`, read and written; constant row stride; or None.
         group_size: 64 or 128.
         is_scale_transposed: whether the scales of one group of columns are contiguous, instead of those of one row.
     """

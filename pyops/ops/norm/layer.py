@@ -96,11 +96,11 @@ def layer_norm(
     squares, overflows float32.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride; may be `input` itself.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride; may be `input` itself.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight, bias: [hidden_size] of the same dtype, or None for ones and zeros.
         epsilon: added to the variance.
-        z: the shape and dtype of `input`, rows of one stride; or None.
+        z: the shape and dtype of `input`, constant row stride; or None.
         mean, rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
             of all rows, then of the second, and so on; or None.
         group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
@@ -222,11 +222,11 @@ def rms_norm_gated(
     `norm_before_gate`, with ``norm(x) = x / sqrt(mean(x^2) + epsilon)``; float32, rounded once.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride; may be `input` itself.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        out: [..., hidden_size], written; constant row stride; may be `input` itself.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         epsilon: added to the mean of squares.
-        z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
+        z: the gate, of the shape and dtype of `input`, constant row stride; or None.
         bias: [hidden_size] of the same dtype, or None for zeros.
         rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
             then of the second, and so on; or None.
@@ -285,8 +285,8 @@ def mixer2_gated_rms_norm(x: Any, gate: Any, weight: Any | None, eps: float = 1e
     once (Dao and Gu 2024, arXiv:2405.21060).
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        gate: shape and dtype of `x`, rows of one stride.
+        x: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        gate: shape and dtype of `x`, constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         eps: added to the mean of squares.
         n_groups: groups of a row that are normalised by themselves, a divisor of hidden_size.

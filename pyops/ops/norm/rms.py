@@ -105,8 +105,8 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor | None, e
     computed from the rounded sum.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16, read and written; rows of one stride.
-        residual: the same shape and dtype, read and written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16, read and written; constant row stride.
+        residual: the same shape and dtype, read and written; constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         epsilon: added to the mean of squares.
     """
@@ -164,7 +164,7 @@ def gemma_rms_norm(
 
     Args:
         out: [..., hidden_size], written; may be `input` itself.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype, zero for no scaling.
         epsilon: added to the mean of squares.
         residual: the shape of `input`, of its dtype or float32; or None.

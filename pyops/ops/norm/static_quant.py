@@ -40,8 +40,8 @@ def rms_norm_static_fp8_quant(result: Tensor, input: Tensor, weight: Tensor, sca
     reciprocal of the scale is not finite.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         weight: [hidden_size] of the same dtype.
         scale: one float32 on the device; ``result * scale`` dequantizes.
         epsilon: added to the mean of squares.
@@ -113,9 +113,9 @@ def fused_add_rms_norm_static_fp8_quant(
     written.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        residual: the shape and dtype of `input`, read and written; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        residual: the shape and dtype of `input`, read and written; constant row stride.
         weight: [hidden_size] of the same dtype.
         scale: one float32 on the device; ``result * scale`` dequantizes.
         epsilon: added to the mean of squares.

@@ -52,8 +52,8 @@ def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> No
     and finite elements become 0.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: float32, contiguous; its first element is written.
     """
     x = input.float()
@@ -141,8 +141,8 @@ def dynamic_per_token_scaled_fp8_quant(
     a NaN becomes +448. Values above the bound saturate. Rows of zeros have the smallest scale.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: float32, contiguous; its first elements, one for each row, are written.
         scale_ub: one float32, an upper bound of the maximum (not of the scale); NaN and None are no bound.
     """
@@ -216,8 +216,8 @@ def dynamic_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp:
     ignore NaN, which quantizes like 0. An infinite scale quantizes everything like 0.
 
     Args:
-        result: [..., hidden_size] int8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size] int8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: one float32 per row, contiguous, written.
         azp: one int32 per row, contiguous, written: the zero point, which may lie outside int8. Or None: symmetric.
     """

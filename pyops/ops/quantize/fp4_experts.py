@@ -150,10 +150,10 @@ def scaled_fp4_experts_quant(
     reach beyond `output_scale`.
 
     Args:
-        output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+        output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
         output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size /
             16 rounded up to 4, contiguous, written.
-        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
         input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
         input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
         output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
@@ -214,7 +214,7 @@ def silu_and_mul_scaled_fp4_experts_quant(
     Args:
         output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as
             `scaled_fp4_experts_quant` takes them.
-        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
     write_experts(output, output_scale, gated(input), *offsets, _nvfp4_by(input_global_scale))

@@ -160,8 +160,8 @@ def per_token_group_fp8_quant(
     and infinities become fp8_min.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides: row-major, column-major, or
             column-major with columns padded for TMA.
         group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
@@ -228,8 +228,8 @@ def per_token_group_quant_int8(
     zero; rounding to nearest halves the largest error.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        output_q: the same shape, int8, written; rows of one stride.
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        output_q: the same shape, int8, written; constant row stride.
         output_s: [num_tokens, hidden_size / group_size] float32, written; any strides.
         group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
         eps: lower bound of the maximum of a group, 2^-100 to 2^100.

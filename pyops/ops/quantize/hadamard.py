@@ -108,8 +108,8 @@ def hadacore_transform_out(out: Tensor, x: Tensor) -> None:
     may be infinite or NaN that are finite by the formula; float16 has no such rows.
 
     Args:
-        out: [..., hidden_size], written; rows of one stride. May be `x`.
-        x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one stride.
+        out: [..., hidden_size], written; constant row stride. May be `x`.
+        x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; constant row stride.
     """
     size = x.shape[-1]
     y, apart = x.double(), 1

@@ -108,10 +108,10 @@ def mxfp4_experts_quant(
     as in `scaled_fp4_experts_quant`; tiles of two experts must not be the same.
 
     Args:
-        output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+        output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
         output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up to
             4, contiguous, written.
-        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
         input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
         output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's tiles begin, in rows,
             multiples of 128.
@@ -172,7 +172,7 @@ def silu_and_mul_mxfp4_experts_quant(
     Args:
         output, output_scale, input_offset_by_experts, output_scale_offset_by_experts, n_experts: as
             `mxfp4_experts_quant` takes them.
-        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts
     write_experts(output, output_scale, gated(input), *offsets, _mxfp4)

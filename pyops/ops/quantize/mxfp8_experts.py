@@ -57,11 +57,11 @@ def mxfp8_experts_quant(
     reach beyond `scale_factor`, nor for rows without an expert. Two experts must not share rows or tiles.
 
     Args:
-        input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+        input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
         problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K); only the rows are read.
         expert_offsets: [num_experts] int32, contiguous: the first row of each expert.
         blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
-        quant_output: [num_rows, hidden_size] float8_e4m3fn, written; rows of one stride.
+        quant_output: [num_rows, hidden_size] float8_e4m3fn, written; constant row stride.
         scale_factor: [rows, columns] uint8 or float8_e8m0fnu, columns being hidden_size / 32 rounded up to 4,
             contiguous, written.
     """

@@ -27,9 +27,9 @@ def permute_cols(a: Tensor, perm: Tensor, *, out: Tensor) -> None:
     `perm` may repeat columns. Where an index is out of range, `out` becomes 0.
 
     Args:
-        a: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        a: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         perm: [hidden_size] int32, contiguous.
-        out: the same shape and dtype as `a`, written and returned; rows of one stride; new unless given.
+        out: the same shape and dtype as `a`, written and returned; constant row stride; new unless given.
     """
     inside = (perm >= 0) & (perm < a.shape[-1])
     columns = a[..., perm.where(inside, 0).long()]

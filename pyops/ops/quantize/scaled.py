@@ -81,7 +81,7 @@ def scaled_int8_quant(
     """(int8 values, scale, zero point or None), with static ones, or with dynamic ones per token.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride if `scale` is given, else copied
             unless contiguous or a matrix with contiguous rows.
         scale, azp: as in `static_scaled_int8_quant`, returned unchanged; None for dynamic ones, [rows, 1].
         symmetric: whether the zero point is 0. With `scale` it must agree with `azp`.
@@ -109,7 +109,7 @@ def per_token_group_quant_fp8(
     """(fp8 values, scales) with a dynamic scale per group of contiguous elements, see `per_token_group_fp8_quant`.
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        x: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         group_size: a divisor of hidden_size.
         eps: lower bound of the maximum of a group.
         dtype: torch.float8_e4m3fn or torch.float8_e4m3fnuz; None for the dtype of `out_q`, or else the device's format,
@@ -190,7 +190,7 @@ def nvfp4_quant(
     """(packed e2m1 values, scales) of `scaled_fp4_quant`, with the arguments of vLLM's function for it.
 
     Args:
-        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
         input_global_scale: one float32, a factor of the input.
         is_sf_swizzled_layout: scales are float8_e4m3fn in tiles, [num_tokens rounded up to 128, hidden_size / 16
             rounded up to 4]; else uint8, [num_tokens, hidden_size / 16].

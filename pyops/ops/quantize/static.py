@@ -36,8 +36,8 @@ def static_scaled_fp8_quant(
     both cases infinities and NaN become +448.
 
     Args:
-        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride. It has num_tokens rows.
+        result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride. It has num_tokens rows.
         scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
             `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
         group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
@@ -137,8 +137,8 @@ def static_scaled_int8_quant(result: Tensor, input: Tensor, scale: Tensor, azp: 
     of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
     Args:
-        result: [..., hidden_size] int8, written; rows of one stride.
-        input: the same shape, float32, float16 or bfloat16; rows of one stride.
+        result: [..., hidden_size] int8, written; constant row stride.
+        input: the same shape, float32, float16 or bfloat16; constant row stride.
         scale: one float32.
         azp: one int32, the zero point, which may lie outside int8; or None for 0.
     """

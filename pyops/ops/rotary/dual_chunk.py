@@ -45,11 +45,11 @@ def dual_chunk_rotary_embedding(
 
     Args:
         query_out: [num_tokens, 5 * num_heads * head_size], written: all heads of the first version, then of the next;
-            rows of any stride.
-        key_out: the shape of `key`, written; of any strides but the last.
-        positions: [num_tokens], int32 or int64, of any stride.
+            any row stride.
+        key_out: the shape of `key`, written; any strides but the last.
+        positions: [num_tokens], int32 or int64, any stride.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-            as all other tensors; of any strides but the last.
+            as all other tensors; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads.
         head_size: elements of a head.
         cos_sin_k_cache: [max_position, rotary_dim], contiguous; cosines in the first half of a row, sines in the

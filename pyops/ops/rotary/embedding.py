@@ -155,9 +155,9 @@ def rotary_embedding(
     position outside the table, are left as they are.
 
     Args:
-        positions: [num_tokens] or [batch, seq_len], int32 or int64, of any strides.
+        positions: [num_tokens] or [batch, seq_len], int32 or int64, any strides.
         query: positions' shape and [num_heads * head_size] or [num_heads, head_size], float32, float16 or bfloat16,
-            read and written; of any strides but the last.
+            read and written; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
         cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least; cosines
@@ -255,9 +255,9 @@ def flashinfer_rotary_embedding(
     ``apply_rope_with_cos_sin_cache_inplace``, for which vLLM keeps its table in float32.
 
     Args:
-        positions: [num_tokens], int32 or int64, of any stride.
+        positions: [num_tokens], int32 or int64, any stride.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-            read and written; of any strides but the last.
+            read and written; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads.
         head_size: elements of a head.
         cos_sin_cache: [max_position, rotary_dim] float32, contiguous, of one row at least; cosines in the first half of

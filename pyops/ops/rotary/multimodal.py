@@ -42,7 +42,7 @@ def multimodal_rotary_embedding(
         positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,
             of any strides.
         query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-            read and written; of any strides but the last.
+            read and written; any strides but the last.
         key: the same with num_kv_heads, which divides num_heads, or None.
         head_size: elements of a head.
         cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the

@@ -177,7 +177,7 @@ def top_k_top_p_sampling_from_logits(
 
     Args:
         samples: [num_rows] int32, contiguous, written; -1 for a row without a token that can be drawn.
-        logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride; one token at least.
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16; any row stride; one token at least.
         seeds: [num_rows] int64, contiguous.
         offsets: [num_rows] int64, contiguous; or None for 0.
         top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.

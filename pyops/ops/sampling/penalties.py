@@ -138,8 +138,8 @@ def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None
     Grammars make such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
 
     Args:
-        logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; rows of any stride.
-        bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; rows of any stride. Bits
+        logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; any row stride.
+        bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; any row stride. Bits
             after the last token are ignored.
         indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
             bits; indices of no row are ignored. None: every row.

@@ -29,8 +29,8 @@ def softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) -> N
     float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
     Args:
-        out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
-        logits: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [..., vocab_size], float32, float16 or bfloat16, written; constant row stride. May be `logits`.
+        logits: the same shape, float32, float16 or bfloat16; constant row stride.
         temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
             0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
             are equally likely.
@@ -45,8 +45,8 @@ def log_softmax(out: Tensor, logits: Tensor, temperature: Tensor | None = None) 
     float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
     Args:
-        out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
-        logits: the same shape, float32, float16 or bfloat16; rows of one stride.
+        out: [..., vocab_size], float32, float16 or bfloat16, written; constant row stride. May be `logits`.
+        logits: the same shape, float32, float16 or bfloat16; constant row stride.
         temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
             0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
             are equally likely.

@@ -54,8 +54,8 @@ def rejection_sample(
             token are rejected.
         cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
             request beyond max_spec_len are ignored.
-        draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
-        target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
+        draft_probs: [num_tokens, vocab_size] float32, any row stride; or None: the drafted token has probability 1.
+        target_probs: [num_tokens, vocab_size] float32, any row stride; one-hot rows make it greedy.
         bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
         seeds: [batch] int64, contiguous.
         offsets: [batch] int64, contiguous; or None for 0.

@@ -163,7 +163,7 @@ def top_k_per_row_prefill(
     -inf, ..., -0, 0, ..., inf, NaN. A segment that reaches beyond the columns ends with them.
 
     Args:
-        logits: [at least numRows, columns] float32, of any strides.
+        logits: [at least numRows, columns] float32, any strides.
         rowStarts, rowEnds: [at least numRows] int32, contiguous.
         indices: [numRows, topK] int32, contiguous, written.
         numRows: number of rows.
@@ -229,7 +229,7 @@ def top_k_per_row_decode(
     """`top_k_per_row_prefill` of ``logits[r, : seq_lens[r // next_n] - next_n + r % next_n + 1]``.
 
     Args:
-        logits: [at least numRows, columns] float32, of any strides.
+        logits: [at least numRows, columns] float32, any strides.
         next_n: rows of a sequence, one for each of its last tokens; 1 or more.
         seq_lens: [at least numRows / next_n] int32, contiguous; or [sequences, next_n], a length for each row:
             ``logits[r, : seq_lens[r // next_n, r % next_n]]``.
