@@ -48,7 +48,7 @@ def as_torch(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def torch_stream() -> Any:
-    """CuPy's current stream, made torch's while the context lasts."""
+    """A context in which torch's current stream is CuPy's current stream."""
     pointer = cupy.cuda.get_current_stream().ptr
     return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
 

@@ -172,10 +172,10 @@ def _choose_join(problem: DecodeProblem, max_splits: int, device: Device) -> Joi
 
 
 def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]:
-    """(query heads of a block, KV tiles of a warp's step, blocks of four warps per SM).
+    """(query heads per block, KV tiles that a warp loads at once, blocks of four warps per SM).
 
-    Free registers hold the loads that a warp has in flight. Large heads, many heads, small cache blocks, and fp8 values
-    that integer arithmetic converts need registers themselves.
+    More tiles at once mean more loads in flight, which take registers. Large heads, many heads, small cache blocks, and
+    fp8 conversion by integer arithmetic leave fewer registers for them.
     """
     layout, head_size = problem.layout, problem.head_size
     is_16_bit, is_large = layout.x == 8, head_size > 128
@@ -198,7 +198,7 @@ def _choose_step(problem: DecodeProblem, device: Device) -> tuple[int, int, int]
 
 
 def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
-    """Whether keys and values together would spill.
+    """Whether holding keys and values at the same time would spill.
 
     "Heads of 256 with slopes or a soft cap, and on sm_100 all of them, spilled 8 to 340 bytes."
     """
@@ -208,7 +208,7 @@ def _is_short_of_registers(problem: DecodeProblem, device: Device) -> bool:
 
 
 def _choose_pieces(problem: DecodeProblem, device: Device) -> int:
-    """Parts of the keys and of the values.
+    """Parts in which keys and values are loaded, so that one part fits into registers.
 
     With WMMA a lane has twice the accumulators that it has with MFMA, and on gfx11 each lane holds a whole operand row.
     """
@@ -238,7 +238,7 @@ def blocks_of_one_split(problem: DecodeProblem, heads_per_block: int) -> int:
 
 
 def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_per_block: int, min_blocks: int) -> float:
-    """Splits of all sequences that run on the device at once."""
+    """Splits, over all sequences, that are resident on the device at once."""
     wave_blocks = min_blocks * device.num_sms * NUM_WARPS // num_warps
     return wave_blocks * problem.num_seqs / max(1, blocks_of_one_split(problem, heads_per_block))
 

@@ -14,15 +14,16 @@ from .arguments import Options
 
 _combine = Kernel("attention/decode_combine.cu")
 
-TILE_TOKENS = 16  # of splits.cuh: the tokens of a split are a multiple of it, or of another SPLIT_UNIT
+TILE_TOKENS = 16  # default SPLIT_UNIT of splits.cuh: the tokens of a split are a multiple of it
 
 # docs/performance/decode.md, "Parallel combine": up to eight groups of threads, each with four loads in flight.
 _SPLITS_IN_FLIGHT = 4  # splits that a group of threads loads at once: BATCH of the kernel
 _MAX_GROUPS = 8
-_MANY_HEADS = 4  # heads of all sequences per SM from which few threads per head fill the device
+_MANY_HEADS = 4  # (sequence, head) rows per SM above which few threads per row fill the device
 _MAX_HEAD_THREADS = 512  # most threads of a head
 # docs/performance/decode.md, "One kernel for every batch size": one combine kernel serves all batches of many heads.
-# Other numbers of groups and heads, each a kernel of its own, were up to 1.6 % faster (256 sequences of 1024 tokens).
+# A kernel with other numbers of groups and heads was up to 1.6 % faster for some batches (256 sequences of 1024
+# tokens).
 _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 
@@ -32,7 +33,7 @@ class JoinConfig:
 
     Attributes:
         groups: groups of threads that share a head; each takes every `groups`-th split.
-        heads_per_block: query heads of a block.
+        heads_per_block: query heads per block.
         parts: blocks that share the elements of a head.
     """
 
@@ -42,7 +43,7 @@ class JoinConfig:
 
 
 def lanes_of(head_size: int, vec_size: int, device: Device) -> int:
-    """Threads that share the elements of a head, in whole warps."""
+    """Threads that share the elements of a head, rounded up to whole warps."""
     return -(-head_size // (vec_size * device.warp_size)) * device.warp_size
 
 

@@ -194,7 +194,7 @@ class ExpertParallel:
         ids, weights, results = self._ids[of], self._weights[of], self._rows[of]
         if self.quant_dtype is None:
             return DispatchedRows(results, ids, weights, None, results)
-        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # an fp8 row is the start of its result row
+        codes = results.view(self.quant_dtype)[:, : self.hidden_size]  # an fp8 row overlaps its result row
         return DispatchedRows(codes, ids, weights, self._scales[of], results)
 
     def fetch(self, out: Tensor, topk_ids: Tensor, most_tokens: int) -> None:

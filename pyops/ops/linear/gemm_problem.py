@@ -65,7 +65,7 @@ class Operand:
 
     @classmethod
     def of_columns(cls, tensor: TensorArg) -> Operand:
-        """A tensor [K, rows] of any strides; column-major ones are the fast ones."""
+        """A tensor [K, rows] of any strides; column-major is fast."""
         return cls.of_matrix(replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1]))
 
     @classmethod

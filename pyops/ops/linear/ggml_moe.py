@@ -23,7 +23,7 @@ __all__ = ["ggml_moe_a8", "ggml_moe_a8_vec", "ggml_moe_get_block_size"]
 
 
 def ggml_moe_get_block_size(quant_type: int) -> int:
-    """Rows of one expert in a block of `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served."""
+    """The block size for `ggml_moe_a8` (rows of one expert): 4, as upstream; 0 for an unsupported type."""
     return BLOCK_ROWS if quant_type in ggml_formats.FORMATS else 0
 
 
@@ -129,7 +129,7 @@ def plan_ggml_moe_a8(
 def example_ggml_moe_a8(
     make: Any, *, num_tokens: int = 16, dtype: str = "bfloat16", quant_type: Literal[12, 10] = 12
 ) -> tuple[Any, ...]:
-    """Each expert has its choices and then three empty slots; W does not have expert 4."""
+    """The choices of each expert are followed by three padding slots; expert 4 is out of range for W."""
     num_experts, top_k, row, k = 4, 2, 40, 256
     x = make.randn(num_tokens, k, dtype=dtype)
     blocks = num_tokens * top_k

@@ -20,7 +20,7 @@ _digits, _simt = Kernel("linear/ggml_mul_mat_row.cu"), Kernel("linear/ggml_mul_m
 
 # Measured on an H200: docs/performance/gguf.md.
 MAX_FUSED_ROWS = 32  # most rows of X with fused dequantisation; for more rows the weight is dequantised first
-BLOCK_ROWS = 4  # rows of an expert in a block of the sorted lists: the number that callers expect from upstream
+BLOCK_ROWS = 4  # block size of the sorted lists, in rows: callers assume upstream's number
 _MAX_VEC_TOKENS = 2  # most rows of X of ggml_mul_mat_vec.cu
 # Most bytes of shared memory of a block of ggml_mul_mat_vec.cu, if two warps along K fit.
 _VEC_SHARED_MEMORY = 48 * 1024

@@ -156,7 +156,7 @@ def cutlass_fp4_group_mm(
 
     A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
     Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. After vLLM's op of this name.
+    experts must not be the same. Modelled on vLLM's op of this name.
 
     Args:
         out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -228,7 +228,8 @@ def cutlass_mxfp4_group_mm(
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
     bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-    weights in its main loop, not to memory. Rows of two experts must not be the same. After vLLM's op of this name.
+    weights in its main loop, not to memory. Rows of two experts must not be the same. Modelled on vLLM's op of this
+    name.
 
     Args:
         out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
@@ -288,8 +289,8 @@ def cutlass_mxfp8_grouped_mm(
 ) -> None:
     """Grouped GEMM of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-    As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. After vLLM's op of this
-    name.
+    As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. Modelled on vLLM's op of
+    this name.
 
     Args:
         a: [num_rows, K] float8_e4m3fn, K a multiple of 32; constant row stride.

@@ -57,8 +57,8 @@ def cutlass_moe_mm(
     """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
     Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). After vLLM's op of
-    this name.
+    experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
+    op of this name.
 
     Args:
         out_tensors: [num_rows, N] float16 or bfloat16, written; constant row stride.

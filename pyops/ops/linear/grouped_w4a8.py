@@ -66,8 +66,8 @@ def cutlass_w4a8_moe_mm(
     """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
     ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. After
-    vLLM's op of this name.
+    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. Modelled
+    on vLLM's op of this name.
 
     Args:
         out_tensors: [num_rows, N] bfloat16 or float16, written; constant row stride.
@@ -81,7 +81,7 @@ def cutlass_w4a8_moe_mm(
         problem_sizes: [num_experts, 3] int32, contiguous: (N, rows, K), or (rows, N, K).
         a_strides, c_strides: [num_experts] int64; b_strides, group_scale_strides: [num_experts, ...]; or None. They are
             not read: the tensors have their own strides.
-        maybe_schedule: vLLM's; it has no effect.
+        maybe_schedule: for compatibility with vLLM; no effect.
     """
     weights = _of_experts(b_tensors, b_group_scales, b_group_size)
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):

@@ -46,7 +46,7 @@ def moe_wna16_gemm(
     """Grouped GEMM with 4- or 8-bit weights: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``.
 
     e is the expert of row t. ``W = (quant - zero) * scale``, rounded to the dtype of input; as in
-    `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. After
+    `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. Modelled on
     vLLM's op of this name.
 
     Args:

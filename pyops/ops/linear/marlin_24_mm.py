@@ -58,7 +58,7 @@ def gptq_marlin_24_gemm(
             rows.
         b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
             permuted.
-        workspace: vLLM's; it has no effect.
+        workspace: for compatibility with vLLM; no effect.
         b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
         size_m, size_n, size_k: M, N, K.
         out: [M, N] of the dtype of a, returned; elements of a row are contiguous; new unless given.

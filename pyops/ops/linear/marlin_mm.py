@@ -122,7 +122,7 @@ def marlin_gemm(
         b_zeros: see above, contiguous; empty or None without zero points.
         g_idx, perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
             ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
-        workspace, use_atomic_add, use_fp32_reduce: vLLM's; they have no effect.
+        workspace, use_atomic_add, use_fp32_reduce: for compatibility with vLLM; no effect.
         b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.
         size_m, size_n, size_k: M, N, K.
         is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.

@@ -38,7 +38,7 @@ __all__ = [
 
 _pack_scale = Kernel("linear/cutlass_pack_scale_fp8.cu")
 _NUM_THREADS = 256  # threads of a block of this kernel; a thread has one scale
-PRODUCTS = 8  # products of a scale: with -8 ... -1
+PRODUCTS = 8  # entries of the lookup table of a scale: its products with -8 ... -1
 TILE_ROWS, HALF_TILE = 32, 16  # rows of a tile, and columns of half a tile
 _SCHEDULES = tuple(f"{m}x{n}_{c}x1x1" for m in (128, 256) for n in (16, 32, 64, 128, 256) for c in (1, 2))
 
@@ -201,7 +201,7 @@ def cutlass_w4a8_mm(
         channel_scales: float32, contiguous, N or 1 elements; token_scales: likewise, M or 1.
         out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
             bfloat16.
-        maybe_schedule: None, or a name of vLLM's; it has no effect.
+        maybe_schedule: None, or a name of for compatibility with vLLM; no effect.
         out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
     """
     multiply(out, A, weight_of(B, B.shape[1], A.shape[1], group_scales, group_size), token_scales, channel_scales)

@@ -81,7 +81,7 @@ def selective_state_update(
         num_accepted_tokens: [batch] int32, contiguous; needs `state_batch_indices` of two dimensions.
         cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last. Sequences
             may not overlap.
-        is_blackwell: vLLM's; it has no effect.
+        is_blackwell: for compatibility with vLLM; no effect.
     """
     assert out is not None
     if state.ndim == 3:

@@ -51,7 +51,7 @@ def moe_align_block_size(
     A row is one choice of one token: row t is element t of `topk_ids`. `sorted_token_ids` gets the rows of expert 0 in
     ascending order, padded with ``num_tokens * topk`` to a multiple of `block_size`, then the rows of expert 1, and so
     on; the remaining elements are also ``num_tokens * topk``. A row is skipped if its id is not from 0 to num_experts -
-    1, or if the map does not map its expert to such a number. After vLLM's op of this name.
+    1, or if the map does not map its expert to such a number. Modelled on vLLM's op of this name.
 
     Args:
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
@@ -192,7 +192,8 @@ def batched_moe_align_block_size(
 
     Expert b has the rows ``b * max_tokens_per_batch + i`` for ``i < expert_num_tokens[b]``, a number that is clamped to
     0 ... max_tokens_per_batch. `sorted_ids` gets the rows of one expert after another; the padding of each
-    expert and the elements after the last are ``num_experts * max_tokens_per_batch``. After vLLM's op of this name.
+    expert and the elements after the last are ``num_experts * max_tokens_per_batch``. Modelled on vLLM's op of this
+    name.
 
     Args:
         max_tokens_per_batch: row capacity of an expert.

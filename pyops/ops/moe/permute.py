@@ -51,7 +51,7 @@ def moe_permute(
     Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
     index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
     id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
-    keeps its bits elsewhere. After vLLM's op of this name.
+    keeps its bits elsewhere. Modelled on vLLM's op of this name.
 
     Args:
         input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
@@ -192,8 +192,8 @@ def moe_unpermute(
     """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
     Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-    is a row of another device: an index that is at least the last element of `expert_first_token_offset`. After vLLM's
-    op of this name.
+    is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
+    vLLM's op of this name.
 
     Args:
         permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.

@@ -33,7 +33,8 @@ _BATCH, _BATCH_THREADS = 4, 1024
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-    The accumulator is float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+    The accumulator is float32, in the order of j, and rounded to the element type once. Modelled on vLLM's op of this
+    name.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
@@ -158,7 +159,7 @@ def example_moe_sum_experts(
 def shuffle_rows(input_tensor: Tensor, dst2src_map: Tensor, output_tensor: Tensor) -> None:
     """Rows in any order and number, bit for bit: ``output_tensor[i] = input_tensor[dst2src_map[i]]``.
 
-    Where there is no such row, `output_tensor` becomes 0. After vLLM's op of this name.
+    Where there is no such row, `output_tensor` becomes 0. Modelled on vLLM's op of this name.
 
     Args:
         input_tensor: [num_sources, hidden_size], floats, float8 or integers; constant row stride.

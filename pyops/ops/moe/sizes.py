@@ -54,7 +54,7 @@ def get_cutlass_moe_mm_data(
 
     A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an
     expert id out of range is not counted; its position is the number of counted rows. M and N are swapped (swap-AB) for
-    up to 64 rows, unless `blockscale_offsets` is given. After vLLM's op of this name.
+    up to 64 rows, unless `blockscale_offsets` is given. Modelled on vLLM's op of this name.
 
     Args:
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
@@ -180,7 +180,7 @@ def get_cutlass_moe_mm_problem_sizes(
     blockscale_offsets: Tensor | None = None,
     force_swap_ab: bool | None = None,
 ) -> None:
-    """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. After vLLM's op of this name.
+    """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. Modelled on vLLM's op of this name.
 
     Args:
         topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k: as `get_cutlass_moe_mm_data` takes them.
@@ -228,7 +228,7 @@ def example_get_cutlass_moe_mm_problem_sizes(make: Any, *, num_tokens: int = 16)
 def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     expert_first_token_offset: Tensor, problem_sizes1: Tensor, problem_sizes2: Tensor, n: int, k: int, swap_ab: bool
 ) -> None:
-    """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
+    """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). Modelled on vLLM's op of this name.
 
     Args:
         expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has

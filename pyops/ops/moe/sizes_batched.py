@@ -32,7 +32,7 @@ def get_cutlass_batched_moe_mm_data(
 ) -> None:
     """The GEMM problem sizes of each expert, and the offset of its batch, for batches of `padded_m` rows.
 
-    Sizes are swapped if the batches together have up to 64 rows. After vLLM's op of this name.
+    Sizes are swapped if the batches together have up to 64 rows. Modelled on vLLM's op of this name.
 
     Args:
         expert_offsets: [num_local_experts] int32, contiguous, written: ``e * padded_m``.

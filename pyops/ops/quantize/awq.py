@@ -40,7 +40,7 @@ def awq_dequantize(
         qweight: [K, N / 8] int32, contiguous.
         scales: [num_groups, N], float32, float16 or bfloat16, contiguous; num_groups divides K.
         zeros: [num_groups, N / 8] int32, packed as the weight, contiguous.
-        split_k_iters, thx, thy: vLLM's; they have no effect.
+        split_k_iters, thx, thy: for compatibility with vLLM; no effect.
         out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
     """
     shifts = torch.tensor(_SHIFTS, dtype=torch.int64, device=qweight.device)
