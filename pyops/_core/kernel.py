@@ -123,7 +123,7 @@ class Specialisation:
 
     @contextmanager
     def _needing_files(self) -> Iterator[None]:
-        """Turns an OSError within the context, such as too many open files, into a CompileError."""
+        """Raises an OSError of the context, such as too many open files, as a CompileError."""
         try:
             yield
         except OSError as error:

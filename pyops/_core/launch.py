@@ -200,7 +200,7 @@ def run_on_host(
 def recover(
     error: Exception | int, op: str, index: int, bound: Bound, named: Runtime, stream: int, *words: Any
 ) -> None:
-    """A call that failed: run it again if the thread had no context yet, else name the value that cannot be packed."""
+    """Rerun a failed call if the thread had no CUDA context yet, else raise an error that names the bad value."""
     driver_error = driver.get().error
     failure: Exception = driver_error(error) if isinstance(error, int) else error
     if getattr(failure, "status", None) == driver.INVALID_CONTEXT:

@@ -15,41 +15,48 @@ from .decode_problem import DecodeProblem, run_tokens
 from .join import JoinConfig, choose_join, lanes_of
 
 TILE_TOKENS = 16  # tokens of an MMA's KV tile; splits begin at multiples of it (splits.cuh)
-NUM_WARPS = 4  # warps of a block, unless another number is measured faster
+NUM_WARPS = 4  # warps of a block by default
 
-# "Three warps per CTA make one wave of 512 CTAs": 136 to 129 us.
+# Warps of a block if all blocks fit into one wave. "Three warps per CTA make one wave of 512 CTAs": 136 us with four,
+# 129 us with three.
 _WARPS_OF_ONE_WAVE = (4, 3)
-# "A partial wave costs at least half a wave." Three warps before two and one: "The last CTA of a row combines its
-# splits", 256 sequences of 1024 tokens 254.6 to 251.7 us, 100 of 2048 215.8 to 207.0.
+# Warps of a block for several waves, preferred first: fewer warps can leave less of the last wave idle ("A partial wave
+# costs at least half a wave"). Trying three warps before two was faster: 254.6 to 251.7 us for 256 sequences of 1024
+# tokens, 215.8 to 207.0 us for 100 of 2048 ("The last CTA of a row combines its splits").
 _WARPS_OF_MANY_WAVES = (4, 3, 2, 1)
 _MIN_TAIL = 0.5  # least cost of a partial wave, as a part of a full wave
 
-# "Clusters for short sequences": eight CTAs of eight warps 7.2 to 5.5 us.
+# Cluster sizes, preferred first. "Clusters for short sequences": with eight CTAs of eight warps 7.2 to 5.5 us.
 _CLUSTER_SIZES = (8, 4, 2)
 _WIDE_CLUSTER_WARPS = 8  # warps of a CTA of a wide cluster
 # Most accumulators of a warp in a wide cluster: eight warps then fit into 48 KB of shared memory.
 _MAX_WIDE_ELEMENTS = 1024
-_MAX_BLOCKS_PER_SM = 2  # "Clusters lose on larger batches": 16 sequences of 1024 tokens 25.1 against 23.1 us
-# KV steps of a warp in a cluster: one sequence of 4096 tokens ties, 8192 lose.
+# Most cluster CTAs per SM. "Clusters lose on larger batches": 16 sequences of 1024 tokens take 25.1 us with clusters
+# and 23.1 us without.
+_MAX_BLOCKS_PER_SM = 2
+# Fewest and most KV steps of a warp in a cluster: for one sequence of 4096 tokens clusters are as fast as split-KV, for
+# 8192 they are slower.
 _MIN_CLUSTER_STEPS, _MAX_CLUSTER_STEPS = 2, 4
 
 _MIN_SPLIT = 64  # fewest tokens of a split: one KV tile for each warp of a block
 _MAX_SPLITS = 128  # most splits of a sequence
-_MIN_WANTED_SPLITS = 4  # fewest splits of a sequence in a batch, for a long sequence among short ones
-# "Half of the resident warps saturate memory": for one sequence, 33 splits take 40.4 us and 49 splits, one wave, 42.3.
+_MIN_WANTED_SPLITS = 4  # fewest splits planned per sequence, in case one sequence of the batch is much longer
+# Waves per number of splits that saturates memory. "Half of the resident warps saturate memory": one sequence takes
+# 40.4 us with 33 splits, and 42.3 us with the 49 splits of a full wave.
 _WAVE_PER_SATURATION = 1.5
-# "Splits sized by length alone leave long sequences to the end": the kernel distributes the splits by length.
-_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu
+_MAX_WAVES_OF_MMA = 8  # most waves of splits of attention_decode.cu, which distributes splits by sequence length
 _MAX_WAVES_OF_SIMT = 2  # most waves of splits of attention_decode_simt.cu
-_WAVES_WITHOUT_SPLITS = 4  # waves of whole sequences from which split-KV is off: a long sequence does not start last
+# Waves of unsplit sequences from which split-KV is off: a long sequence then hardly extends the last wave.
+_WAVES_WITHOUT_SPLITS = 4
 
-# "The last CTA of a row combines its splits": this is faster than a combine kernel for up to 49 planned splits of 8
-# sequences (six splits have tokens); with 64 splits of 3 sequences, or with one sequence, it is slower.
+# Most splits for which the last CTA of a row combines them, instead of a combine kernel. "The last CTA of a row
+# combines its splits": it is faster for up to 49 planned splits of 8 sequences (six of them have tokens), and slower
+# for 64 splits of 3 sequences and for one sequence.
 _MAX_SPLITS_OF_LAST_BLOCK = 50
 
-# docs/performance/amd.md: an MMA has 16 heads, and two blocks per compute unit keep enough loads in flight.
+# AMD (docs/performance/amd.md): heads of an MMA, and blocks per compute unit that keep enough loads in flight.
 _MATRIX_CORE_HEADS, _MATRIX_CORE_BLOCKS = 16, 2
-# Most bytes of static shared memory of a block: queries of 16 heads of 256, and row sums of warps.
+# Most bytes of static shared memory of a block: queries of 16 heads of 256 elements, and the row sums of warps.
 _STATIC_SHARED_MEMORY = 10 * 1024
 
 # Values that tuning tries.

@@ -76,7 +76,7 @@ def config(arg: TensorArg, num_tokens: int, token_vecs: int, early: bool = False
 
 
 def choose(problem: CacheProblem, device: Device) -> CacheConfig:
-    """The geometry.
+    """Tokens per block, and vectors per thread.
 
     With many tokens every thread has four vectors, so that enough bytes are in flight. With fewer it has one, if the
     blocks then fill the device. Otherwise a block takes as few tokens as possible, because the latency of one block is

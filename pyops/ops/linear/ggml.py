@@ -48,7 +48,7 @@ def _plan(W: TensorArg, X: TensorArg, quant_type: int, row: int, out: TensorArg)
 
 
 def random_weight(make: Any, quant_type: int, *sizes: int) -> Any:
-    """Random bytes of a weight of these sizes, the last in elements; scales are below 1 / 128, as in real weights."""
+    """A random weight of this shape (the last size in elements), with scales below 1 / 128, as in real weights."""
     format = ggml_formats.FORMATS[quant_type]
     weight = make.randint(0, 256, *sizes[:-1], sizes[-1] // format.length * format.nbytes, dtype="uint8")
     if not isinstance(weight, TensorArg):

@@ -155,8 +155,8 @@ def cutlass_fp4_group_mm(
     """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
     A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. Modelled on vLLM's op of this name.
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; experts must
+    not share rows. Modelled on vLLM's op of this name.
 
     Args:
         out: [num_rows, N] float16 or bfloat16, written; constant row stride.
@@ -228,7 +228,7 @@ def cutlass_mxfp4_group_mm(
 
     As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
     bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-    weights in its main loop, not to memory. Rows of two experts must not be the same. Modelled on vLLM's op of this
+    weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
     name.
 
     Args:
@@ -289,7 +289,7 @@ def cutlass_mxfp8_grouped_mm(
 ) -> None:
     """Grouped GEMM of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-    As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. Modelled on vLLM's op of
+    As `cutlass_mxfp4_group_mm`, for e4m3 values. Experts must not share rows. Modelled on vLLM's op of
     this name.
 
     Args:

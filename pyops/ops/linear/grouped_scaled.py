@@ -56,8 +56,8 @@ def cutlass_moe_mm(
 ) -> None:
     """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-    experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; experts must
+    not share rows. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
     op of this name.
 
     Args:
@@ -150,7 +150,7 @@ def cutlass_blockwise_scaled_grouped_mm(
 ) -> None:
     """`cutlass_moe_mm` with block scales: 128 elements of a row of a, and blocks of 128 x 128 of a weight.
 
-    Rows of two experts must not be the same.
+    Experts must not share rows.
 
     Args:
         output: [num_rows, N] float16 or bfloat16, written; constant row stride.

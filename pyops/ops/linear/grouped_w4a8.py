@@ -66,7 +66,7 @@ def cutlass_w4a8_moe_mm(
     """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
     ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. Modelled
+    dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
     on vLLM's op of this name.
 
     Args:

@@ -37,7 +37,10 @@ class ChunkScanProblem:
         return int(self.call["seq_idx"].shape[0])
 
     def segments(self, row_blocks: int) -> tuple[int, int, int]:
-        """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
+        """(number of segments, enough for one wave of blocks; parts of a chunk; tokens of a part).
+
+        Segments are made of parts; chunks are divided where whole chunks would make segments of unequal length.
+        """
         device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
         blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.num_sms
         wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))

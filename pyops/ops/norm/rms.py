@@ -35,7 +35,7 @@ _NO_DIMENSION = (1, (0, 0))  # size and strides of a missing leading dimension
 
 
 # Two ulps: with another order of summation T(x * scale) may round to the adjacent value, and the multiplication by the
-# weight can turn this difference of one ulp into two.
+# weight can double this difference of one ulp.
 @op(out="out", in_place={"out": "input"}, ulps=2)
 def rms_norm(out: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
     """Scale each row of `input` to unit root mean square, then by `weight`.

@@ -80,7 +80,7 @@ def static(
         "scale_row_stride": strides[0],
         "scale_column_stride": strides[1],
     }
-    # Without conversion instructions the integer emulation needs registers, so that they are not bounded.
+    # On a device without conversion instructions registers are not bounded: integer emulation needs them.
     has_instructions = fp8.converts_to(result)
     return chunks.launch(
         _static_quant,

@@ -44,8 +44,7 @@ _AZP_BY_ELEMENT = replace(_BY_TOKEN, spare_blocks=1)  # zero points take further
 
 @op(out=("result", "scale"), ulps=0)
 def dynamic_scaled_fp8_quant(result: Tensor, input: Tensor, scale: Tensor) -> None:
-    """Quantize to fp8 with one dynamic scale per tensor:
-    ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+    """Quantize to fp8 with one dynamic scale: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
 
     The multiplication is by the float32 reciprocal. The maximum ignores NaN; a NaN becomes +448. If the reciprocal is
     not finite (no magnitude above about 1e-36), results are 0. An infinity makes the scale infinite: it becomes +448,
@@ -95,7 +94,7 @@ def plan_dynamic_scaled_fp8_quant(result: TensorArg, input: TensorArg, scale: Te
         input_stride=row_stride,
     )
     num_chunks, row_chunks, constants = chunks(check.vector_width(row_size, result, input), _QUANTISE)
-    # Without conversion instructions the integer emulation needs registers, so that they are not bounded.
+    # On a device without conversion instructions registers are not bounded: integer emulation needs them.
     min_blocks = _QUANTISE.resident if fp8.converts_to(result) else 1
     quantise = _dynamic_tensor_quant(
         scalar_t=input.dtype, code_t=result.dtype, **constants, MIN_BLOCKS=min_blocks

@@ -145,7 +145,7 @@ def scaled_fp4_experts_quant(
 
     Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
     `output_scale`. The padding of the last tile of an expert becomes 0; rows after it keep their bits.
-    Experts may have no rows; tiles of two experts must not be the same. Nothing is written for the experts from the
+    Experts may have no rows; experts must not share tiles. Nothing is written for the experts from the
     first invalid offset on (below 0, below the previous offset, or beyond the rows), nor for an expert with tiles that
     reach beyond `output_scale`.
 
@@ -209,7 +209,7 @@ def silu_and_mul_scaled_fp4_experts_quant(
 ) -> None:
     """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-    The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+    The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
     Args:
         output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as

@@ -55,7 +55,7 @@ def group_codes(
         scale = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     y = (x / scale).nan_to_num(nan=limits[0], posinf=limits[1], neginf=limits[0]).clamp(*limits)
     if limits[0] == 0:
-        y = y + 0.0  # turns -0 into 0, the limit
+        y = y + 0.0  # -0 becomes 0, the limit
     return y.flatten(-2), scale.reshape(-1, x.shape[-2])
 
 

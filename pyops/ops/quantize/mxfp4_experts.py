@@ -105,7 +105,7 @@ def mxfp4_experts_quant(
     The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``q = e2m1(x /
     scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. If the stored exponent is 0 (a maximum of
     zero or a denormal number) or 255 (infinity), values become 0 with their sign. Rows, tiles and invalid offsets are
-    as in `scaled_fp4_experts_quant`; tiles of two experts must not be the same.
+    as in `scaled_fp4_experts_quant`; experts must not share tiles.
 
     Args:
         output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
@@ -167,7 +167,7 @@ def silu_and_mul_mxfp4_experts_quant(
 ) -> None:
     """`mxfp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-    The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+    The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
     Args:
         output, output_scale, input_offset_by_experts, output_scale_offset_by_experts, n_experts: as

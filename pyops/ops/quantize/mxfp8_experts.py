@@ -54,7 +54,7 @@ def mxfp8_experts_quant(
     ignored by the maximum and stays NaN. Expert e has the rows ``expert_offsets[e] + i`` for i below
     ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. The
     padding of its last tile becomes 0. Nothing is written for an expert with rows out of range, or with tiles that
-    reach beyond `scale_factor`, nor for rows without an expert. Two experts must not share rows or tiles.
+    reach beyond `scale_factor`, nor for rows without an expert. Experts must not share rows or tiles.
 
     Args:
         input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
