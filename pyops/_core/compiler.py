@@ -1,7 +1,7 @@
 """Source text to loaded function: by `cupy.RawModule`, or by `hiprtc` on AMD GPUs.
 
-Three caches lie on top of each other: this process's functions by (device, text), CuPy's folder of compiled kernels by
-the digest of text, options, architecture and compiler, and NVRTC itself.
+Before NVRTC runs, two caches are asked: this process's functions by (device, text), then CuPy's folder of compiled
+kernels by the digest of text, options, architecture and compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Python function of an op: straight-line code, written from the declaration as dataclasses write `__init__`.
+"""The Python function of an op: straight-line code, generated from the declaration as dataclasses generate `__init__`.
 
 The function reads addresses, finds the plan, packs and launches. Everything else happens after a miss.
 """

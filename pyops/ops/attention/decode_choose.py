@@ -251,10 +251,10 @@ def wave_splits(problem: DecodeProblem, device: Device, num_warps: int, heads_pe
 
 
 def choose_num_warps(blocks: int, wave_blocks: int) -> int:
-    """Warps per block that leave the least of the device idle in the last wave.
+    """Warps per block with the least idle time in the last wave.
 
-    A wave holds `wave_blocks` blocks of four warps. If all blocks fit into one wave, blocks of the next kernel hardly
-    fit next to them: "A single round of blocks is spread unevenly where a kernel starts early".
+    A wave holds `wave_blocks` blocks of four warps. If all blocks are one wave, large blocks also keep the next kernel
+    from starting early next to them: "A single round of blocks is spread unevenly where a kernel starts early".
     """
     wave_warps = NUM_WARPS * wave_blocks
     for num_warps in _WARPS_OF_ONE_WAVE:
@@ -270,12 +270,12 @@ def choose_num_warps(blocks: int, wave_blocks: int) -> int:
 
 
 def choose_cluster(blocks: int, max_tokens: int, step: int, may_be_wide: bool, device: Device) -> tuple[int, int]:
-    """(CTAs of a cluster, warps of a CTA), where `blocks` CTAs would take all sequences; 1 means no cluster.
+    """(CTAs of a cluster, warps of a CTA) for a grid of `blocks` clusters; 1 CTA means no cluster.
 
     A cluster needs no combine kernel, but its idle CTAs cannot help another sequence. So clusters are for batches that
     would leave half of the SMs idle with one CTA per sequence, and for sequences with few steps of `step` tokens per
-    warp. CTAs have twice the warps if there are tokens for all of them, and if the clusters leave half of the SMs to
-    the next kernel, which may start early.
+    warp. CTAs have twice the warps if there are enough tokens for all warps, and if the clusters leave half of the SMs
+    free for the next kernel, which may start early.
     """
     largest, num_warps = _CLUSTER_SIZES[0], NUM_WARPS
     if may_be_wide and max_tokens > largest * num_warps * step and 2 * largest * blocks <= device.num_sms:

@@ -36,7 +36,7 @@ class CacheLayout:
         strides: strides of the key and value cache, by the names of the kernels' parameters.
         aligned: all 16-byte loads of kernels are aligned.
         ragged: keys and values are ragged tensors, [num_keys, num_kv_heads, head_size] and [num_keys, num_kv_heads,
-            value_size], whose rows are blocks of one slot.
+            value_size]; each row counts as a block of one slot.
     """
 
     packed: bool

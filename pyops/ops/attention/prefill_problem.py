@@ -15,8 +15,8 @@ from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
 
-# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where sequences have fewer
-# than this number of query tokens on average.
+# Query tokens per sequence, on average, from which the prefill kernel also takes sequences of one query token; below,
+# decode attention takes those (docs/performance/prefill.md, "Sequences of one query token").
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
@@ -134,8 +134,9 @@ class PrefillProblem:
 
     @property
     def single_rows(self) -> decode_problem.DecodeProblem | None:
-        """The problem of decode attention for the sequences of one query token, if they may fill all SMs; None where
-        the prefill kernel takes them. Only the device knows which sequences have one token.
+        """The decode problem for the sequences with one query token, if there may be enough to fill all SMs; None if
+        the prefill kernel takes them. The lengths are on the device, so the plan does not know which sequences these
+        are.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV):

@@ -74,8 +74,8 @@ def paged_attention_varlen(
     """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
     The query tokens of sequence s are rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, the last ones
-    of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
-    the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
+    of its ``seq_lens[s]`` tokens; the cache already holds the keys and values of all of them. Of n query tokens, token
+    i attends to the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
     `paged_attention_v1`. Weights are rounded to the element type, accumulation is in float32 (Dao 2023,
     arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
     a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14

@@ -22,7 +22,7 @@ _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 def meta_size() -> int:
-    """Bytes of the signals and packets of a rank, which lie before its scratch memory."""
+    """Bytes of the signals and packets of a rank, which precede its scratch memory."""
     return SIGNAL_BYTES + PACKET_BYTES
 
 

@@ -38,15 +38,15 @@ def causal_conv1d_decode(
     block_idx_last_scheduled_token: Tensor | None = None,
     initial_state_idx: Tensor | None = None,
 ) -> None:
-    """Convolve the new tokens of each sequence in place, going on from the state of the sequence.
+    """Convolve the new tokens of each sequence in place, continuing from the sequence's state.
 
     ``x[t, d] = T(act(bias[d] + sum_k weight[d, k] * (history, x)[t + k, d]))`` in float32, rounded once. The history is
     the first ``width - 1`` inputs of the state, the newest last. The state becomes the last ``width - 1`` of history
     and new inputs.
 
-    With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later, or at
-    the nearest that exists, and the state becomes the last ``width - 2`` of the history and then all new inputs, as far
-    as state_len goes. So the next call can begin after any of these tokens.
+    With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later (clamped
+    to the state), and the state becomes the last ``width - 2`` inputs of the history and all new inputs, up to
+    state_len. The next call can then continue after any of these tokens.
 
     A sequence without tokens, or with a slot that is pad_slot_id or does not exist, is skipped: neither its tokens nor
     a state is written. Slots of different sequences must differ.

@@ -56,19 +56,19 @@ def causal_conv1d_prefill(
 ) -> None:
     """Convolve each channel over the last tokens of its sequence; keep the last inputs of sequences in a cache.
 
-    ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. What lies
-    before the first token of a sequence is its state if has_initial_state, else 0. The state becomes the last
-    ``width - 1`` inputs of the sequence, the newest last, with those of the former state where the sequence is shorter.
+    ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. The
+    inputs before the first token of a sequence are its state if has_initial_state, else 0. The state becomes the last
+    ``width - 1`` inputs of the sequence, the newest last; a shorter sequence keeps inputs of the former state.
     (The convolution of Mamba: Gu and Dao 2023, arXiv:2312.00752.)
 
     A sequence without tokens changes nothing. A sequence with a slot that is pad_slot_id or does not exist has no
     state: it begins with 0, and none is written. A token of no sequence gets 0. Slots of sequences must differ.
 
     Prefix caching is on where the three block indices are given. A sequence then has a row of slots. Its state comes
-    from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. Columns from
-    block_idx_first_scheduled_token up to the one before the last get the inputs before block boundaries: the column
-    before the last those before the last boundary that lies before the end of the sequence, the column before it those
-    one block earlier, and so on. A boundary that does not come after a token of this call is left out.
+    from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. The columns from
+    block_idx_first_scheduled_token up to block_idx_last_scheduled_token - 1 get the inputs before block boundaries: the
+    last of them those before the last boundary inside the sequence, each earlier column those before the boundary one
+    block earlier. A boundary that is not after a token of this call is skipped.
 
     Args:
         out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Constant row stride.

@@ -65,8 +65,8 @@ def selective_scan_fwd(
 
     With `block_idx_last_scheduled_token`, a state is kept for every block of `block_size` tokens. Blocks are counted
     from the first token of the call. With chunks, the first block has the tokens of the sequence's first chunk, so that
-    a sequence may go on within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins from
-    the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
+    a sequence may continue within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins
+    from the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
     ``block_idx_first_scheduled_token[b] + i``, and the state after its last block to the slot in column
     ``block_idx_last_scheduled_token[b]``. A state is not written if its slot is `pad_slot_id` or does not exist.
 

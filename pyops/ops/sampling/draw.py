@@ -166,10 +166,10 @@ def top_k_top_p_sampling_from_logits(
     """Draw a token from each row: the first one at which the running sum of weights exceeds ``r / 2^64`` of their sum.
 
     Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that their addition is exact and a token depends
-    only on its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
-    top_k others; `min_p`, of tokens that have less than min_p of the largest weight; `top_p`, of all but the likeliest
-    tokens that together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
-    2024, arXiv:2407.01082). A token that is as likely as the last one that a filter keeps is kept, too. ``r`` are the
+    only on its row. Three filters set weights to 0, in this order: `top_k` those of tokens less likely than top_k
+    others; `min_p` those below min_p times the largest weight; `top_p` those of all but the most likely tokens that
+    together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
+    2024, arXiv:2407.01082). Tokens as likely as the last one that a filter keeps are kept, too. ``r`` is the
     first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at its offset: rows of one seed need
     different offsets, and so do the tokens of a sequence.
 
@@ -183,8 +183,8 @@ def top_k_top_p_sampling_from_logits(
         top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
         top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
         min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-        temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less among
-            them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
+        temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and numbers below 2^-98, including 0 and
+            negative ones, take the first of the most likely tokens; inf makes all finite logits equally likely.
     """
     rows, vocab_size = logits.shape
     x = logits.float()
