@@ -19,7 +19,7 @@ from .lazy import cupy
 from .workspace import Workspaces
 
 _MAX_STREAMS = 64
-_MAX_BLOCKS = 2**31 - 1, 65535, 65535  # of a launch along x, y and z, by CUDA and by HIP
+_MAX_BLOCKS = 2**31 - 1, 65535, 65535  # most blocks of a launch along x, y and z, on CUDA and HIP
 
 
 class Streams(dict[int, Callable[[], Any]]):

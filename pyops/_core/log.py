@@ -1,4 +1,4 @@
-"""What the library reports by stdlib logging: the logger ``pyops.compile``, below the library's own logger ``pyops``.
+"""Logging of compilation with the stdlib: the logger ``pyops.compile``, a child of the library's logger ``pyops``.
 
 At INFO it reports every kernel made ready, at WARNING a compile that still goes on after a second.
 """

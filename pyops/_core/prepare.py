@@ -133,7 +133,7 @@ def _cpu_call(
     library: str,
     launches: Sequence[Launch],
 ) -> Callable[..., None]:
-    """What runs a call without a GPU: the reference, or the kernels on the host."""
+    """The function that runs a call without a GPU: the reference, or the kernels on the host backend."""
     has_kernels = library != "cupy" and not config.reference()
 
     def in_wide_warps(args: Sequence[Any]) -> list[Launch]:

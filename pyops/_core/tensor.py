@@ -112,7 +112,7 @@ def on_host(value: Any) -> bool:
     return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
 
 
-MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, numbers round to infinity in float32
+MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # magnitudes from this one on round to infinity in float32
 _MAX_NUMBERS = 4096
 _numbers: dict[Any, Any] = {}
 _in_graphs: dict[Any, Any] = {}  # numbers that captured CuPy calls read: graphs do not keep them alive

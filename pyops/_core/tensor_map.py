@@ -18,7 +18,7 @@ from .tensor import TensorArg
 if TYPE_CHECKING:
     from .kernel import Scratch
 
-NBYTES = 128  # of CUtensorMap
+NBYTES = 128  # bytes of a CUtensorMap
 ALIGNMENT = 64
 NEEDS_DEVICE = "tensor maps exist on compute capability 9.0 and later"
 _ON_HOST = Struct("<Q4QIIII5I5I8I")  # TensorMap of host/api.h
@@ -108,7 +108,8 @@ class TensorMap:
         return self.tensor.name if isinstance(self.tensor, TensorArg) else "scratch memory"
 
     def __str__(self) -> str:
-        """In the order of a tensor's dimensions: ``input [16, 4096] bfloat16, boxes of [16, 64], swizzled by 128``."""
+        """The map with dimensions in tensor order:
+        ``input [16, 4096] bfloat16, boxes of [16, 64], swizzled by 128``."""
         start = f" from byte {self.offset}" if self.offset else ""
         swizzle = f", swizzled by {self.swizzle} bytes" if self.swizzle else ""
         return f"{self.name}{start} {list(self.sizes[::-1])} {self.dtype}, boxes of {list(self.box[::-1])}{swizzle}"

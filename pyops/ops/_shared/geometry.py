@@ -37,7 +37,7 @@ _MIN_IDLE_GAIN = 0.08
 _SM_REGISTERS = 65536
 _MAX_THREAD_REGISTERS = 255
 _OTHER_REGISTERS = 36  # registers of a thread other than those that hold vectors
-_OTHER_REGISTERS_SHIFTED = 48  # the same with SHIFTED rows: each weight vector is assembled from two
+_OTHER_REGISTERS_SHIFTED = 48  # the same for SHIFTED rows, which assemble each weight vector from two loads
 # Architectures on which a kernel of SHIFTED rows that is `tight` spills if its registers are bounded.
 _SPILLING_ARCHS = ("sm_100",)
 _MAX_SHIFTED_VECS = 4  # vectors per thread of SHIFTED rows
@@ -48,7 +48,7 @@ _MAX_CANDIDATE_VECS = 8  # vectors per thread of a long row that tuning tries
 
 
 class RowVectors(NamedTuple):
-    """How rows are divided into vectors: elements of a vector, and whether rows are SHIFTED (row.cuh)."""
+    """The division of rows into vectors: elements of a vector, and whether rows are SHIFTED (row.cuh)."""
 
     vec_size: int
     shifted: bool = False
@@ -163,7 +163,7 @@ class RowConfig:
 
 
 def row_vectors(size: int, strides: Sequence[int], *tensors: TensorArg | None) -> RowVectors:
-    """How to divide rows of `size` elements into vectors for which all of `tensors` are aligned.
+    """Divide rows of `size` elements into vectors for which all of `tensors` are aligned.
 
     `strides` are the distances between rows in the tensors that have rows; none if rows have no common distance.
 
@@ -250,7 +250,7 @@ def _choose_rows(
         row_threads = num_threads = threads_for_row(row_vecs, wanted_vecs, max_vecs)
 
     thread_vecs = -(-row_vecs // row_threads)
-    thread_registers = thread_vecs * vec_registers  # for one row, or one weight
+    thread_registers = thread_vecs * vec_registers  # registers that hold one row, or one weight
     free_registers = min(_MAX_THREAD_REGISTERS, _SM_REGISTERS // num_threads) - (
         _OTHER_REGISTERS_SHIFTED if shifted else _OTHER_REGISTERS
     )

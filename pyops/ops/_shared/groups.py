@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARES = "begin in rows of another expert, so that both write them"  # for PYOPS_CHECK
+SHARES = "begin in rows of another expert, so that both write them"  # message of PYOPS_CHECK
 
 
 def sharing(first: Tensor, count: Tensor) -> Tensor:

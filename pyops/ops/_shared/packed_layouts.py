@@ -60,7 +60,7 @@ def _marlin_bit(layout: Layout, bits: int, columns: int, k: Any, n: Any, j: int)
     if layout in ("marlin_8", "w4a8"):
         tile = k // 32 * (columns // 32) + n // 32
         lane, word = n % 8 * 4 + k % 16 // 4, n % 32 // 8
-        half = k % 32 // 16  # which half of a lane's pair of words of 8-bit quants
+        half = k % 32 // 16  # upper or lower half of a lane's pair of words, for 8-bit quants
         field = k % 4 * 2 + half if bits == 4 else k % 4
         if layout == "w4a8":
             lane_words = 4 - 2 * (n // 32 >= columns // 32)

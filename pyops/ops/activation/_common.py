@@ -1,4 +1,4 @@
-"""What the activations share: the check of gated inputs, the register bound of SiLU, the example of gated ops."""
+"""Code shared by the activations: the check of gated inputs, the register bound of SiLU, the example of gated ops."""
 
 from __future__ import annotations
 

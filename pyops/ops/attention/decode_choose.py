@@ -67,7 +67,7 @@ _MAX_CANDIDATE_SPLIT = 512  # largest min_split that tuning tries, in tokens
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How one call of decode attention runs.
+    """The geometry and the splits of one call of decode attention.
 
     Attributes:
         num_warps: warps of a block.

@@ -29,7 +29,7 @@ _GROUPS_OF_MANY, _HEADS_OF_MANY = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """How splits are combined.
+    """The geometry of decode_combine.cu, which combines splits.
 
     Attributes:
         groups: groups of threads that share a head; each takes every `groups`-th split.

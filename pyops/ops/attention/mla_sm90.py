@@ -121,7 +121,7 @@ def choose(problem: MlaProblem, device: Device) -> MlaSm90Config:
     blocks = problem.num_seqs * _groups(problem)
     tiles = -(-problem.max_tokens // _TOKENS)
 
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
 
     def time(splits: int) -> float:
         pairs = -(-tiles // splits // 2) + 1

@@ -87,7 +87,7 @@ def _copy_tokens(problem: MlaProblem) -> int:
 def choose(problem: MlaProblem, device: Device) -> FewHeadsConfig:
     """The block and the number of splits with the least time by the cost model."""
     units = -(-problem.max_tokens // FewHeadsConfig.SPLIT_UNIT)
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
     bytes_us = FewHeadsConfig.SPLIT_UNIT * _entry_bytes(problem) * device.num_sms / _BYTES_PER_US
     unit_us = max(_UNIT_US, bytes_us)
 

@@ -1,4 +1,4 @@
-"""What the cache ops share: quantization, the locations of slots and positions, checks and examples."""
+"""Code shared by the cache ops: quantization, lookup of slots and positions, checks and examples."""
 
 from __future__ import annotations
 

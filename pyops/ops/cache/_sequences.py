@@ -1,4 +1,4 @@
-"""What the gathering ops share: the sequence and the entry of each row, checks of tables, and examples."""
+"""Code shared by the gathering ops: lookup of the sequence and the cache entry of each row, checks, examples."""
 
 from __future__ import annotations
 

@@ -97,6 +97,6 @@ def choose(problem: CodedProblem) -> CodedHopperConfig:
 
 
 def _step(weight: CodedExperts) -> int:
-    """Elements of K in a k-tile, with each lane's quarter under one scale; 0 if no size fits."""
+    """Elements of K in a k-tile; a lane's quarter of them must lie under one scale. 0 if no size fits."""
     fits = (step for step in _STEPS if weight.k % step == 0 and weight.group_size % (step // 4) == 0)
     return next(fits, 0)

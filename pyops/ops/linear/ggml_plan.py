@@ -1,4 +1,4 @@
-"""Which kernel serves a GEMM with a GGUF weight, and how: a Config for each kernel, the choice."""
+"""GEMM with a GGUF weight: a Config for each kernel, the choice among them, and the launches."""
 
 from __future__ import annotations
 

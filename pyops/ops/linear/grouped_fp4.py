@@ -107,7 +107,7 @@ def _plan(
 
 
 def _outside(a_scales: Tensor, scale_offsets: Tensor) -> Tensor:
-    """Which scale offsets are not the first row of a tile."""
+    """Mask of the scale offsets that are not the first row of a tile in `a_scales`."""
     return (scale_offsets < 0) | (scale_offsets > len(a_scales)) | (scale_offsets % TILE_ROWS != 0)
 
 

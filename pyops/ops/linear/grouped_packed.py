@@ -126,8 +126,8 @@ def example_grouped_gemm_packed(
     b_type: Literal["uint4", "uint8", "int8", "float4_e2m1f"] = "uint4",
     activation: Literal["silu", "none"] = "silu",
 ) -> tuple[Any, ...]:
-    """Without an activation there are zero points, where b_type has them, weights of rows and small blocks; else a
-    bias."""
+    """With the activation "none" there are zero points (if b_type has them), topk_weights and small blocks; with
+    others a bias."""
     num_experts, top_k, k, columns, dtype = 3, 2, 192, 64, "bfloat16"
     block_size = 8 if activation == "none" else 16
     rows = columns * (1 if activation == "none" else 2)

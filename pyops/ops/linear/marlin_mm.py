@@ -202,7 +202,7 @@ def example_marlin_gemm(
     permuted: bool = False,
     with_bias: bool = False,
 ) -> tuple[Any, ...]:
-    """With 8-bit activations weights are 4-bit integers; only 16-bit activations are permuted."""
+    """Only 4-bit integer weights have 8-bit activations; only 16-bit activations are permuted."""
     k, n, is_a_8bit = 128, 64, quant_dtype in ("int8", "float8_e4m3fn")
     if is_a_8bit and codes != "uint4":
         codes = "uint4b8"

@@ -241,7 +241,7 @@ def _maps(problem: PackedProblem, tile_m: int, tile_n: int, step: int, groups: i
     weight, a, out = problem.weight, problem.a, problem.epilogue.out
     maps = load_maps(problem, tile_m // neighbours, step_rows(weight.layout), tile_n, step, groups)
     if problem.experts is not None:
-        return {**maps, "out_map": maps["a_map"]}  # with experts, threads store the rows
+        return {**maps, "out_map": maps["a_map"]}  # with experts, threads store the rows without TMA
     columns, pitch = 16 * tile_n // (16 * _WARPS), check.row_stride(out) * 2 if a.rows > 1 else -(-weight.n // 8) * 16
     return {**maps, "out_map": TensorMap(out, out.dtype, (weight.n, a.rows), (pitch,), (columns, 16), columns * 2)}
 

@@ -1,4 +1,4 @@
-"""Which kernel serves a GEMM with a packed quantized weight, and how: a Config for each, the choice, the launches.
+"""GEMM with a packed quantized weight: a Config for each kernel, the choice among them, and the launches.
 
 Four kernels fuse the dequantization: wq_gemm_sm80.cu for small M, wq_gemm_sm90_small_m.cu and wq_gemm_sm90.cu on
 compute capability 9.0, and wq_gemm_cdna.cu on AMD. For other problems the weight is dequantized first and then
@@ -49,13 +49,13 @@ _RESIDENT |= {(1, 128): 12, (2, 128): 12, (4, 128): 12, (8, 128): 12, (16, 128):
 _RESIDENT_OF_GROUPS = 8  # warps per SM that registers allow where a k-tile has several groups
 # {(layout, bits): most rows where lanes hold the packed words of the next k-tile in registers}.
 _HELD = {("gptq", 4): 8, ("exllama", 4): 8, ("marlin", 8): 16, ("n32k16", 8): 8}
-_MAX_HELD_NIBBLES = 8  # the same for bfloat16 with 8-bit integers: 16 rows would spill registers
+_MAX_HELD_NIBBLES = 8  # the same for bfloat16 with 8-bit integers, where 16 rows would spill
 _MAX_HALF_ROWS = 8  # most rows where wq_gemm_sm80.cu is at least as fast as wq_gemm_sm90_small_m.cu
 # Chosen by arithmetic, not yet measured.
 _LONG_PART = 4  # k-tiles per warp from which a CTA takes all warps that an SM holds
 _MAX_FEW_ROWS = 16  # most rows where wq_gemm_sm80.cu is faster than wq_gemm_sm90.cu
 _MAX_ROWS = 64  # most rows where wq_gemm_sm80.cu is faster than dequantizing the whole weight first
-_MAX_APART_ROWS = 512  # the same for wq_gemm_sm90.cu with fp8 accumulators that are promoted
+_MAX_APART_ROWS = 512  # most rows where wq_gemm_sm90.cu with promotion of fp8 accumulators beats dequantizing first
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def places_word(columns: int, quad: Any, n: Any) -> Any:
     """The word of `PackedWeight.places` with the metadata of four rows: four bits, starting at bit ``quad % 4 * 4``."""
     line = n // 64 * 64 + n % 2 * 2 + n % 8 // 4 + n % 4 // 2 * 32 + n % 64 // 8 * 4
     word = quad // 4
-    moved = (line + word) % 2  # in each square of 2 x 2 words, two words are exchanged
+    moved = (line + word) % 2  # two words of each 2 x 2 square of words are swapped
     line, word = line ^ moved, word ^ moved
     return word // 2 * 2 * columns + 2 * line + word % 2
 

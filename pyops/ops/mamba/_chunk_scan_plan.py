@@ -34,7 +34,7 @@ _PASS_THREADS, _PASS_BATCH = 128, 8  # chunk_scan_pass.cu: threads of a block, s
 
 @dataclass(frozen=True, slots=True)
 class ChunkScanConfig:
-    """How one call runs.
+    """The geometry of the kernels of one call.
 
     Attributes:
         row_tiles: tiles of 16 rows per warp of chunk_scan.cu.
