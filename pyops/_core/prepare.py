@@ -60,7 +60,7 @@ def call_unkept(declaration: Declaration, planner: Planner, error: Exception | N
     libraries = {tensor.library_of(value) for value in values}
     if libraries == {"torch"}:
         plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in values)
-        if any(value.is_nested for value in values):  # nested tensors of a subclass would not dispatch to our ops
+        if any(value.is_nested for value in values):  # NestedTensor does not dispatch to our ops: refuse it here
             arguments.describe(declaration, args)
         without_data = all(tensor.is_meta(value) for value in values)
         if without_data:

@@ -1,4 +1,4 @@
-"""Launch geometry of rows that threads share (row.cuh).
+"""Launch geometry of kernels that reduce rows with several threads per row (row.cuh).
 
 `choose_rows` returns a RowConfig: the compile-time constants of a kernel, and its number of blocks.
 """

@@ -111,7 +111,7 @@ def example_attention_varlen(
     options: bool = False,
 ) -> tuple[Any, ...]:
     values, num_kv_heads, num_heads = value_size or head_size, 2, 6
-    # Three sequences: most of the tokens after five keys, keys alone, and the rest.
+    # Three sequences: two thirds of the query tokens, with five earlier keys; no query tokens, only keys; one third.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     key_starts = [0, starts[1] + 5, starts[1] + 12, num_tokens + 12]
     call = {

@@ -158,7 +158,7 @@ def example_paged_attention_varlen(
     kv_cache_dtype = "fp8" if fp8_queries else kv_cache_dtype
     values = value_size or head_size
     num_kv_heads, num_heads, block_size, num_blocks, max_blocks = 2, 6, 16, 37, 96
-    # Three sequences: most of the tokens, none, and the rest.
+    # Three sequences with two thirds of the query tokens, none, and one third.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]
     lengths = [min(starts[1] + 5, 384), 7, num_tokens - starts[2]]
     kv = example_kv(

@@ -1,6 +1,6 @@
 """A GEMM with a packed quantized weight: the problem that `packed_plan` chooses kernels by.
 
-``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales as checkpoints have them (the
+``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales in the layouts of checkpoints (the
 layouts and orders are those of `_shared/packed_layouts.py`), and the activations a', with permuted columns if the
 weight's rows are permuted:
 

@@ -41,7 +41,7 @@ def causal_conv1d_fn(
             conv_states first.
         conv_states: [num_slots, dim, at least width - 1], any strides, read and written; None if no state is kept.
         activation: "silu", "swish" or True for silu; None or False for none.
-        metadata, validate_data: accepted because vLLM has them; arguments are always checked.
+        metadata, validate_data: for compatibility with vLLM; no effect: arguments are always checked.
     """
     if x.ndim != 2:
         raise OpError("causal_conv1d_fn", "x", f"expected 2 dimensions, got shape {tuple(x.shape)}")
@@ -92,7 +92,7 @@ def causal_conv1d_update(
             not that of conv_state, x is left unchanged, and the result is a new tensor.
         conv_state: [num_slots, dim, state_len], any strides, read and written.
         activation: "silu", "swish" or True for silu; None or False for none.
-        validate_data: accepted because vLLM has it; arguments are always checked.
+        validate_data: for compatibility with vLLM; no effect: arguments are always checked.
     """
     if x.ndim not in (2, 3):
         raise OpError("causal_conv1d_update", "x", f"expected 2 or 3 dimensions, got shape {tuple(x.shape)}")

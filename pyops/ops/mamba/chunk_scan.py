@@ -249,7 +249,7 @@ def example_mamba_chunk_scan_varlen(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Three sequences: most of the tokens, none, and the rest.
+    # Three sequences with two thirds of the tokens, none, and one third.
     num_groups, chunk_size = 3 if num_heads == 6 else 1, 64 if num_tokens < 4096 else 256
     state_size = {16: 16, 64: 128}.get(head_dim, 40)
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens]

@@ -290,7 +290,8 @@ def example_gated_delta_rule(
     dtype: str = "bfloat16",
     options: bool = False,
 ) -> tuple[Any, ...]:
-    # Three sequences: most of the tokens, none, and the rest. With options, a batch of two. Without tokens, none.
+    # Three sequences with two thirds of the tokens, none, and one third; with options, a batch of two; without tokens,
+    # no sequence.
     starts = [0, num_tokens * 2 // 3, num_tokens * 2 // 3, num_tokens] if num_tokens else [0]
     batch = min(num_tokens, 2) if options else 1
     states = (batch, 4, head_dim, head_dim)

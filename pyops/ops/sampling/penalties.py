@@ -135,7 +135,7 @@ def example_apply_penalties_(
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     """Forbid tokens: ``logits[r, t] = -inf`` where bit t % 32 of ``bitmask[r, t // 32]`` is 0, in place.
 
-    Grammars make such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
+    Grammar-constrained decoding uses such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
 
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; any row stride.
