@@ -129,7 +129,7 @@ def launch(
         min_blocks: resident blocks per SM for which registers are bounded. Eight blocks are 2048 threads, the maximum
             (docs/performance/rows.md).
         twice: whether a thread may process two vectors of `input`. It does if `out` is aligned for twice the vector
-            size, and if half as many threads still make several waves.
+            size, and if half as many threads still make a full wave.
         fixed: parameters of the kernel other than sizes and strides.
         constants: other constants of the kernel.
     """

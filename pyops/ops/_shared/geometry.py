@@ -236,7 +236,7 @@ def _choose_rows(
     long = row_vecs > _LONG_ROW_VECS
     vec_registers = max(1, vec_size * itemsize // 4)
     few_vecs = measured.few[long]
-    # `many`: an SM gets more rows than are resident at once, which is two if registers allow two blocks.
+    # `many`: an SM gets more rows than can be resident: two if the registers of two rows fit, else one.
     row_registers = row_vecs * (_OTHER_REGISTERS / few_vecs + (measured.rows + measured.weights) * vec_registers)
     many = sm_rows > (_MAX_LATENCY_ROWS if _MAX_LATENCY_ROWS * row_registers <= _SM_REGISTERS else 1)
     wanted_vecs, resident = measured.many[long] if many else few_vecs, measured.resident

@@ -66,9 +66,9 @@ class DecodeProblem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether attention_decode.cu, with MMAs, serves the call.
+        """Whether attention_decode.cu, with MMAs, supports the call.
 
-        attention_decode_simt.cu serves every call.
+        attention_decode_simt.cu supports every call.
         """
         layout, device = self.layout, self.query.device
         token_stride = max(layout.strides["key_token_stride"], layout.strides["value_token_stride"])
@@ -122,7 +122,7 @@ def run_tokens(device: Device) -> int:
 
 
 def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> DecodeProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel supports."""
     query, out = call["query"], call["out"]
     kv, options = PagedKV.of(call), Options.of(call)
     sparse = Sparse.of(call) if "tp_rank" in call else Sparse()

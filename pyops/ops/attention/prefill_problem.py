@@ -91,7 +91,7 @@ class PrefillProblem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether prefill_mma.cu serves the call; attention_decode_simt.cu serves every call."""
+        """Whether prefill_mma.cu supports the call; attention_decode_simt.cu supports every call."""
         query, head_size = self.query, self.query.shape[2]
         unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 each lane holds a whole operand row: with ALiBi slopes or a soft cap and short values, registers
@@ -113,7 +113,7 @@ class PrefillProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether prefill_sm90.cu serves the call."""
+        """Whether prefill_sm90.cu supports the call."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # the polynomials of the soft cap take one scale
@@ -175,7 +175,7 @@ class PrefillProblem:
 
 
 def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel supports."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
     codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
@@ -193,7 +193,7 @@ def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
 
 def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
     """The problem of a call with ragged keys and values; arguments are given by name. OpError for a call that no kernel
-    serves."""
+    supports."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
     if not cu_seqlens_q.numel:

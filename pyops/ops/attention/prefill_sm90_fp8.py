@@ -112,7 +112,7 @@ def _query_scale(q_scale: TensorArg | None) -> dict[str, int]:
 
 
 def choose(problem: PrefillProblem, device: Device) -> E4m3Config | None:
-    """The geometry by head size; None where prefill_sm90_fp8.cu does not serve the call, or split-KV is faster."""
+    """The geometry by head size; None where prefill_sm90_fp8.cu does not support the call, or split-KV is faster."""
     codes = problem.codes
     if (
         codes is None

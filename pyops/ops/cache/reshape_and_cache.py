@@ -65,7 +65,7 @@ class ReshapeProblem:
 
     @property
     def max_group(self) -> int:
-        """Most adjacent slots of a group; 0 where the tiles kernel serves the call."""
+        """Most adjacent slots of a group; 0 where reshape_and_cache.cu runs instead."""
         group = max(size for size in range(1, _MAX_GROUP + 1) if self.block_size % size == 0)
         return group if self.many and group >= _MIN_GROUP and self.num_slots <= _MAX_GROUPED_SLOTS else 0
 

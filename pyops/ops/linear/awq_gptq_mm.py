@@ -117,7 +117,7 @@ def example_awq_gemm(
     dtype: Literal["float16", "bfloat16"] = "float16",
     is_tiled: bool = False,
 ) -> tuple[Any, ...]:
-    """`is_tiled`: columns and groups fill whole tiles, so that kernels with fused dequantization serve the call."""
+    """`is_tiled`: columns and groups fill whole tiles, so that kernels with fused dequantization support the call."""
     k, n = (256, 128) if is_tiled else (160, 72)
     return (
         make.randn(num_tokens, k, dtype=dtype),

@@ -84,7 +84,7 @@ class CodedHopperConfig:
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether wq_grouped_gemm_sm90.cu runs on the device and takes this problem."""
+    """Whether wq_grouped_gemm_sm90.cu runs on the device and supports this problem."""
     p, w = problem.product, problem.weight
     codes = w.bits == 4 and w.scales is not None and _step(w) > 0
     return device.supports("wgmma") and codes and p.lists.block_size % 16 == 0

@@ -158,13 +158,13 @@ def block_size_of_codes(num_rows: int, num_experts: int, kind: str) -> int:
 
 
 def _by_wgmma(problem: CodedProblem, device: Device) -> bool:
-    """Whether wq_grouped_gemm_sm90.cu takes this problem and is faster than the other kernels."""
+    """Whether wq_grouped_gemm_sm90.cu supports this problem and is faster than the other kernels."""
     p, few = problem.product, _BY_WGMMA.get(str(problem.weight.type), _MAX_WGMMA_ROWS)
     return few < p.rows_of_expert <= _MAX_WGMMA_ROWS and coded_hopper.serves(problem, device)
 
 
 def serves(problem: CodedProblem, device: Device) -> bool:
-    """Whether a kernel with fused dequantization runs on the device, takes this problem, and beats dequantizing
+    """Whether a kernel with fused dequantization runs on the device, supports this problem, and beats dequantizing
     first."""
     p, w = problem.product, problem.weight
     sizes = w.k * w.bits // 8 % _LANE_BYTES == 0 and w.group_size * w.bits // 8 % _LANE_BYTES == 0
@@ -236,5 +236,5 @@ def plan(
 
 
 def launches_of(problem: CodedProblem) -> list[Launch]:
-    """The launches of the kernel with fused dequantization, for a problem that it serves."""
+    """The launches of the kernel with fused dequantization, for a problem that it supports."""
     return tuning.config(problem.product.out.op, problem, problem.device, choose).launches(problem)

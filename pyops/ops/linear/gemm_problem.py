@@ -283,7 +283,7 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
 def check_linear(
     out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
 ) -> GemmProblem:
-    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel serves."""
+    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports."""
     check.floating(input)
     if activation not in ACTIVATIONS:
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")

@@ -232,7 +232,7 @@ def cutlass_mxfp4_group_mm(
     name.
 
     Args:
-        out, problem_sizes, expert_offsets, sf_offsets: as `cutlass_fp4_group_mm` takes them.
+        out, problem_sizes, expert_offsets, sf_offsets: as in `cutlass_fp4_group_mm`.
         a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant
             row stride.
         b: [num_experts, N, K / 2] uint8, likewise.
@@ -299,7 +299,7 @@ def cutlass_mxfp8_grouped_mm(
             `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
         sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
             of it with its last two dimensions transposed.
-        out, problem_sizes, expert_offsets: as `cutlass_fp4_group_mm` takes them.
+        out, problem_sizes, expert_offsets: as in `cutlass_fp4_group_mm`.
         blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
     """
     _multiply(MXFP8, out, a, b, sfa, sfb, problem_sizes, expert_offsets, blockscale_offsets)

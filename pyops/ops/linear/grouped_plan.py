@@ -200,7 +200,7 @@ Config = GroupedConfig | GroupedMmaConfig | GroupedSimtConfig
 
 
 def serves(problem: GroupedProblem, device: Device) -> bool:
-    """Whether grouped_gemm_sm90.cu runs on the device and takes this problem."""
+    """Whether grouped_gemm_sm90.cu runs on the device and supports this problem."""
     supported = problem.dtype in _HOPPER_DTYPES and problem.out.dtype.itemsize == 2
     supported = supported and not (problem.block_scaled and problem.dtype is int8) and not problem.empty
     mapped = problem.vec_size * problem.dtype.itemsize == 16 and problem.k > 0

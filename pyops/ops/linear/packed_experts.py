@@ -1,4 +1,4 @@
-"""Grouped GEMMs with packed quantized weights: which kernel serves them, and its launches."""
+"""Grouped GEMMs with packed quantized weights: the choice of the kernel, and its launches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def serves(problem: PackedProblem, device: Device) -> bool:
-    """Whether a kernel with fused dequantization takes this problem and is faster than dequantizing first."""
+    """Whether a kernel with fused dequantization supports this problem and is faster than dequantizing first."""
     rows = problem.rows_of_weight
     if _serves_tile(problem, device):
         return rows <= packed_tile.MAX_ROWS
@@ -102,7 +102,7 @@ def _gathered(problem: PackedProblem, experts: PackedExperts, by_place: bool) ->
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
-    """The kernel for a problem that one `serves`, and its geometry: tiles that divide the lists' blocks.
+    """The kernel for a problem for which `serves` is true, and its geometry: tiles that divide the lists' blocks.
 
     Tiles of wq_gemm_sm80.cu have the expected number of rows of an expert; those of wq_gemm_sm90.cu are as large as
     blocks allow.

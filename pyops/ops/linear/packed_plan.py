@@ -151,13 +151,13 @@ def plan(problem: PackedProblem) -> list[Launch]:
 
 
 def serves(problem: PackedProblem, device: Device) -> bool:
-    """Whether a kernel with fused dequantization takes this problem and is faster than dequantizing first."""
+    """Whether a kernel with fused dequantization supports this problem and is faster than dequantizing first."""
     tile = serves_tile(problem, device) and problem.m <= packed_tile.MAX_ROWS
     return tile or _serves_many(problem, device) or (serves_few(problem, device) and problem.m <= _MAX_ROWS)
 
 
 def choose(problem: PackedProblem, device: Device) -> Config:
-    """The kernel for a problem that one `serves`, and its geometry. Equal for all problems of a bucket."""
+    """The kernel for a problem for which `serves` is true, and its geometry. Equal for all problems of a bucket."""
     m, w = tuning.power_of_two(problem.m), problem.weight
     if serves_tile(problem, device):
         return packed_tile.choose(m, w.k, w.n, device)
@@ -217,7 +217,7 @@ def serves_few(problem: PackedProblem, device: Device) -> bool:
 
 
 def serves_tile(problem: PackedProblem, device: Device) -> bool:
-    """Whether wq_gemm_cdna.cu serves this problem: on AMD, where no other kernel fuses the dequantization."""
+    """Whether wq_gemm_cdna.cu supports this problem: on AMD, where no other kernel fuses the dequantization."""
     w = problem.weight
     return device.supports("matrix_cores") and reads_codes(problem) and not _is_for_few(w) and packed_tile.takes(w)
 

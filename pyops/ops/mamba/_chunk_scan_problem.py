@@ -74,7 +74,7 @@ class ChunkScanProblem:
 
     @property
     def uses_products(self) -> bool:
-        """Whether chunk_scan.cu serves the call; chunk_scan_simt.cu serves every call."""
+        """Whether chunk_scan.cu supports the call; chunk_scan_simt.cu supports every call."""
         x, out, initial = self.call["x"], self.call["out"], self.call["initial_states"]
         state_size = self.sizes[3]
         read = [self.call[name] for name in ("x", "B", "C")]
@@ -125,7 +125,7 @@ class ChunkScanProblem:
 
 
 def check_scan(call: Mapping[str, Any]) -> ChunkScanProblem:
-    """The problem of a call; OpError for a call that no kernel serves."""
+    """The problem of a call; OpError for a call that no kernel supports."""
     x, dt, B, C, out, D, z = (call[name] for name in ("x", "dt", "B", "C", "out", "D", "z"))
     check.floating(x)
     check.sizes(x, num_tokens=None, num_heads=None, head_size=None)

@@ -50,7 +50,7 @@ class GatedDeltaProblem:
 
     @property
     def uses_products(self) -> bool:
-        """Whether gated_delta_chunk.cu serves the call; gated_delta_recurrent.cu serves every call."""
+        """Whether gated_delta_chunk.cu supports the call; gated_delta_recurrent.cu supports every call."""
         q, k, v, o = (self.call[name] for name in ("q", "k", "v", "o"))
         return (
             "ssm_state_indices" not in self.call
@@ -107,7 +107,7 @@ def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
 
 
 def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> GatedDeltaProblem:
-    """The problem of a call; OpError for a call that no kernel serves."""
+    """The problem of a call; OpError for a call that no kernel supports."""
     q, v, o = call["q"], call["v"], call["o"]
     check.floating(q)
     check.sizes(q, batch=None, num_tokens=None, key_heads=None, key_size=None)

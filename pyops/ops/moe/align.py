@@ -157,7 +157,7 @@ def moe_align(
     The arguments and the sizes are those of vLLM's Python function ``moe_align_block_size``.
 
     Args:
-        topk_ids, block_size, num_experts: as `moe_align_block_size` takes them.
+        topk_ids, block_size, num_experts: as in `moe_align_block_size`.
         expert_map: [num_experts] int32, contiguous: the local index of each expert, -1 for an expert on another device.
         pad_sorted_ids: whether the size of sorted_token_ids is rounded up to a multiple of block_size.
         ignore_invalid_experts: whether rows of experts on other devices are skipped, and the others sorted by local

@@ -42,7 +42,7 @@ def moe_lora_align_block_size(
     ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. Modelled on vLLM's op of this name.
 
     Args:
-        topk_ids, num_experts, block_size, expert_map: as `moe_align_block_size` takes them.
+        topk_ids, num_experts, block_size, expert_map: as in `moe_align_block_size`.
         token_lora_mapping: [num_tokens] int32, contiguous: the adapter of each token; any number.
         max_loras: maximum number of adapters.
         max_num_tokens_padded: elements of sorted_token_ids per adapter; enough for any distribution of rows (see

@@ -183,7 +183,7 @@ def get_cutlass_moe_mm_problem_sizes(
     """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. Modelled on vLLM's op of this name.
 
     Args:
-        topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k: as `get_cutlass_moe_mm_data` takes them.
+        topk_ids, problem_sizes1, problem_sizes2, num_experts, n, k: as in `get_cutlass_moe_mm_data`.
         blockscale_offsets: any tensor, neither read nor written; only whether it is given matters, for `force_swap_ab`.
         force_swap_ab: whether sizes are swapped. None: for up to 64 rows, unless `blockscale_offsets` is given.
     """
@@ -233,7 +233,7 @@ def get_cutlass_moe_mm_problem_sizes_from_expert_offsets(
     Args:
         expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has
             no rows.
-        problem_sizes1, problem_sizes2, n, k: as `get_cutlass_moe_mm_data` takes them.
+        problem_sizes1, problem_sizes2, n, k: as in `get_cutlass_moe_mm_data`.
         swap_ab: sizes are swapped.
     """
     first, end = expert_first_token_offset[:-1], expert_first_token_offset[1:]

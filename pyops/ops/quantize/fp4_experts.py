@@ -212,8 +212,8 @@ def silu_and_mul_scaled_fp4_experts_quant(
     The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
     Args:
-        output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as
-            `scaled_fp4_experts_quant` takes them.
+        output, output_scale, input_global_scale, input_offset_by_experts, output_scale_offset_by_experts: as in
+            `scaled_fp4_experts_quant`.
         input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
     """
     offsets = input_offset_by_experts, output_scale_offset_by_experts

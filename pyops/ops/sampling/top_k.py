@@ -66,7 +66,7 @@ class TopKProblem:
 
     @property
     def is_short(self) -> bool:
-        """Whether top_k_short_row.cu serves the call; top_k_per_row.cu serves every call."""
+        """Whether top_k_short_row.cu supports the call; top_k_per_row.cu supports every call."""
         fits = self.vectors <= _SHORT_MAX_ROUNDS * _SHORT_MAX_THREADS
         return self.vec_size == 4 and fits and self.top_k <= _SHORT_MAX_TOP_K
 
