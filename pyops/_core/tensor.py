@@ -322,7 +322,7 @@ class _Interface:
 def to_torch(value: Any) -> Any:
     """A torch tensor over the memory of a numpy or cupy array (a read-only numpy array is copied)."""
     dtype = dtypes.of(value.dtype)
-    if dtype is not None and not hasattr(numpy, dtype.name):  # ml_dtypes: torch takes the bits under an integer's name
+    if dtype is not None and not hasattr(numpy, dtype.name):  # ml_dtypes: reinterpret the bits as integers
         bits = value.view(numpy.uint8 if dtype.itemsize == 1 else numpy.int16)
         return to_torch(bits).view(getattr(torch, dtype.name))
     if isinstance(value, numpy.ndarray):

@@ -50,7 +50,7 @@ def attention_varlen(
     the last of its n tokens, and token i attends to the keys ``j <= n - m + i``; otherwise it attends to all n keys.
     The formula and its rounding are those of `paged_attention_varlen`, which takes keys and values from a cache.
 
-    A query without keys gives zeros; rows of `out` that belong to no sequence are left as they are. NaN or infinity
+    A query without keys gives zeros; rows of `out` that belong to no sequence are left unchanged. NaN or infinity
     among the values that one query of a sequence attends to may reach the sequence's other queries, and no others.
 
     Args:
@@ -59,8 +59,8 @@ def attention_varlen(
         key: [num_keys, num_kv_heads, head_size] of the queries' dtype; any row and head strides. num_heads is a
             multiple of num_kv_heads.
         value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
-        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-            they are.
+        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+            unchanged.
         cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence has no keys if its rows are not in `key`.
         scale: factor of the logits.
         causal: whether a token attends to no later token.

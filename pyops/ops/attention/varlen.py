@@ -80,7 +80,7 @@ def paged_attention_varlen(
     arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
     a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14
     bits. A token with a block number out of range contributes nothing; a query without keys gives zeros; rows that
-    belong to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to
+    belong to no sequence are left unchanged. NaN or infinity among the values that one query of a sequence attends to
     may reach its other queries.
 
     Args:
@@ -92,8 +92,8 @@ def paged_attention_varlen(
             value_size].
         key_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, kv_cache_dtype, k_scale,
             v_scale: as in `paged_attention_v1`.
-        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-            they are.
+        cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+            unchanged.
         causal: whether a token attends to no later token.
         alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
         sliding_window: a token attends only to the last sliding_window of its tokens; 0 for all.

@@ -40,7 +40,7 @@ def cp_gather_and_upconvert_fp8_kv_cache(
 
     ``dst[workspace_starts[b] + j, i] = bfloat16(fp8[i] * scale[i // 128])`` for i < 512, and the 64 elements after
     them are copied, from the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
-    batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, keeps its bits. If
+    batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, is left unchanged. If
     sequences overlap, a row belongs to the first of them.
 
     Args:

@@ -66,7 +66,7 @@ def fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
     float32, rounded to T at the end.
 
     A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
-    float8_e4m3fn of ``key / scale`` and the 64 rotated ones as they are, followed by cache_block_size entries of 8
+    float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
     bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
     of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
 

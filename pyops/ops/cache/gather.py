@@ -97,7 +97,7 @@ def gather_and_maybe_dequant_cache(
 
     ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(fp8 * scale)`` in float32, with
     ``b = token_to_seq[t]`` and ``p = t - cu_seq_lens[b] + seq_starts[b]``, for t below num_tokens. A row t outside its
-    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
+    sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist is left unchanged.
 
     Args:
         src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
@@ -215,7 +215,7 @@ def cp_gather_cache(
 
     ``dst[cu_seq_lens[b] + j] = src_cache[block_table[b, p // block_size], p % block_size]`` with
     ``p = j + seq_starts[b]``, for every b below batch_size and j below ``cu_seq_lens[b + 1] - cu_seq_lens[b]``. A row
-    of no sequence, or with an entry that does not exist, keeps its bits.
+    of no sequence, or with an entry that does not exist, is left unchanged.
 
     Args:
         src_cache: [num_blocks, block_size, ...] of any supported dtype of 1, 2 or 4 bytes; contiguous entries, any

@@ -171,7 +171,7 @@ def cp_gather_indexer_k_quant_cache(
 
     Row ``t`` of `dst_k` and `dst_scale` are the key and the scales in slot ``j % block_size`` of the block
     ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which
-    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, keeps its bits.
+    ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, is left unchanged.
 
     Args:
         kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the keys of all slots,

@@ -45,7 +45,7 @@ def awq_gemm(
         input: [M, K] float16 or bfloat16; constant row stride.
         qweight: [K, N / 8] int32, contiguous.
         scales: [num_groups, N] of the dtype of `input`, contiguous; num_groups divides K.
-        qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as they are stored.
+        qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as stored.
         split_k_iters: for compatibility with vLLM; no effect.
         out: [M, N] of the dtype of `input`, returned; elements of a row are contiguous; new unless given.
     """

@@ -76,7 +76,7 @@ def ggml_moe_a8(
     Choice c is one of the top_k of token ``c // top_k``. Four slots of `sorted_token_ids` belong to the expert in one
     element of `expert_ids`, as `moe_align_block_size` sorts them for `ggml_moe_get_block_size`. Accumulation is in
     float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice of an expert that W does not have gets
-    zeros; rows of out that no slot names are left as they are.
+    zeros; rows of out that no slot names are left unchanged.
 
     Args:
         X: [tokens, K] float32, float16 or bfloat16; constant row stride.

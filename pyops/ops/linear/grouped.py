@@ -43,7 +43,7 @@ def grouped_gemm(
 
     e is the expert of row t. Accumulation is exact for int8 and in float32 for other dtypes, with scales as
     `cutlass_scaled_mm` applies them; the epilogue is computed in float32 and rounded once. Rows that the lists do not
-    name, and rows of experts that do not exist, are left as they are.
+    name, and rows of experts that do not exist, are left unchanged.
 
     Args:
         out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Constant row stride.

@@ -155,7 +155,7 @@ def cutlass_fp4_group_mm(
     """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
     A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; experts must
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
     not share rows. Modelled on vLLM's op of this name.
 
     Args:

@@ -56,7 +56,7 @@ def cutlass_moe_mm(
 ) -> None:
     """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
-    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; experts must
+    Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
     not share rows. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
     op of this name.
 

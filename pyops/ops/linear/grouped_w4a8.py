@@ -113,7 +113,7 @@ def plan_cutlass_w4a8_moe_mm(
     num_experts, n, words = b_tensors.shape
     k = words * 8
     check_tiles(b_tensors, k, n)
-    same = replace(b_tensors, dtype=a_tensors.dtype)  # for the checks common to weights of all kinds
+    same = replace(b_tensors, dtype=a_tensors.dtype)  # passes the dtype check of `check_rows`
     lists, launch, _ = lists_of(check_rows(out_tensors, a_tensors, same), problem_sizes, expert_offsets)
     num_rows = out_tensors.shape[0]
     check.sizes(problem_sizes, num_experts=num_experts, sizes=3)

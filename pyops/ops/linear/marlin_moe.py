@@ -104,7 +104,7 @@ def moe_wna16_marlin_gemm(
     """Grouped GEMM with weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
     e is the expert of row t. The rules of `marlin_gemm` for weights, scales and zero points hold for every expert. Rows
-    that the lists do not name, and rows of experts that do not exist, are left as they are. With 8-bit activations the
+    that the lists do not name, and rows of experts that do not exist, are left unchanged. With 8-bit activations the
     weights are dequantized to a workspace, with all of their scales, in the dtype of c. Modelled on vLLM's op of this
     name.
 

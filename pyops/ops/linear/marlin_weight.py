@@ -105,7 +105,7 @@ def scale_order(kind: ScalarType, groups: int, is_a_8bit: bool = False) -> Colum
 
 
 def check_types(a: TensorArg, b_type_id: int) -> ScalarType:
-    """The type of the weight, checked to be one that a multiplies."""
+    """Check that weights of this type can have activations of the dtype of a; returns the type."""
     check.dtype(a, *TYPES)
     kind = next((one for one in TYPES[a.dtype] if one.id == b_type_id), None)
     if kind is None:

@@ -186,9 +186,9 @@ def gated_delta_rule_update(
     Everything is computed in float32. Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its
     last state there. With two dimensions (speculative decoding), it begins with slot
     ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the state after its token t in slot ``[s, t]``. A sequence
-    without tokens, or with its first slot out of range (-1 for a padded one), is skipped: its outputs are left as they
-    are. A state with a slot out of range is not stored. The slots of sequences differ, and a sequence names no slot
-    twice.
+    without tokens, or with its first slot out of range (-1 for a padded one), is skipped: its outputs are left
+    unchanged. A state with a slot out of range is not stored. The slots of sequences differ, and a sequence names no
+    slot twice.
 
     Args:
         state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,

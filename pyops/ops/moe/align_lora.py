@@ -39,7 +39,7 @@ def moe_lora_align_block_size(
     """`moe_align_block_size` for each LoRA adapter, with the rows of the tokens that use the adapter.
 
     Adapter l writes its own part of the outputs, from 0 to max_loras - 1, if `lora_ids` names l anywhere and
-    ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. Modelled on vLLM's op of this name.
+    ``adapter_enabled[l]`` is not 0. The parts of other adapters are left unchanged. Modelled on vLLM's op of this name.
 
     Args:
         topk_ids, num_experts, block_size, expert_map: as in `moe_align_block_size`.

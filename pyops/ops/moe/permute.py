@@ -51,7 +51,7 @@ def moe_permute(
     Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
     index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
     id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
-    keeps its bits elsewhere. Modelled on vLLM's op of this name.
+    is left unchanged elsewhere. Modelled on vLLM's op of this name.
 
     Args:
         input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.

@@ -47,7 +47,7 @@ def fused_qk_norm_rope(
 
     Norm and rotation are in float32 and rounded once. The first ``rotary_dim`` elements of a head rotate in pairs:
     (j, j + rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). Heads of a token with a
-    position outside the cache are left as they are.
+    position outside the cache are left unchanged.
 
     Args:
         qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, read and written;

@@ -144,7 +144,7 @@ def scaled_fp4_experts_quant(
     """`scaled_fp4_quant` of rows that belong to experts: each expert has its own global scale and its own tiles.
 
     Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
-    `output_scale`. The padding of the last tile of an expert becomes 0; rows after it keep their bits.
+    `output_scale`. The padding of the last tile of an expert becomes 0; rows after it are left unchanged.
     Experts may have no rows; experts must not share tiles. Nothing is written for the experts from the
     first invalid offset on (below 0, below the previous offset, or beyond the rows), nor for an expert with tiles that
     reach beyond `output_scale`.

@@ -38,7 +38,7 @@ def per_token_group_fp8_quant_packed(
     Args:
         input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride. It may have
-            more rows: rows up to num_tokens rounded up to 4 become 0, and further rows are left as they are.
+            more rows: rows up to num_tokens rounded up to 4 become 0, and further rows are left unchanged.
         output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides. With the strides of TMA, (1,
             num_tokens rounded up to 4), the padding between the columns becomes 0. It may have num_tokens rounded up to
             4 rows: rows after the tokens become 0.

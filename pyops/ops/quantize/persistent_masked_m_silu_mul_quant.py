@@ -33,7 +33,7 @@ def persistent_masked_m_silu_mul_quant(
     ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``; b rounds to bfloat16, and so does every step:
     ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, with `use_ue8m0` then ``s = 2^ceil(b(log2 s))``; ``y_q =
     fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN; a NaN becomes -448. An infinity makes the scale
-    infinite: it becomes -448, and finite elements become 0. Results of other tokens are left as they are.
+    infinite: it becomes -448, and finite elements become 0. Results of other tokens are left unchanged.
 
     Args:
         input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
@@ -41,7 +41,7 @@ def persistent_masked_m_silu_mul_quant(
         y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
         y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
             [num_experts, num_tokens, hidden_size / 512 rounded up] int32: byte ``g % 4`` (little-endian) of word
-            ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group are left as they are.
+            ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group are left unchanged.
         use_ue8m0: whether scales are powers of two.
     """
     gate, up = input.chunk(2, dim=-1)

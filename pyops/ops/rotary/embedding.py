@@ -152,7 +152,7 @@ def rotary_embedding(
     the token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
     arXiv:2104.09864). Every operation rounds to the element type, so results equal those of eager PyTorch bit for bit;
     by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens with a
-    position outside the table, are left as they are.
+    position outside the table, are left unchanged.
 
     Args:
         positions: [num_tokens] or [batch, seq_len], int32 or int64, any strides.

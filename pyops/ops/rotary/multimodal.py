@@ -36,7 +36,7 @@ def multimodal_rotary_embedding(
     Pair j has the position in time for j < t, in height for t <= j < t + h, else in width, t, h and w being the
     sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have the
     position in height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one
-    position outside the table are left as they are.
+    position outside the table are left unchanged.
 
     Args:
         positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,

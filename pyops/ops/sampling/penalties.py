@@ -58,7 +58,8 @@ def apply_repetition_penalties_(
     """Make tokens that occurred before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
     In place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign of the logit). 0,
-    negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask keep their bits.
+    negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask are left
+    unchanged.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -98,7 +99,7 @@ def apply_penalties_(
     """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
     In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
-    completions.) Logits with a count of 0 or less keep their bits.
+    completions.) Logits with a count of 0 or less are left unchanged.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -135,14 +136,15 @@ def example_apply_penalties_(
 def apply_token_bitmask_(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
     """Forbid tokens: ``logits[r, t] = -inf`` where bit t % 32 of ``bitmask[r, t // 32]`` is 0, in place.
 
-    Grammar-constrained decoding uses such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
+    Grammar-constrained decoding uses such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits are left
+    unchanged.
 
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; any row stride.
         bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; any row stride. Bits
             after the last token are ignored.
-        indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
-            bits; indices of no row are ignored. None: every row.
+        indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows are left
+            unchanged; indices of no row are ignored. None: every row.
     """
     tokens = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
     allowed = (bitmask[:, tokens // 32] >> (tokens % 32)) & 1
