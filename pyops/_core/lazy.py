@@ -30,7 +30,7 @@ def _import_torch() -> ModuleType:
 
 
 def _import_cupy() -> ModuleType:
-    # Importing CuPy makes its cache folder and fails if that is impossible; a call of ours must not fail for it.
+    # Importing CuPy creates its cache folder, and raises if it cannot. That must not fail a call of an op.
     if "cupy" not in sys.modules:
         try:
             os.makedirs(cache_folder(), exist_ok=True)

@@ -60,7 +60,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 _entries: dict[str, _Entry] = {}
-_libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
+_libraries: dict[str, Any] = {}  # {op: its torch library}; an op that is redeclared gets a new library
 
 
 def add(

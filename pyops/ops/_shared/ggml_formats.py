@@ -1,4 +1,4 @@
-"""GGUF's quantised types: the sizes of their blocks and the values of their elements, as the format defines them.
+"""GGUF's quantized types: the sizes of their blocks and the values of their elements, as the format defines them.
 
 `of_rows` checks a weight in one of them, `dequantised` is the launch that makes it floating-point. Each decoder takes
 the bytes of blocks, [num_blocks, bytes] int32, and the indices of the elements of a block; it returns float32
@@ -32,7 +32,7 @@ _TILE_VECS, _TILE_VECS_OF_GRID = 4, 8  # vectors per thread; more for types with
 
 
 class Format(NamedTuple):
-    """A quantised type.
+    """A quantized type.
 
     Attributes:
         name: its name in ggml.cuh.

@@ -36,7 +36,7 @@ def _power_of_two_above(x: Tensor) -> Tensor:
 def indexer_k_quant_and_cache(
     k: Tensor, kv_cache: Tensor, slot_mapping: Tensor, quant_block_size: int, kv_cache_dtype: str
 ) -> None:
-    """Quantise the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
+    """Quantize the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
 
     The scale of a group x of `quant_block_size` elements is ``s = max(max|x|, 1e-4) / 448``, where the maximum ignores
     NaN, rounded up to a power of two for "ue8m0". The keys are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
@@ -167,7 +167,7 @@ def example_indexer_k_quant_and_cache(
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Tensor, dst_k: Tensor, dst_scale: Tensor, block_table: Tensor, cu_seq_lens: Tensor
 ) -> None:
-    """Gather the quantised keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
+    """Gather the quantized keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
 
     Row ``t`` of `dst_k` and `dst_scale` are the key and the scales in slot ``j % block_size`` of the block
     ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which

@@ -1,4 +1,4 @@
-"""GEMMs with the quantised weights of GGUF files."""
+"""GEMMs with the quantized weights of GGUF files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs with weights that are quantised as in GGUF files."""
+"""Grouped GEMMs with weights that are quantized as in GGUF files."""
 
 from __future__ import annotations
 

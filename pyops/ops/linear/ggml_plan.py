@@ -19,7 +19,7 @@ _mul_mat, _vec = Kernel("linear/ggml_mul_mat.cu"), Kernel("linear/ggml_mul_mat_v
 _digits, _simt = Kernel("linear/ggml_mul_mat_row.cu"), Kernel("linear/ggml_mul_mat_simt.cu")
 
 # Measured on an H200: docs/performance/gguf.md.
-MAX_FUSED_ROWS = 32  # most rows of X with fused dequantisation; for more rows the weight is dequantised first
+MAX_FUSED_ROWS = 32  # most rows of X with fused dequantization; for more rows the weight is dequantized first
 BLOCK_ROWS = 4  # block size of the sorted lists, in rows: callers assume upstream's number
 _MAX_VEC_TOKENS = 2  # most rows of X of ggml_mul_mat_vec.cu
 # Most bytes of shared memory of a block of ggml_mul_mat_vec.cu, if two warps along K fit.
@@ -259,7 +259,7 @@ Config = VecConfig | DigitsConfig | MulMatConfig | GgmlSimtConfig
 
 
 def choose(problem: GgmlProblem, device: Device) -> Config:
-    """The kernel with fused dequantisation, and its geometry. Equal for all problems of a bucket."""
+    """The kernel with fused dequantization, and its geometry. Equal for all problems of a bucket."""
     choices = problem.choices
     of_tile = 1 if choices is None or choices.expert_ids is None else BLOCK_ROWS
     tokens = of_tile if choices is not None else min(MAX_FUSED_ROWS, tuning.power_of_two(problem.m))
@@ -293,7 +293,7 @@ def _of_waves(problem: GgmlProblem, device: Device, tokens: int, units: int) -> 
 
 
 def plan(problem: GgmlProblem) -> list[Launch]:
-    """The launches: one with fused dequantisation for small M; for large M dequantisation of the weight, then a
+    """The launches: one with fused dequantization for small M; for large M dequantization of the weight, then a
     GEMM."""
     out, device = problem.out, problem.out.device
     if problem.m <= MAX_FUSED_ROWS or problem.choices is not None:

@@ -1,4 +1,4 @@
-"""A GEMM with a weight in a quantised type of GGUF, as the kernels of `ggml_plan` take it."""
+"""A GEMM with a weight in a quantized type of GGUF, as the kernels of `ggml_plan` take it."""
 
 from __future__ import annotations
 

@@ -204,8 +204,8 @@ def sharers(config: PackedConfig, rest: int, steps: int, blocks: int, layout: st
         parts = max(-(-(tile + 1) * count // rest) - tile * count // rest for tile in range(rest))
         return own if parts == 1 else _DOUBT * (own + _TILE_CYCLES + parts * sums)
 
-    # Counts that cut each tile into equal parts, and counts where the cuts repeat every few tiles: both keep the parts
-    # of a tile few.
+    # Candidates are counts that divide each tile into equal parts, and counts where the division repeats every few
+    # tiles: in both cases a tile has few parts.
     counts = {rest * parts for parts in range(1, config.max_parts + 1)}
     counts |= {rest * parts // (parts - 1) for parts in range(3, 10) if rest % (parts - 1) == 0}
     most = min(blocks, rest * min(steps, config.max_parts))

@@ -55,7 +55,7 @@ def choose_geometry(experts: TensorArg, num_groups: int, *aligned: TensorArg | N
     """
     num_tokens, num_experts = experts.shape
     group_size = num_experts // num_groups
-    # Every group has the same power of two of threads, so that the shuffles of a group stay inside it.
+    # Every group has the same number of threads, a power of two, so that its shuffles stay inside the group.
     parts = 1 << (num_groups - 1).bit_length()
     row_threads = _WARP_SIZE
     if num_groups == 1 and num_experts < _WARP_SIZE:

@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform, which spreads outliers over a row before it is quantised."""
+"""The Walsh-Hadamard transform, which spreads outliers over a row before it is quantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_SIZE = 32768
 # {largest row size: elements per thread}: a short row then takes one warp, a long one a block. docs/performance/next.md
 # has times of the op; these numbers were not tuned.
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}
-_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # resident threads per SM
+_RESIDENT, _RESIDENT_BY_ELEMENTS = 1536, {32: 1024, 64: 512}  # resident threads per SM, fewer by elements per thread
 _WARP_ROW_THREADS = 128  # threads of a block where a row takes at most one warp
 _MIN_SHARED_ELEMENTS = 32  # fewest elements per thread that are exchanged through shared memory at a time
 
