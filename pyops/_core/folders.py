@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 SUFFIX = ".pyops.tmp"
 PATIENCE = 120.0  # seconds to wait for another process: several times what the slowest kernel takes to compile
-_PROBE_BYTES = 4 << 20
+_PROBE_BYTES = 4 << 20  # size of the probe file
 _PAUSE = 0.02  # seconds between two attempts to lock a folder that another process holds
 
 

@@ -18,7 +18,7 @@ from .layout import Buffer, Runtime, buffer, common_packer
 from .lazy import cupy
 from .workspace import Workspaces
 
-_MAX_STREAMS = 64
+_MAX_STREAMS = 64  # most streams with a cached launch function
 _MAX_BLOCKS = 2**31 - 1, 65535, 65535  # most blocks of a launch along x, y and z, on CUDA and HIP
 
 

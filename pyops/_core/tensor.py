@@ -113,7 +113,7 @@ def on_host(value: Any) -> bool:
 
 
 MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # magnitudes from this one on round to infinity in float32
-_MAX_NUMBERS = 4096
+_MAX_NUMBERS = 4096  # most cached tensors of numbers
 _numbers: dict[Any, Any] = {}
 _in_graphs: dict[Any, Any] = {}  # numbers that captured CuPy calls read: graphs do not keep them alive
 

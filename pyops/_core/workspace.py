@@ -17,7 +17,7 @@ from .layout import Buffer
 from .lazy import cupy, torch
 from .tensor_map import Replace, failure
 
-_ALIGNMENT = 256
+_ALIGNMENT = 256  # alignment of each workspace, in bytes
 _pack_address = Struct("<Q").pack_into
 
 
@@ -101,7 +101,7 @@ class _Map:
 # {(device, stream, whether the memory holds zeros between calls): pieces}. A piece that has become too small is kept,
 # because captured graphs may hold its address.
 _pieces: dict[tuple[int, int, bool], list[_Piece]] = {}
-_MIN_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16  # fewest bytes of a kept piece
 
 
 def zeros(op: str, index: int, stream: int, nbytes: int) -> int:

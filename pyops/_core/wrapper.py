@@ -14,7 +14,7 @@ from . import tensor
 from .declaration import Declaration, Parameter
 from .plan import Plan
 
-_MAX_TENSORS = 24
+_MAX_TENSORS = 24  # most tensor parameters of an op
 # Up to this number of pairs of tensors, comparing all address ranges at every call costs less than remembering
 # addresses.
 _FEW_PAIRS = 4

@@ -12,7 +12,7 @@ from ..._core.dtypes import DType
 from ..._core.kernel import Kernel, Launch
 from ..._core.tensor import TensorArg
 
-_NUM_THREADS = 256
+_NUM_THREADS = 256  # threads of a block
 _CANDIDATE_THREADS = 128, 256, 512  # threads of a block that tuning tries
 _WARP_SIZE = 32  # threads that share a row, at least; fewer for a shorter row
 _MAX_GRID_YZ = 65535  # blocks in the second and third dimension of a grid

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BLOCK = 16  # NVFP4: elements under one scale
 MX_BLOCK = 32  # MXFP4 and MXFP8: elements under one scale; the scales have the same tiles
-TILE_ROWS, TILE_COLUMNS = 128, 4
+TILE_ROWS, TILE_COLUMNS = 128, 4  # rows and columns of a tile of scales
 
 
 def rounded_up(size: int, multiple: int) -> int:

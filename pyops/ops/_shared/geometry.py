@@ -34,8 +34,8 @@ _NARROW_RESIDENT = 1536, 896  # resident threads per SM, for kernels that hold o
 _MIN_IDLE_GAIN = 0.08
 
 # Registers of an NVIDIA GPU, to estimate how many blocks fit on an SM.
-_SM_REGISTERS = 65536
-_MAX_THREAD_REGISTERS = 255
+_SM_REGISTERS = 65536  # registers of an SM
+_MAX_THREAD_REGISTERS = 255  # most registers of a thread
 _OTHER_REGISTERS = 36  # registers of a thread other than those that hold vectors
 _OTHER_REGISTERS_SHIFTED = 48  # the same for SHIFTED rows, which assemble each weight vector from two loads
 # Architectures on which a kernel of SHIFTED rows that is `tight` spills if its registers are bounded.

@@ -218,7 +218,7 @@ def _q6_k(b: Tensor, i: Tensor) -> Tensor:
 
 # Types with quants that are indices into a grid or a table.
 
-_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # values of IQ4_NL and IQ4_XS
 
 
 def _iq4(nibbles: Tensor) -> Tensor:
@@ -239,6 +239,7 @@ def _grid(name: str, index: Tensor, e: Tensor, bits: int, values: tuple[int, ...
     return torch.tensor(values, dtype=torch.int64, device=index.device)[levels]
 
 
+# Magnitudes (for IQ1 values) of the elements of a grid, by field.
 _IQ2 = 8, 25, 43
 _IQ3_XXS = 4, 12, 20, 28, 36, 44, 52, 62
 _IQ3_S = 1, 3, 5, 7, 9, 11, 13, 15

@@ -25,14 +25,14 @@ __all__ = ["gelu_and_mul_sparse"]
 
 _gelu_and_mul_sparse = Kernel("activation/gelu_and_mul_sparse.cu")
 
-_WARP_SIZE = 32
+_WARP_SIZE = 32  # threads that share a short row
 _THREAD_BYTES = 64  # bytes of gates that a thread holds: 16 registers
 # Resident threads per SM; they bound the registers of a thread to 64, 96 and 112. A thread that holds gates and ups
 # would spill with 64 registers for vectors of two 16-bit elements, and with 80 for erf of 16-bit elements (NVRTC 13.0;
 # docs/performance/rows.md).
 _RESIDENT, _RESIDENT_ERF, _RESIDENT_PAIRS = 1024, 640, 576
 _MAX_BOTH_REGISTERS = 16  # most registers of gates with which a thread holds the ups, too: `up_t` of the kernel
-_MAX_BOTH_THREADS = 256
+_MAX_BOTH_THREADS = 256  # most threads of a block with which a thread holds gates and ups
 _MIN_SPILLING_REGISTERS = 9  # fewest registers of gates with which gates and ups do not fit into 64 registers
 _CANDIDATE_VECS = 1, 2, 4, 8  # vectors of gates per thread that tuning tries
 

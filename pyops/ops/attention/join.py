@@ -18,7 +18,7 @@ TILE_TOKENS = 16  # default SPLIT_UNIT of splits.cuh: the tokens of a split are 
 
 # docs/performance/decode.md, "Parallel combine": up to eight groups of threads, each with four loads in flight.
 _SPLITS_IN_FLIGHT = 4  # splits that a group of threads loads at once: BATCH of the kernel
-_MAX_GROUPS = 8
+_MAX_GROUPS = 8  # most groups of threads of a head
 _MANY_HEADS = 4  # (sequence, head) rows per SM above which few threads per row fill the device
 _MAX_HEAD_THREADS = 512  # most threads of a head
 # docs/performance/decode.md, "One kernel for every batch size": one combine kernel serves all batches of many heads.

@@ -12,10 +12,10 @@ from ..._core.tensor import TensorArg
 
 # docs/performance/cache.md: 128 to 512 threads with 1 to 8 vectors per thread differ by less than 4 %; one vector per
 # thread is faster where four would leave SMs idle.
-_NUM_THREADS = 256
-_MAX_BATCH = 4
+_NUM_THREADS = 256  # threads of a block
+_MAX_BATCH = 4  # most vectors in flight per thread
 _MIN_WAVES = 2  # blocks per SM below which a block takes fewer tokens
-_MAX_TOKENS = 64
+_MAX_TOKENS = 64  # most tokens of a block
 _MIN_BLOCK_VECS = 64  # vectors of a block when there are few tokens (at least one whole token)
 # With programmatic dependent launch the first blocks read their block-table entries while the previous kernel still
 # runs: blocks per SM that do so. Smaller blocks read more entries early: 160 threads take 4 rows of 1152 bytes.

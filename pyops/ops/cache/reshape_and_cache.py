@@ -40,12 +40,12 @@ _MAX_GROUPED_SLOTS = 1 << 24  # slots of the cache: each takes 4 bytes of scratc
 _MIN_GROUP, _MAX_GROUP = 8, 32  # contiguous slots of a group
 _GROUP_COLUMNS = 256  # elements of a token that a block takes at a time
 _GROUP_BLOCKS = 12  # blocks per SM
-_GROUP_THREADS = 256
+_GROUP_THREADS = 256  # threads of a block
 _MAX_BATCH = 4  # vectors that a thread loads before it stores one
 # Bounds of what tuning tries.
 _MAX_TILE = 8192  # elements of a tile in shared memory, which is at most 48 KB per block
-_MIN_COLUMNS = 16
-_CANDIDATE_THREADS = 128, 256, 512
+_MIN_COLUMNS = 16  # fewest columns of a tile
+_CANDIDATE_THREADS = 128, 256, 512  # threads of a block
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Tiles:
 
 # Tiles for few, more and many tokens; not tuned.
 _FEW, _MEDIUM, _MANY = Tiles(4, 128, 128), Tiles(16, 64, 128), Tiles(32, 128, 256)
-_MAX_FEW_TOKENS = 32
+_MAX_FEW_TOKENS = 32  # tokens in all
 _MAX_MEDIUM_TOKENS = 16  # tokens per SM
 
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 MAX_RANKS = ranks.MAX_RANKS
 ROW_BYTES = 8 * MAX_RANKS  # bytes of a row of the table of registered buffers: an address per rank
 MAX_BLOCKS = 36  # most blocks, as in signals.cuh: enough to fill NVLink, and few enough to be resident together
-VEC_BYTES = 16
-_NUM_THREADS, _WARPS = 512, 64
+VEC_BYTES = 16  # bytes of a vector
+_NUM_THREADS, _WARPS = 512, 64  # most threads of a block, and the number that divides them
 # {ranks: bytes from which the two-shot all-reduce is faster than the one-shot}: vLLM's thresholds, not measured here.
 _TWO_SHOT_BYTES = {4: 512 * 1024, 6: 256 * 1024, 8: 256 * 1024}
 _SWITCH = "VLLM_CUSTOM_ALLREDUCE_ALGO"
-_SHOTS = {"1stage": False, "oneshot": False, "2stage": True, "twoshot": True}
+_SHOTS = {"1stage": False, "oneshot": False, "2stage": True, "twoshot": True}  # {value of the switch: two-shot}
 
 
 def by_packets(world_size: int, nbytes: int) -> bool:

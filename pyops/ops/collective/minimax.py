@@ -20,7 +20,7 @@ __all__ = ["minimax_allreduce_rms", "minimax_allreduce_rms_qk"]
 _kernel = Kernel("collective/allreduce_rms.cu")
 _bound: dict[Any, Bound] = {}
 _lost: dict[Any, Tensor] = {}  # {(device, rank): lost_record}
-_MAX_THREADS = 512
+_MAX_THREADS = 512  # most threads of a block
 
 
 def minimax_allreduce_rms(

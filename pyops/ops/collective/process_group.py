@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CustomAllReduce"]
 
-_TABLE_BYTES = 64 * 1024
+_TABLE_BYTES = 64 * 1024  # bytes of the table of registered buffers, 64 per buffer
 _MAX_SIZE = 8 << 20  # bytes of a message; for larger ones NCCL's ring is as fast (docs/many_gpus.md)
 
 

@@ -30,7 +30,7 @@ __all__ = ["init_custom_qr", "qr_all_reduce", "qr_destroy", "qr_get_handle", "qr
 _kernel = Kernel("collective/quick_all_reduce.cu")
 _WORLD_SIZES = (2, 4, 8)
 _BITS = (16, 8, 6, 4)  # bits of an element, by quant_level
-_MAX_SIZE = 2 << 30
+_MAX_SIZE = 2 << 30  # default size of the largest message, in bytes
 _VEC, _TILE = 8, 8  # elements of a vector; vectors of a tile
 _handles = count(1)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["allocate_shared_buffer_and_handle", "free_shared_buffer", "meta_size", "open_mem_handle"]
 
-HANDLE_BYTES = 64
+HANDLE_BYTES = 64  # bytes of a cudaIpcMemHandle_t
 SIGNAL_BYTES = 1536  # sizeof(Signals), rounded up
 PACKET_BYTES = 4 << 20  # bytes of packets of two messages, between the signals and the scratch memory
 _PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess

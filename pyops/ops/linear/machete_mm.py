@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["machete_gemm", "machete_mm", "machete_prepack_B", "machete_supported_schedules"]
 
 _TYPES = (uint4b8, uint8b128, uint4, uint8)
-_HAVE_ZEROS = (uint4, uint8)
+_HAVE_ZEROS = (uint4, uint8)  # types with zero points
 _SCHEDULES = ("default",)
 
 

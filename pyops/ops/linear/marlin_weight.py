@@ -25,7 +25,7 @@ _FP8_EXPONENTS: dict[DType | None, int] = {float16: 8, bfloat16: 120}
 _FP4_EXPONENTS: dict[DType | None, int] = {float16: 14, bfloat16: 126}
 _NVFP4_EXPONENT = 7  # NVFP4: exponent that callers add to block scales and take from the global scale
 _INT4_AS_FP8_EXPONENT = 9  # exponent of scales for int4 weights that become subnormal e4m3 numbers
-_MXFP4_AS_FP8_EXPONENT = 6
+_MXFP4_AS_FP8_EXPONENT = 6  # exponent of scales for e2m1 weights moved to the bits of e4m3
 _INT16_EXPONENT = 12  # int8 activations: exponent of the largest scale, where scales are integers
 E8M0 = (float8_e8m0fnu, uint8)
 

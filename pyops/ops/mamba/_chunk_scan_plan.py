@@ -27,7 +27,7 @@ _OF_STATES = (
 )
 _WIDE_SHARED = 150 * 1024  # bytes of shared memory of an SM into which two blocks with tiles of 64 tokens fit
 _FIRST_SPILLING_ARCH = 100  # compute capability from which two row tiles with a state of 128 elements spill
-_SIMT_THREADS = 128
+_SIMT_THREADS = 128  # threads of a block of chunk_scan_simt.cu
 _MAX_ITEMS = 16  # most elements of the state in registers of a thread of chunk_scan_simt.cu
 _PASS_THREADS, _PASS_BATCH = 128, 8  # chunk_scan_pass.cu: threads of a block, segments that a thread loads at once
 

@@ -21,16 +21,16 @@ _FEW_CHANNELS, _LONG_SEQUENCE = 2048, 512
 _MAX_LANES = 32  # most lanes that share a channel
 _MAX_PARTS = 8  # most parts of a tile, each with its own warps: more warps per block would have too few registers
 _FEW_WARPS = 8  # warps per SM up to which registers allow four overlapping scans per thread
-_BUFFERS = 2
+_BUFFERS = 2  # token tiles in shared memory: one is scanned while the next is loaded
 # Lane tiles, (channels, states) per lane: the first reads shared memory least, the last spreads a channel over most
 # lanes. The first tile is chosen that gives at least _MIN_SHARE of the device's warp schedulers a scanning warp.
 # Measured on an H200: 8192 channels of 8192 tokens take 586 us with (1, 4) and tiles of 64 tokens, 629 with tiles of
 # 32, 766 with (1, 2). (2, 4) is for short sequences: 64 of 128 tokens take 555 us, and 701 with (1, 4).
 _SHORT_LANE_TILES = (2, 4), (1, 4), (1, 2)
 _LANE_TILES = _SHORT_LANE_TILES[1:]
-_MIN_SHARE = 0.75
+_MIN_SHARE = 0.75  # share of the warp schedulers
 _SCHEDULERS = 4  # warp schedulers of an SM
-_MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8
+_MAX_TILE_TOKENS, _MIN_TILE_TOKENS = 64, 8  # most and fewest tokens of a tile
 _SHORT_SEQUENCE, _SHORT_TILE_TOKENS = 128, 32  # most tokens of a short sequence, and of its tiles
 _MAX_STAGED_BYTES = 128  # most bytes that a producer thread holds in registers
 

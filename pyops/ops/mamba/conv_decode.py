@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["causal_conv1d_decode"]
 
 _decode = Kernel("mamba/causal_conv1d_decode.cu")
-_NUM_THREADS = 128
+_NUM_THREADS = 128  # most threads of a block
 _MIN_BLOCKS = 4  # resident blocks of 128 threads per SM; bounds the registers; not tuned
 _MAX_BATCH = 4  # inputs in flight per thread
 _MIN_VEC_BYTES = 4  # fewest bytes of channels per thread, for small inputs

@@ -22,7 +22,7 @@ __all__ = ["causal_conv1d_prefill"]
 _tokens = Kernel("mamba/causal_conv1d_tokens.cu")
 _channels = Kernel("mamba/causal_conv1d_channels.cu")
 
-_NUM_THREADS = 128
+_NUM_THREADS = 128  # most threads of a block
 # Fastest for 8192 tokens of 8192 channels on an H200 (docs/performance/scans.md).
 _TOKENS_BATCH = 4  # rows in flight per thread
 # Blocks per SM of causal_conv1d_tokens.cu. True: narrow 16-bit inputs without prefix caching on sm_90 and newer; False:

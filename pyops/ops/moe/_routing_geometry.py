@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..._core import check
 from ..._core.tensor import TensorArg
 
-_WARP_SIZE = 32
+_WARP_SIZE = 32  # threads that share a token, unless it has few or very many experts
 _MAX_THREAD_EXPERTS = 16  # most experts per thread, which sorts them in registers
 _MAX_THREADS = 512  # most threads of a block: with 1024 a thread has too few registers for its experts
 # Threads of a block with at most a warp per token: the smaller number if there is an SM for each of these blocks. Not

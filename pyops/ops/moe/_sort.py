@@ -26,7 +26,7 @@ _KEPT_ROWS = 4  # most rows per lane with bins that stay in registers
 # 3.4 us for 512 tokens with four.
 _BLOCK_ROWS, _BLOCK_PLACES = 64, 32768
 _THREAD_PLACES = 16  # output slots per thread above which the block gets more threads
-_BLOCK_THREADS = 256, 512, 1024
+_BLOCK_THREADS = 256, 512, 1024  # numbers of threads of a block
 _STATIC_SHARED = 2048  # most bytes of static shared memory of the kernels
 _MAX_ROWS = 2**30  # most rows and output slots: kernels count them in 32 bits
 

@@ -26,7 +26,7 @@ _VEC_SIZE = 8  # elements of a head per lane; head_dim / 8 lanes form a group
 # Heads per group of lanes: one with few tokens; several with many tokens, all loaded before the first is used
 # (docs/performance/rows.md: `fused_qk_norm_rope`).
 _HEADS = 1, 4
-_MAX_HEADS = 6
+_MAX_HEADS = 6  # most heads of a group
 
 
 @op(inout="qkv")

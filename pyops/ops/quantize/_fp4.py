@@ -104,8 +104,8 @@ def check_scales(scales: TensorArg, columns: int, rows: int | None) -> None:
 # Launches
 
 # Measured: docs/performance/quantize.md, NVFP4.
-_NUM_THREADS = 128
-_MIN_ROW_THREADS = 4
+_NUM_THREADS = 128  # threads of a block
+_MIN_ROW_THREADS = 4  # fewest threads along a row
 # Resident threads per SM, which bound the registers: 1152 for experts without a gate (13.6 us; 14.3 us with 1024), 1024
 # for others. Rows narrower than a block, and experts with a gate on sm_10x and sm_12x, need more registers: 640.
 _RESIDENT_EXPERTS, _RESIDENT, _RESIDENT_FEWER = 1152, 1024, 640

@@ -24,7 +24,7 @@ _group_quant = Kernel("quantize/group_quant.cu")
 # docs/performance/quantize.md: small inputs are spread over more threads, with one vector each; in large ones a thread
 # has two vectors of a group of 128, with 2048 resident threads per SM.
 _MAX_FEW_VECTORS = 4096  # vectors per SM up to which an input counts as small
-_FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2
+_FEW_THREAD_VECS, _MANY_THREAD_VECS = 1, 2  # vectors per lane: of small inputs, of large ones
 _MAX_WARP_VECS = 64  # vectors of a group up to which a lane has at most two, for which 32 registers are enough
 _RESIDENT_WARP, _RESIDENT, _RESIDENT_LONG = 2048, 1024, 896  # resident threads per SM: warp groups, short, long ones
 # {(the input is small, a group has at most _MAX_WARP_VECS vectors): tuning}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["hadacore_transform", "hadacore_transform_out"]
 
 _hadamard = Kernel("quantize/hadamard.cu")
-_MAX_SIZE = 32768
+_MAX_SIZE = 32768  # most elements of a row
 # {largest row size: elements per thread}: a short row then takes one warp, a long one a block. docs/performance/next.md
 # has times of the op; these numbers were not tuned.
 _ELEMENTS = {256: 8, 512: 16, 4096: 32, _MAX_SIZE: 64}

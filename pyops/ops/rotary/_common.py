@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..._core.device import Device
 
-MAX_ROTARY_DIM = 2048
+MAX_ROTARY_DIM = 2048  # most rotated elements of a head
 EXAMPLE_POSITIONS = 4096  # rows of the cos/sin tables in examples
 
 # The geometry, measured at 16384 tokens on an H200 (docs/performance/cache.md).

@@ -31,7 +31,7 @@ _MAX_TOKENS = 2**28  # the sum of all weights must fit into 63 bits
 
 # Kernels of pieces: every launch reads all rows from memory. Pieces of 8192 logits are 4 % faster without filters and
 # 5 % slower with top-p (docs/performance/sampling.md, like the numbers below).
-_NUM_THREADS = 256
+_NUM_THREADS = 256  # threads of a block
 _MIN_PIECE, _MAX_PIECE = 4 * _NUM_THREADS, 2**14  # logits of a piece; its weights add up to at most 2^49
 _PIECES = 8  # wanted pieces per SM, unless pieces would be smaller than _MIN_PIECE
 _BINS, _BIN_BYTES, _STATE_BYTES = 2048, 8, 24  # scratch memory of a row: histogram bins, bytes of a bin, of the state
@@ -47,7 +47,7 @@ _RESIDENT = 3 * 512  # resident threads per SM: while one block waits at a barri
 _STATIC_SHARED = (16 << _BITS) + 3 * 1024  # bytes of shared memory that the kernel declares itself
 _DRIVER_SHARED = 1024  # bytes of shared memory that the driver takes from each block
 _VEC_SIZE = 4  # logits of a vector
-_MIN_THREADS, _MAX_THREADS = 128, 512
+_MIN_THREADS, _MAX_THREADS = 128, 512  # fewest and most threads of a block
 _THREAD_LOGITS = 32  # logits of a thread: the bits of one word
 
 

@@ -21,7 +21,7 @@ __all__ = ["top_k_per_row_decode", "top_k_per_row_prefill"]
 
 _top_k_per_row = Kernel("sampling/top_k_per_row.cu")
 _top_k_short_row = Kernel("sampling/top_k_short_row.cu")
-_MAX_COLUMNS = 2**30
+_MAX_COLUMNS = 2**30  # most columns: kernels count them in 32 bits
 
 # Measured: docs/performance/sampling.md, top_k_per_row_decode.
 # top_k_short_row.cu holds a row in the registers of one block: for 1024 rows of 8192 elements 512 threads are 19 %
@@ -36,7 +36,7 @@ _MAX_PIECE = 20480  # elements of a block beyond which it has 1024 threads
 _MIN_PIECE = 8192  # elements of a block below which a larger cluster costs more in barriers than it gains
 # {blocks of a cluster: share of the SMs that such clusters can fill}: 16 rows with eight blocks each took two waves.
 _FILLED_BY_CLUSTERS = {2: 1.0, 4: 1.0, 8: 0.75}
-_CANDIDATE_BYTES = 8
+_CANDIDATE_BYTES = 8  # bytes of a candidate: value and position
 _MAX_CANDIDATES = 23  # most candidates that a thread keeps
 _STATIC_SHARED = 26 * 1024  # bytes of shared memory that the kernel declares itself
 _CANDIDATE_THREADS = 256, 512, 1024  # threads of a block that tuning tries
