@@ -1,7 +1,7 @@
 """Source text to loaded function: by `cupy.RawModule`, or by `hiprtc` on AMD GPUs.
 
-Before NVRTC runs, two caches are asked: this process's functions by (device, text), then CuPy's folder of compiled
-kernels by the digest of text, options, architecture and compiler.
+A function is looked up in two caches before NVRTC compiles it: this process's functions by (device, text), then CuPy's
+folder of compiled kernels by the digest of text, options, architecture and compiler.
 """
 
 from __future__ import annotations

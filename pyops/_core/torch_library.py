@@ -216,8 +216,8 @@ def _register(entry: _Entry) -> None:
         library.impl(overload, torch.library.fallthrough_kernel, "Negative")
         by_name = declaration.parameters[declaration.positional :]
 
-        # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it
-        # guards.
+        # torch.compile calls this after it has traced the wrapper and before it installs guards on the wrapper's code,
+        # which must not change afterwards: so `load` compiles the wrapper's text here.
         def checked(*args: Any, **kwargs: Any) -> Any:
             load()
             pairs = zip(declaration.parameters, args, strict=False)

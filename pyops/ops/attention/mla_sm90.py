@@ -105,8 +105,8 @@ def _map(arg: TensorArg, rows: int) -> TensorMap:
 
 
 def _map_of_halves(cache: TensorArg, tokens: int) -> TensorMap:
-    """The tensor map with boxes of half a latent vector (four panels) of some tokens. In shared memory, 8 tokens of one
-    panel precede the next panel."""
+    """The tensor map with boxes of half a latent vector (four panels) of some tokens. A box in shared memory is
+    [tokens / 8, panels, 8 tokens, 64 elements]."""
     (num_pages, page_size, _), (page, slot, _), itemsize = cache.shape, cache.strides, cache.dtype.itemsize
     slot_bytes = slot * itemsize if page_size > 1 else ENTRY_SIZE * itemsize
     page_bytes = page * itemsize if num_pages > 1 else page_size * slot_bytes

@@ -210,8 +210,8 @@ def head_panels(cache: TensorArg) -> int:
 
 
 def _map_of_whole_heads(cache: TensorArg, box_tokens: int) -> TensorMap:
-    """The tensor map with boxes of all panels of some tokens of a head. In shared memory, 8 tokens of one panel precede
-    the next panel."""
+    """The tensor map with boxes of all panels of some tokens of a head. A box in shared memory is [tokens / 8, panels,
+    8 tokens, elements of a panel]."""
     num_blocks, block_size, heads, head_size = cache.shape
     panel_size, itemsize = _panel_size(cache), cache.dtype.itemsize
     panels = head_size // panel_size

@@ -29,8 +29,8 @@ from .prefill_sm90 import (
 _e4m3 = Kernel("attention/prefill_sm90_fp8.cu")
 _widen_queries = Kernel("attention/widen_queries.cu")
 
-# {head size: (keys of a KV tile, consumer warpgroups)}, as registers allow; the first is chosen:
-# docs/performance/prefill.md, "Tiles and warpgroups of e4m3".
+# {head size: (keys of a KV tile, consumer warpgroups), ...}: geometries that fit into registers. The first is the
+# default; tuning tries the others (docs/performance/prefill.md, "Tiles and warpgroups of e4m3").
 _GEOMETRIES = {64: ((128, 3), (128, 2), (64, 3)), 128: ((128, 2), (64, 2), (64, 3)), 256: ((64, 2),)}
 _NUM_THREADS = 256  # threads of a block of widen_queries.cu; not yet measured
 

@@ -236,8 +236,8 @@ def serves(problem: GemmProblem, device: Device) -> bool:
 _MAX_SWAP_ROWS = 64  # most rows of gemm_sm90_swap_ab.cu
 _CLOCK = 1500.0  # cycles per microsecond of a large GEMM, at the power limit
 _L2_BYTES = 48.0  # bytes per cycle from the L2 cache to one SM
-# Cycles of one k-tile of a large GEMM, which is bound by power: a factor on the tensor cores' cycles, and cycles for
-# each operand row that is written to shared memory and for each row that comes from the L2 cache.
+# Cycles of one k-tile of a large GEMM, for which power is the bound: a factor on the tensor cores' cycles, and cycles
+# for each operand row that is written to shared memory and for each row that is read from the L2 cache.
 _PRODUCT_CYCLES, _SHARED_CYCLES, _L2_CYCLES = 0.88, 0.63, 0.35
 _EPILOGUE = 2.1  # microseconds of the epilogue of a 128 x 256 tile; ping-pong hides all but one
 _LAUNCH = 3.0  # microseconds of a launch

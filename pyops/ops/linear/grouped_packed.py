@@ -40,8 +40,8 @@ def grouped_gemm_packed(
     """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
     ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-    float32, the rest is as in `grouped_gemm`. Up to 64 rows per expert, with 4 bits on Hopper 512, are multiplied by a
-    kernel with fused dequantization; for more rows the weights are dequantized to a workspace first.
+    float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
+    to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
 
     Args:
         out: [num_rows, N], written; of the dtype of a. Constant row stride.

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 def rounding_of_weights(a: Tensor, weight: Any, dtype: torch.dtype) -> float:
     """The error of results when weights are rounded to `dtype`, as a fraction of the largest result that `dtype` holds.
 
-    Some kernels round weights with group scales and some do not, so the difference is computed here by rounding them.
-    The tolerance is at least half an ulp of the largest result. Of that, a typical result of a long dot product has an
-    error of 0.41, and the worst of ten thousand results four times that; but then the largest result is at least twice
-    a typical one. Results with cancellation have larger errors, which the computed difference covers.
+    Some kernels round weights with group scales and some do not: the difference is computed here, by rounding them. The
+    tolerance is at least half an ulp of the largest result. In long dot products, rounding the weights gives a typical
+    result an error of 0.41 of half its ulp, and the worst of ten thousand results four times that, but the largest
+    result is then at least twice a typical one. Results with cancellation have larger errors.
     """
     x, w = (one.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) for one in (_activations(a, weight), values(weight)))
     rounded = w.float().to(dtype).double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)

@@ -40,7 +40,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Any, Any]:
     """(o, final_state) of `gated_delta_rule` for prefill, with the arguments of flash-linear-attention and vLLM.
 
-    `scale` is ``key_size**-0.5`` if None; the final state is float32, and None unless `output_final_state`. Tensors
+    `scale` is ``key_size**-0.5`` if None; the final state is float32, or None without `output_final_state`. Tensors
     are [batch, tokens, heads, ...]: `head_first` must be False.
     """
     if head_first:

@@ -51,8 +51,8 @@ def selective_state_update(
         y = sum(h * C[t]) + D[p] * x[t, p]
         out[t, p] = y * silu(z[t, p])
 
-    computed in float32. `heads` may be missing from all shapes, with `groups`. Without `cu_seqlens` sequence i has one
-    token, number i.
+    computed in float32. The dimensions `heads` and `groups` may be missing, from all tensors. Without `cu_seqlens`
+    sequence i has one token, number i.
 
     The state is read from slot ``state_batch_indices[i]``, and the state after the last token is written to slot
     ``dst_state_batch_indices[i]``. If the indices have several columns, the first one is used. With

@@ -7,8 +7,8 @@ scale, a factor of the input, normally ``448 * 6 / max|x|``; ``a`` is the larges
 
 Then ``x`` is about ``q * s / g``. Every step is rounded to float32; the conversions to e2m1 and e4m3 round to
 nearest even, and saturate at +-6 and 448. The maximum ignores NaN; q of a NaN is +6; -0 and numbers that round to it
-keep their sign. Two e2m1 values share a byte, the first in its low nibble. An e2m1 value is a sign and 0, 0.5, 1, 1.5,
-2, 3, 4 or 6.
+keep their sign. Two e2m1 values share a byte, the first in its low nibble. The magnitudes of e2m1 are 0, 0.5, 1, 1.5,
+2, 3, 4 and 6.
 
 If ``g`` is 0, all s and q are 0. If ``g`` is negative, so are the scales, and dequantized values have the right sign. A
 NaN ``g`` gives scales of 448 and q of +6; an infinite ``g`` gives scales of +-448 and q of +-6, for x = 0 of +6.

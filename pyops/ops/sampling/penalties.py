@@ -57,9 +57,9 @@ def apply_repetition_penalties_(
 ) -> None:
     """Make tokens that occurred before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
-    In place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign of the logit). 0,
-    negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask are left
-    unchanged.
+    Logits are edited in place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign
+    of the logit). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set
+    mask are left unchanged.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -98,8 +98,8 @@ def apply_penalties_(
 ) -> None:
     """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
-    In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
-    completions.) Logits with a count of 0 or less are left unchanged.
+    Logits are edited in place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's
+    API for completions.) Logits with a count of 0 or less are left unchanged.
 
     Args:
         logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
