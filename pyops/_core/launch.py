@@ -67,7 +67,7 @@ def bind(
 
     The words of a call are the addresses of `tensors`, then the values of `runtime`. `functions` are those loaded for
     the launches' specialisations; `allocate` gives memory for their workspaces. Raises OpError for a launch that the
-    device's runtime refuses, and for a tensor map that it does not have.
+    device's runtime refuses, and for tensor maps if the driver lacks them.
     """
     for launch in launches:
         if any(count > most for count, most in zip(launch.grid, _MAX_BLOCKS, strict=True)):

@@ -123,8 +123,7 @@ def check_sizes(a: TensorArg, size_m: int, size_n: int, size_k: int) -> None:
 
 
 def check_out(c: TensorArg, a: TensorArg, b_scales: TensorArg, num_rows: int, n: int) -> None:
-    """Check c: of the dtype of a; with 8-bit activations of the dtype of the scales, or any 16-bit float with e8m0
-    scales."""
+    """Check c. Its dtype is that of a; with 8-bit activations that of the scales; with e8m0 scales any 16-bit float."""
     any_dtype = b_scales.dtype in E8M0 and a.dtype is float8_e4m3fn
     check.dtype(c, *((float16, bfloat16) if any_dtype else (out_dtype(a, b_scales),)))
     check.sizes(c, num_rows=num_rows, N=n)

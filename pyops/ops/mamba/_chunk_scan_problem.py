@@ -98,8 +98,8 @@ class ChunkScanProblem:
         device = self.call["x"].device
         if device.supports("mma") or device.warp_size == 64:
             return 256
-        # With WMMA a lane holds twice as much of the state as with MFMA, and more loads in flight the fewer rows share
-        # them. The gates z are loaded early and take registers, too.
+        # With WMMA a lane holds twice as much of the state as with MFMA, and the fewer rows share the loads, the more
+        # loads it has in flight. The gates z are loaded early and take registers, too.
         rows = self.heads * self.head_tile
         return rows if self.call["z"] is None else min(rows, 64)
 

@@ -33,8 +33,8 @@ _BATCH, _BATCH_THREADS = 4, 1024
 def moe_sum(input: Tensor, output: Tensor) -> None:
     """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-    The accumulator is float32, in the order of j, and rounded to the element type once. Modelled on vLLM's op of this
-    name.
+    Accumulation is in float32, in the order of j; the sum is rounded to the element type once. Modelled on vLLM's op of
+    this name.
 
     Args:
         input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
