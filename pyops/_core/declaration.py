@@ -123,7 +123,7 @@ class Declaration:
         return partial(function, *values[: self.positional], **dict(zip(names, values[self.positional :], strict=True)))
 
     def fed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Adapts `function`, which takes some of the op's parameters, to a function that takes all of them in order."""
+        """`function`, which names some of the op's parameters, as a function of values for all of them."""
         own = inspect.signature(function).parameters.values()
         named = {p.name for p in own if p.kind is not p.VAR_KEYWORD}
         takes_all = len(named) < len(own)
@@ -149,7 +149,7 @@ def declare(
     ulps: int,
     atol: float | Callable[..., float],
 ) -> Declaration:
-    """The declaration of `reference` with the options of `@op`. Raises TypeError where the two disagree."""
+    """The declaration of `reference` under the options of `@op`. Raises TypeError where the two disagree."""
     roles = dict.fromkeys((*out, *returns), "out") | dict.fromkeys(inout, "inout")
     is_keyed = dict.fromkeys(keyed, True) | dict.fromkeys(runtime, False)
     parameters = tuple(

@@ -123,7 +123,7 @@ class Specialisation:
 
     @contextmanager
     def _needing_files(self) -> Iterator[None]:
-        """Raises an OSError of the context, such as too many open files, as a CompileError."""
+        """What the system refuses meanwhile, such as a file above the limit of open ones, is a CompileError."""
         try:
             yield
         except OSError as error:

@@ -160,7 +160,7 @@ def _cupy_number(value: float, like: Any) -> Any:
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A contiguous tensor of the library and on the device of `like`, uninitialised.
+    """A contiguous tensor of the library and on the device of `like`, with garbage for elements.
 
     The dtype is that of `like` unless one is given: the library's own, or the name of an element type. torch.compile
     can trace this function.

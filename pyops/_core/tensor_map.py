@@ -18,11 +18,11 @@ from .tensor import TensorArg
 if TYPE_CHECKING:
     from .kernel import Scratch
 
-NBYTES = 128  # bytes of a CUtensorMap
-ALIGNMENT = 64  # alignment of a CUtensorMap, in bytes
+NBYTES = 128  # of CUtensorMap
+ALIGNMENT = 64
 NEEDS_DEVICE = "tensor maps exist on compute capability 9.0 and later"
 _ON_HOST = Struct("<Q4QIIII5I5I8I")  # TensorMap of host/api.h
-_MAGIC = 0x70616D74  # marks a map in the form of the host backend
+_MAGIC = 0x70616D74
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle, and Swizzle of host/api.h
 # CUtensorMapDataType, by bytes. Copies move bits, so unsigned integers stand for every type of their size.
 _DATA_TYPES = {1: 0, 2: 1, 4: 2, 8: 4}

@@ -17,7 +17,7 @@ from .layout import Buffer
 from .lazy import cupy, torch
 from .tensor_map import Replace, failure
 
-_ALIGNMENT = 256  # alignment of each workspace, in bytes
+_ALIGNMENT = 256
 _pack_address = Struct("<Q").pack_into
 
 
@@ -128,10 +128,7 @@ class _Piece:
 
 
 def on_host(workspaces: Workspaces) -> tuple[Any, list[Range], Callable[[str], None]]:
-    """Allocate the workspaces in host memory and write their addresses to the launches.
-
-    Returns (owner, address ranges, a check that the zeroed memory is zero again, which takes the kernels' names).
-    """
+    """(owner of the memory, which is placed; where it lies; a check that zeros are zero, given the kernels' names)."""
     garbage = numpy.full(workspaces.nbytes + _ALIGNMENT, 0xFF, numpy.uint8)  # a NaN in every float type
     clean = numpy.zeros(workspaces.zero_bytes + _ALIGNMENT, numpy.uint8)
     starts = [-(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT for memory in (garbage, clean)]

@@ -16,7 +16,7 @@ class Arguments:
 
     @classmethod
     def of(cls, call: Mapping[str, Any]) -> Self:
-        """The group, picked from all arguments of a call by name."""
+        """The group, out of all arguments of a call by name."""
         return cls(**{field.name: call[field.name] for field in fields(cls)})  # type: ignore[arg-type]
 
     def named(self) -> dict[str, Any]:

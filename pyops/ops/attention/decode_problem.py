@@ -122,7 +122,7 @@ def run_tokens(device: Device) -> int:
 
 
 def check_decode(call: Mapping[str, Any], partition: int = 0, more_rows_than_sequences: bool = False) -> DecodeProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel supports."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
     query, out = call["query"], call["out"]
     kv, options = PagedKV.of(call), Options.of(call)
     sparse = Sparse.of(call) if "tp_rank" in call else Sparse()

@@ -141,7 +141,7 @@ def _rows_are_aligned(arg: TensorArg) -> bool:
 
 
 def check_mla(call: Mapping[str, Any]) -> MlaProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel supports."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
     out, lse, q_nope, q_pe = call["out"], call["lse"], call["q_nope"], call["q_pe"]
     cache, seq_lens, page_table = call["kv_c_and_k_pe_cache"], call["seq_lens"], call["page_table"]
     check.dtype(q_nope, float32, float16, bfloat16, float8_e4m3fn)

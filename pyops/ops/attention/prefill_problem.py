@@ -175,7 +175,7 @@ class PrefillProblem:
 
 
 def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
-    """The problem of a call, with arguments given by name; OpError for a call that no kernel supports."""
+    """The problem of a call, with arguments given by name; OpError for a call that no kernel serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options = PagedKV.of(call), Options.of(call)
     codes, q_scale = query if query.dtype is float8_e4m3fn else None, call["q_scale"]
@@ -193,7 +193,7 @@ def check_varlen(call: Mapping[str, Any]) -> PrefillProblem:
 
 def check_ragged(call: Mapping[str, Any]) -> PrefillProblem:
     """The problem of a call with ragged keys and values; arguments are given by name. OpError for a call that no kernel
-    supports."""
+    serves."""
     query, out, cu_seqlens_q = call["query"], call["out"], call["cu_seqlens_q"]
     kv, options, causal = RaggedKV.of(call), Options.of(call), bool(call["causal"])
     if not cu_seqlens_q.numel:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_RANKS = ranks.MAX_RANKS
-ROW_BYTES = 8 * MAX_RANKS  # bytes of a row of the table of registered buffers: an address per rank
-MAX_BLOCKS = 36  # most blocks, as in signals.cuh: enough to fill NVLink, and few enough to be resident together
-VEC_BYTES = 16  # bytes of a vector
+ROW_BYTES = 8 * MAX_RANKS  # of the table of registered buffers: an address for each rank
+MAX_BLOCKS = 36  # as signals.cuh; enough to fill NVLink, and few enough that all blocks of a launch run together
+VEC_BYTES = 16
 _NUM_THREADS, _WARPS = 512, 64  # most threads of a block, and the number that divides them
 # {ranks: bytes from which the two-shot all-reduce is faster than the one-shot}: vLLM's thresholds, not measured here.
 _TWO_SHOT_BYTES = {4: 512 * 1024, 6: 256 * 1024, 8: 256 * 1024}
@@ -226,10 +226,10 @@ def launch_as_rank(
 
 
 def lost_record(device: Any) -> Tensor:
-    """Host memory in which kernels on `device` record the ranks that they gave up waiting for.
+    """Memory of the host in which kernels on `device` say which ranks they give up waiting for.
 
-    int32 [MAX_RANKS, 2], `LostRank` of signals.cuh: for each rank, 1 + the block that waited, and the number of the
-    barrier; 0 for a rank that was not given up. It is readable after the device has failed.
+    int32 [MAX_RANKS, 2], `LostRank` of signals.cuh: of each rank, 1 + the block that has waited, and the number of the
+    meeting; 0 of a rank that was not given up. It can be read when the device has failed.
     """
     return torch.zeros(MAX_RANKS, 2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 

@@ -84,7 +84,7 @@ def _may_have_two_tiles(problem: ChunkScanProblem) -> bool:
 
 
 def launches(problem: ChunkScanProblem, config: ChunkScanConfig) -> list[Launch]:
-    """The scan; with several segments, before it the launches that compute the initial state of each segment."""
+    """The scan; before it, if there are several segments, the states that these begin with."""
     call = problem.call
     num_heads, head_size, num_groups, state_size = problem.sizes
     if not num_heads or not head_size:
@@ -163,7 +163,7 @@ def _shared_memory(problem: ChunkScanProblem, tokens: int, of_segments: bool) ->
     On AMD stages are given up so that BLOCKS blocks fit on a compute unit.
     """
     heads, state_size, device = problem.heads, problem.sizes[3], problem.call["x"].device
-    # Rows are padded to multiples of 64 elements.
+    # Rows of 64 elements or a multiple.
     state_bytes, x_bytes, square_bytes = (
         tokens * -(-size // 64) * 128 for size in (state_size, heads * problem.head_tile, tokens)
     )

@@ -37,10 +37,7 @@ class ChunkScanProblem:
         return int(self.call["seq_idx"].shape[0])
 
     def segments(self, row_blocks: int) -> tuple[int, int, int]:
-        """(number of segments, enough for one wave of blocks; parts of a chunk; tokens of a part).
-
-        Segments are made of parts; chunks are divided where whole chunks would make segments of unequal length.
-        """
+        """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
         device, num_tokens = self.call["x"].device, self.call["x"].shape[0]
         blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.num_sms
         wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
@@ -74,7 +71,7 @@ class ChunkScanProblem:
 
     @property
     def uses_products(self) -> bool:
-        """Whether chunk_scan.cu supports the call; chunk_scan_simt.cu supports every call."""
+        """Whether chunk_scan.cu serves the call; chunk_scan_simt.cu serves every call."""
         x, out, initial = self.call["x"], self.call["out"], self.call["initial_states"]
         state_size = self.sizes[3]
         read = [self.call[name] for name in ("x", "B", "C")]
@@ -94,7 +91,7 @@ class ChunkScanProblem:
 
     @property
     def _max_state(self) -> int:
-        """Most elements of a state that fit into the registers of chunk_scan.cu."""
+        """Elements of a state for which the registers of chunk_scan.cu suffice."""
         device = self.call["x"].device
         if device.supports("mma") or device.warp_size == 64:
             return 256
@@ -125,7 +122,7 @@ class ChunkScanProblem:
 
 
 def check_scan(call: Mapping[str, Any]) -> ChunkScanProblem:
-    """The problem of a call; OpError for a call that no kernel supports."""
+    """The problem of a call; OpError for a call that no kernel serves."""
     x, dt, B, C, out, D, z = (call[name] for name in ("x", "dt", "B", "C", "out", "D", "z"))
     check.floating(x)
     check.sizes(x, num_tokens=None, num_heads=None, head_size=None)

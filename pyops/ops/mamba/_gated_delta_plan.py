@@ -36,7 +36,7 @@ _TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 class GatedDeltaProblem:
     """A call of an op of the gated delta rule, its arguments by name.
 
-    `state` holds the initial states, or is None; `result` receives the final states, or is None.
+    `state` is the state that a sequence begins with, or None; `result` gets the states, or is None.
     """
 
     call: Mapping[str, Any]
@@ -50,7 +50,7 @@ class GatedDeltaProblem:
 
     @property
     def uses_products(self) -> bool:
-        """Whether gated_delta_chunk.cu supports the call; gated_delta_recurrent.cu supports every call."""
+        """Whether gated_delta_chunk.cu serves the call; gated_delta_recurrent.cu serves every call."""
         q, k, v, o = (self.call[name] for name in ("q", "k", "v", "o"))
         return (
             "ssm_state_indices" not in self.call
@@ -107,7 +107,7 @@ def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
 
 
 def check_rule(call: Mapping[str, Any], state: TensorArg | None, result: TensorArg | None) -> GatedDeltaProblem:
-    """The problem of a call; OpError for a call that no kernel supports."""
+    """The problem of a call; OpError for a call that no kernel serves."""
     q, v, o = call["q"], call["v"], call["o"]
     check.floating(q)
     check.sizes(q, batch=None, num_tokens=None, key_heads=None, key_size=None)
@@ -258,7 +258,7 @@ def _launch_recurrent(
 
 
 def check_states(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
-    """Check the states of `gated_delta_rule`: one for each sequence, contiguous."""
+    """The states of `gated_delta_rule`: one for each sequence, contiguous."""
     for arg in (call["initial_state"], call["final_state"]):
         if arg is not None:
             if arg.shape[0] != problem.num_seqs:
@@ -267,7 +267,7 @@ def check_states(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
 
 
 def check_slots(call: Mapping[str, Any], problem: GatedDeltaProblem) -> None:
-    """Check the state and the slots of `gated_delta_rule_update`."""
+    """The state and the slots of `gated_delta_rule_update`."""
     state, indices, accepted = (call[name] for name in ("state", "ssm_state_indices", "num_accepted_tokens"))
     num_seqs, inner = problem.num_seqs, 1
     for size, stride in zip(reversed(state.shape[1:]), reversed(state.strides[1:]), strict=True):

@@ -152,7 +152,7 @@ def moe_align(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> tuple[Any, Any, Any]:
-    """`moe_align_block_size` into new tensors: (sorted_token_ids, expert_ids, num_tokens_post_padded).
+    """(sorted_token_ids, expert_ids, num_tokens_post_padded) of `moe_align_block_size`, which are new.
 
     The arguments and the sizes are those of vLLM's Python function ``moe_align_block_size``.
 

@@ -187,7 +187,7 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
 def nvfp4_quant(
     input: Any, input_global_scale: Any, is_sf_swizzled_layout: bool = True, backend: str = "none"
 ) -> tuple[Any, Any]:
-    """(packed e2m1 values, scales) of `scaled_fp4_quant`, with the arguments of vLLM's function for it.
+    """(packed e2m1 values, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
 
     Args:
         input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
@@ -216,7 +216,7 @@ def nvfp4_experts_quant(
     blockscale_offsets: Any,
     topk: int,
 ) -> tuple[Any, Any]:
-    """(packed e2m1 values, scales) of `scaled_fp4_experts_quant`, with the arguments of vLLM's function for it.
+    """(packed e2m1 values, scales) of `scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     Args:
         input_tensor: [num_tokens * topk, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one
@@ -240,7 +240,7 @@ def silu_and_mul_nvfp4_experts_quant(
     blockscale_offsets: Any,
     topk: int,
 ) -> tuple[Any, Any]:
-    """(e2m1 values, scales) of `silu_and_mul_scaled_fp4_experts_quant`, with the arguments of vLLM's function for it.
+    """(e2m1 values, scales) of `silu_and_mul_scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     As `nvfp4_experts_quant`, but `input_tensor` has twice the columns: gate and up.
     """
