@@ -1,4 +1,4 @@
-"""Makers of example arguments: the same example feeds tests, benchmarks and warm-up, with data or without."""
+"""Makers of example arguments: one example serves tests, benchmarks and warm-up, with or without data."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class TorchMaker:
         return order[: math.prod(shape)].reshape(shape).clone()
 
     def transposed(self, matrix: Any) -> Any:
-        """A matrix of this maker's, transposed: it is column-major then."""
+        """The transpose of a matrix, a column-major view."""
         return matrix.t()
 
     def values(self, values: Any, dtype: str) -> Any:
-        """These numbers, a list or a list of lists."""
+        """A tensor of these values, a list or nested lists."""
         return torch.tensor(values, device=self.device, dtype=getattr(torch, dtype))
 
     def empty(self, *shape: int, dtype: str) -> Any:
-        """Memory to be written: NaN in every float type, else bytes of 0xFF."""
+        """An output to be written, filled with NaN for float types, else with bytes of 0xFF."""
         kind = getattr(torch, dtype)
         size = dtypes.of(dtype).itemsize  # type: ignore[union-attr]
         count = size
@@ -57,12 +57,12 @@ class TorchMaker:
         )
 
     def full(self, *shape: int, value: float, dtype: str) -> Any:
-        """One value everywhere."""
+        """A tensor with one value in every element."""
         return torch.full(shape, value, dtype=getattr(torch, dtype), device=self.device)
 
 
 class ArgMaker:
-    """Args: tensors without data, for planning on a device that may not exist."""
+    """Descriptors (`TensorArg`) without data, for planning on a device that may not exist."""
 
     def __init__(self, device: Device, op: str = "example") -> None:
         self.device, self.op = device, op

@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: compile a text for any architecture and read what the assembler says of it."""
+"""NVRTC without a GPU: compile a text for any architecture and read the report of ptxas."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ._core.text.compiler import include_folders
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler says of one compiled kernel.
+    """The report of ptxas on one compiled kernel.
 
     Attributes:
         registers, stack_bytes, spill_bytes: per thread. shared_bytes: static, per block.
-        advice: messages on wgmma and setmaxnreg that are ignored, serialised or waited for too early (C75..).
+        advice: messages about wgmma that is serialised or waited for too early, and setmaxnreg that is ignored (C75..).
         binary: the cubin.
     """
 

@@ -129,9 +129,9 @@ def _parameters(item: pytest.Item) -> list[str]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[device.Device]:
     """A device with one SM, so that a few tokens fill it."""
-    made = dataclasses.replace(device.model(), multiprocessors=1)
+    made = dataclasses.replace(device.model(), num_sms=1)
     monkeypatch.setitem(device._MODELS, "sm_90", made)
-    for _ in _host_with(monkeypatch, multiprocessors=1):
+    for _ in _host_with(monkeypatch, num_sms=1):
         yield made
 
 

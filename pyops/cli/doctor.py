@@ -124,7 +124,7 @@ def _devices() -> Finding:
     for index in range(count):
         at = device.get(index)
         name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
-        names.append(f"{index}: {name} {at.arch}, {at.multiprocessors} multiprocessors")
+        names.append(f"{index}: {name} {at.arch}, {at.num_sms} SMs")
     return Finding("devices", True, "; ".join(names))
 
 

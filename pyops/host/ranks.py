@@ -1,4 +1,4 @@
-"""Several ranks in one process, a Python thread each; their collective kernels run as one launch on the host."""
+"""Several ranks in one process, one Python thread per rank; their collective kernels run as one launch on the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shared(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one rank brings to a launch: its launch, and the tensors of its own that the kernel may access."""
+    """One rank's part of a collective launch: its `Launch`, and the rank's own tensors that the kernel may access."""
 
     launch: Launch
     tensors: Sequence[Range]
@@ -93,7 +93,7 @@ class Ranks:
         return [results[rank] for rank in range(self.world_size)]
 
     def meet(self, rank: int, what: str, item: Any, act: Callable[[list[Any]], T]) -> T:
-        """What `act` makes of the items that all ranks bring, in the order of ranks. The last rank to come acts.
+        """The result of `act` on the items of all ranks, in the order of ranks. The last rank to arrive calls `act`.
 
         Raises:
             RankError: a rank has ended, does not arrive in time, or arrived at another call. It names the rank.

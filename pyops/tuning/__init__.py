@@ -31,7 +31,7 @@ _MAX_RESIDENT_THREADS = 2048  # resident threads of an SM
 
 
 class Problem(Protocol):
-    """What a plan chooses by."""
+    """The input of `choose`."""
 
     def bucket(self) -> str:
         """The key of the problem in a table: equal for problems that one Config serves."""
@@ -39,7 +39,7 @@ class Problem(Protocol):
 
 
 class Config(Protocol):
-    """What a plan chooses. Its fields that tuning varies are scalars, which a table can hold."""
+    """The result of `choose`. The fields that tuning varies are scalars, so that a JSON table can hold them."""
 
     def candidates(self, problem: Any, device: Device) -> Iterable[Any]:
         """Configs that may be faster for the same problem, each different from this one in one respect.

@@ -60,7 +60,7 @@ def _specialisations(op: Op, arch: str, max_texts: int | None) -> list[Specialis
     model = device.model(arch)
     situations = [(model, *situation) for situation in (*SITUATIONS, *UNALIGNED.get(arch, ()))]
     if arch == "sm_90":  # its many GEMM kernels also depend on whether tiles fill the device: any matrix fills one SM
-        situations += [(replace(model, multiprocessors=1), *SITUATIONS[0])]
+        situations += [(replace(model, num_sms=1), *SITUATIONS[0])]
     cases = list(product(axes.combinations(op), situations))
     if max_texts is not None:
         random.Random(f"{op.name} {arch}").shuffle(cases)

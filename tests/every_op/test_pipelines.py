@@ -77,12 +77,12 @@ def mla(lengths: list[int], heads: int, page_size: int, kind: torch.dtype | None
 
 
 def on_ampere(call: Callable[[], None]) -> None:
-    on_device(call, arch="sm_80", multiprocessors=2, cluster=1)
+    on_device(call, arch="sm_80", num_sms=2, cluster=1)
 
 
 def on_one(call: Callable[[], None]) -> None:
     """The call on a device with one SM."""
-    on_device(call, multiprocessors=1)
+    on_device(call, num_sms=1)
 
 
 def on_device(call: Callable[[], None], **attributes: Any) -> None:
@@ -280,10 +280,10 @@ def cases(table: dict[str, list[Callable[[], None]]]) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(autouse=True)
-def _two_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _two_sms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks have several tiles, under one schedule; plans of other tests are dropped before, and these plans
     afterwards."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     for module in (dense, packed, grouped, prefill, e4m3):
         monkeypatch.setattr(module, "SCHEDULES", SCHEDULES[1:2])
     forget()

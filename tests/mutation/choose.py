@@ -34,7 +34,7 @@ _SITUATIONS: tuple[tuple[device.Device, axes.Axes], ...] = (
     (device.model("sm_90"), {}),
     (device.model("sm_90"), {"num_tokens": 256}),
     (device.model("sm_90"), {"num_tokens": 4096}),
-    (replace(device.model("sm_90"), multiprocessors=1), {}),  # the tiles of any matrix fill one SM
+    (replace(device.model("sm_90"), num_sms=1), {}),  # the tiles of any matrix fill one SM
     (device.model("gfx942"), {}),
 )
 _HEAD_START = 2  # rounds that tests of an op have before others of their file

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENDINGS = (".py", ".cu", ".cuh", ".h", ".md")
-OWN = ("docs/glossary.md", "tests/repo/words.py")  # the files that name the words
+OWN = ("docs/glossary.md", "tests/repo/words.py", "tests/repo/test_words.py")  # the files that name the words
 
 # {word: (pattern, the folder name that a path must contain, the field's word)}
 WORDS = {
@@ -36,23 +36,23 @@ WORDS = {
 
 # The most that each word may occur. A change that lowers a count lowers the number here.
 MOST: dict[str, int] = {
-    "multiprocessor": 116,
-    "of which": 11,
-    "whose": 48,
+    "multiprocessor": 0,
+    "of which": 8,
+    "whose": 33,
     "place": 1065,
     "join": 65,
-    "codes": 1410,
+    "codes": 1409,
     "turn": 314,
     "copy engine": 0,
     "largest logit": 10,
     "shrink": 25,
-    "behind": 95,
+    "behind": 90,
     "beside": 156,
     "anew": 5,
     "room": 62,
     "apart": 105,
     "widen": 23,
-    "sums": 541,
+    "sums": 539,
 }
 
 

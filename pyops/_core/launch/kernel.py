@@ -23,8 +23,8 @@ class Kernel:
     Args:
         file: path inside `kernels_cu`.
         arch_feature: asks for the architecture's own instruction set (``sm_90a`` instead of ``sm_90``) on CUDA.
-        text: the source itself, with one ``extern "C"`` kernel, for a kernel that is no file there. `file` is then what
-            messages call it, and any header of `kernels_cu` may be included.
+        text: the source itself, with one ``extern "C"`` kernel, for a kernel without a file there. `file` is then its
+            name in messages; the text may include any header of `kernels_cu`.
         names: {parameter: the name that feeds it}, where the two differ.
     """
 
@@ -52,9 +52,9 @@ class Kernel:
         return self._of_arch[arch_feature]
 
     def renamed(self, **names: str) -> Kernel:
-        """This kernel with other tensors for some of its parameters: {parameter: name of the tensor}.
+        """This kernel with some parameters fed by other tensors: {parameter: name of the op's tensor}.
 
-        So one kernel serves ops that call the same tensor differently.
+        One kernel thus serves ops that have different names for the same tensor.
         """
         key = tuple(names.items())
         if key not in self._renamed:
@@ -71,7 +71,7 @@ class Kernel:
 
     @property
     def signature(self) -> Signature:
-        """Its entry, as the text declares it, with the names that feed its parameters."""
+        """The kernel's C signature, with the names that feed its parameters."""
         found = source.signature(self.file, self.text)
         if not self.names:
             return found

@@ -19,12 +19,12 @@ from .kernel import Launch
 from .layout import Buffer, Runtime, buffer, common_packer
 from .workspace import Workspaces
 
-_MAX_STREAMS = 64
-_MAX_BLOCKS = 2**31 - 1, 65535, 65535  # of a launch along x, y and z, by CUDA and by HIP
+_MAX_STREAMS = 64  # most streams with a cached launch function
+_MAX_BLOCKS = 2**31 - 1, 65535, 65535  # most blocks of a launch along x, y and z, on CUDA and HIP
 
 
 class Streams(dict[int, Callable[[], Any]]):
-    """{stream: a call that launches on it}, each made when its stream first comes."""
+    """{stream: a function that launches on it}, each made at the first launch on the stream."""
 
     def __init__(self, make: Callable[[int], Callable[[], Any]]) -> None:
         self._make = make
@@ -37,7 +37,7 @@ class Streams(dict[int, Callable[[], Any]]):
 
 
 class Bound(NamedTuple):
-    """What a call needs: under `lock`, ``pack(buffer, 0, *words)`` and then ``fire[stream]()``.
+    """The launches of a plan. A call runs, under `lock`, ``pack(buffer, 0, *words)`` and then ``fire[stream]()``.
 
     ``fire[stream]()`` raises, or returns the driver's status, which is 0 or None when all is well.
     """
@@ -48,7 +48,7 @@ class Bound(NamedTuple):
     fire: Streams
 
     def launch(self, stream: int, *words: Any) -> Any:
-        """What the text of every wrapper does for the plan that it has found."""
+        """Pack and launch; the generated wrappers contain the same two steps as text."""
         with self.lock:
             self.pack(self.buffer, 0, *words)
             return self.fire[stream]()
@@ -68,7 +68,7 @@ def bind(
 
     The words of a call are the addresses of `tensors`, then the values of `runtime`. `functions` are those loaded for
     the launches' specialisations; `allocate` gives memory for their workspaces. Raises OpError for a launch that the
-    device's runtime refuses, and for a tensor map that it does not have.
+    device's runtime refuses, and for tensor maps if the driver lacks them.
     """
     for launch in launches:
         if any(count > most for count, most in zip(launch.grid, _MAX_BLOCKS, strict=True)):
@@ -133,8 +133,8 @@ def _bind_all(
 
     def run(stream: int) -> Any:
         if workspaces:
-            # The memory is let go of when the launches are queued. Its library gives it to work that comes after them
-            # in the stream, and to no other.
+            # The memory is freed once the launches are queued: its library's allocator reuses it in stream order, so
+            # only for work that runs after them.
             _keep, address = None, 0
             if workspaces.nbytes:
                 assert allocate is not None
@@ -175,7 +175,7 @@ def _wait(op: str, index: int, stream: int) -> None:
 def recover(
     error: Exception | int, op: str, index: int, bound: Bound, named: Runtime, stream: int, *words: Any
 ) -> None:
-    """A call that failed: run it again if the thread had no context yet, else name the value that cannot be packed."""
+    """Rerun a failed call if the thread had no CUDA context yet, else raise an error that names the bad value."""
     driver_error = driver.get().error
     failure: Exception = driver_error(error) if isinstance(error, int) else error
     if getattr(failure, "status", None) == driver.INVALID_CONTEXT:
@@ -193,7 +193,7 @@ def explain(error: Exception, op: str, named: Runtime, words: Sequence[Any]) -> 
     if isinstance(error, (StructError, OverflowError, TypeError)):
         for (name, fmt), word in zip(named, words, strict=True):
             try:
-                # A kernel may take a float in four bytes; in native order, a value that is too large becomes infinite.
+                # Kernels may take float32. "<f" refuses a value beyond its range; native "f" makes it infinite.
                 Struct("<f" if fmt == "d" else f"<{fmt}").pack(word)
             except (StructError, OverflowError, TypeError) as reason:
                 raise OpError(op, name, f"got {word!r}: {reason}") from None

@@ -1,4 +1,4 @@
-"""How the parameters of a kernel lie in memory: eight-byte words, a pointer to each parameter, then tensor maps."""
+"""Memory layout of a kernel's parameters: eight-byte words, a pointer to each parameter, then tensor maps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .kernel import Kernel, Launch
 from .scratch import Scratch
 from .tensor_map import Placed, TensorMap
 
-# Scalars that are read at every call: (name, struct format of a word that no kernel takes).
+# Scalars that are read at every call: (name, struct format used where no kernel takes the word).
 Runtime = tuple[tuple[str, str], ...]
 
 
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
         start: offset of the constants; constants: their names.
         pointers: offset of the void* array; targets: offsets of what its entries point to.
         maps: {name: offset} of the tensor maps.
-        buffer_type: the ctypes array that holds all of it, wherever the array begins.
+        buffer_type: a ctypes array that holds all of it at any alignment of the array.
     """
 
     words: dict[str, str]
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 def layout(
     kernel: Kernel, tensors: tuple[str, ...], runtime: Runtime, scalars: tuple[str, ...], fixed: tuple[str, ...]
 ) -> Layout:
-    """The layout for a kernel that is fed with the op's `tensors`, `runtime` and keyed `scalars`, and with `fixed`.
+    """The layout for a kernel with parameters fed by the op's `tensors`, `runtime` and keyed `scalars`, and by `fixed`.
 
     Raises TypeError for a parameter that nothing feeds and for a fixed value that no parameter takes.
     """
@@ -106,7 +106,7 @@ def common_packer(
 
 
 class Buffer(NamedTuple):
-    """The parameter block of one launch, complete but for the words of a call.
+    """The parameter block of one launch, complete except for the words that each call packs.
 
     Attributes:
         parameters: address of the void* array.

@@ -103,7 +103,8 @@ class TensorMap:
         return self.tensor.name if isinstance(self.tensor, TensorArg) else "scratch memory"
 
     def __str__(self) -> str:
-        """In the order of a tensor's dimensions: ``input [16, 4096] bfloat16, boxes of [16, 64], swizzled by 128``."""
+        """The map with dimensions in tensor order:
+        ``input [16, 4096] bfloat16, boxes of [16, 64], swizzled by 128``."""
         start = f" from byte {self.offset}" if self.offset else ""
         swizzle = f", swizzled by {self.swizzle} bytes" if self.swizzle else ""
         return f"{self.name}{start} {list(self.sizes[::-1])} {self.dtype}, boxes of {list(self.box[::-1])}{swizzle}"

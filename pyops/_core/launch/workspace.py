@@ -1,4 +1,4 @@
-"""Scratch memory of launches: garbage that lives for one call, or zeros that a device and stream keep."""
+"""Scratch memory of launches: uninitialised memory for one call, or zeroed memory kept per device and stream."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _pack_address = Struct("<Q").pack_into
 
 
 def allocate_torch(op: str, index: int, stream: int, nbytes: int) -> tuple[Any, int]:
-    """(owner, address) of memory of torch's on the device `index`, for work on `stream`, torch's current one.
+    """(owner, address) of memory from torch's allocator on the device `index`, for work on `stream`, torch's current
+    one.
 
-    Under torch.cuda.graph it comes from the pool of the graph.
+    Under torch.cuda.graph it comes from the graph's memory pool.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
     return memory, memory.data_ptr()
 
 
 def allocate_cupy(op: str, index: int, stream: int, nbytes: int) -> tuple[Any, int]:
-    """(owner, address) of memory of CuPy's, on its current device and `stream`, CuPy's current one.
+    """(owner, address) of memory from CuPy's pool, on its current device and `stream`, CuPy's current one.
 
-    While the stream is captured it is memory that is kept. CuPy has no pool for graphs: its own memory would soon
-    belong to another array, and the graph would still write there.
+    While the stream is being captured, the memory is kept for good instead: CuPy has no pool for graphs, so its pool
+    would soon give the memory to another array, and the graph would still write there.
     """
     if driver.is_capturing(stream):
         return None, _kept(op, index, stream, nbytes, zeroed=False)
@@ -96,16 +97,16 @@ class _Map:
 # {(device, stream, whether the memory holds zeros between calls): pieces}. A piece that has become too small is kept,
 # because captured graphs may hold its address.
 _pieces: dict[tuple[int, int, bool], list[_Piece]] = {}
-_MIN_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16  # fewest bytes of a kept piece
 
 
 def zeros(op: str, index: int, stream: int, nbytes: int) -> int:
-    """The address of at least `nbytes` zeros, for launches on the stream, each of which leaves them zero."""
+    """The address of at least `nbytes` zeros for launches on the stream; every launch must leave them zero."""
     return _kept(op, index, stream, nbytes, zeroed=True)
 
 
 def _kept(op: str, index: int, stream: int, nbytes: int, *, zeroed: bool) -> int:
-    """The address of at least `nbytes` that stay with the stream, be it captured or not."""
+    """The address of at least `nbytes` bytes that are kept for the stream, during a capture as well."""
     pieces = _pieces.setdefault((index, stream, zeroed), [])
     if not pieces or pieces[-1].nbytes < nbytes:
         with driver.outside_capture(op, f"allocate a workspace of {nbytes} bytes"), cupy.cuda.Device(index):

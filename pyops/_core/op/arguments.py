@@ -21,17 +21,17 @@ _FLOATS = (float, int, numpy.floating, numpy.integer, numpy.bool_)
 # {kind of a parameter: the conversion to a plain Python value, for values that passed `check_scalar`}
 _PYTHON: dict[str, Callable[[Any], Any]] = {
     "float": float,
-    "int": lambda value: int(operator.index(value)),  # True counts as 1
+    "int": lambda value: int(operator.index(value)),  # True becomes 1
     "bool": lambda value: bool(operator.index(value)),
 }
 _MAX_SHOWN_BITS = 128  # longer integers are not written out in errors
 
 
 def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
-    """`args` as plans take them; None if `args` are so already.
+    """`args` converted to what plans take; None if no argument needs a conversion.
 
-    A number, or a scalar in host memory, becomes a tensor where a kernel reads it by address. A tensor, or a scalar of
-    numpy's, becomes a Python value where a plan may choose by it.
+    A number, or a scalar in host memory, becomes a tensor where a kernel reads it by address. A tensor, or a numpy
+    scalar, becomes a Python value where the plan may depend on the value.
     """
     like = args[declaration.leader_position]
     made: dict[int, Any] = {}
@@ -63,9 +63,9 @@ def convert(declaration: Declaration, args: Sequence[Any]) -> list[Any] | None:
 
 
 def numbers(declaration: Declaration, args: Sequence[Any]) -> list[Any]:
-    """`args` with every float and integer, such as numpy's, as the number of Python that a kernel would be given.
+    """`args` with every float and integer, numpy scalars included, as the Python number that a kernel would receive.
 
-    Raises OpError for a value that is not a number. Without this check a reference would compute with it all the same.
+    Raises OpError for a value that is not a number: a PyTorch reference might accept it, a kernel cannot.
     """
     made = list(args)
     for i, (p, value) in enumerate(zip(declaration.parameters, args, strict=True)):
@@ -87,7 +87,7 @@ def describe(
         if not p.is_tensor:
             check_scalar(op, p, value)
             if p.kind == "bool" and value is not None:
-                value = bool(value)  # the text of a kernel may hold it
+                value = bool(value)  # not numpy.bool_: the value may become a constant in the kernel text
         elif value is not None:
             found = library if type(value) is first_type else tensor.library_of(value)
             if found is None:
@@ -146,11 +146,11 @@ def check_scalar(op: str, p: Parameter, value: Any) -> None:
 
 
 def _is_index(p: Parameter, value: Any) -> bool:
-    """Whether `value` is no integer of Python, but says that it stands for one, where an integer is expected."""
+    """Whether the parameter is an int or a bool, and `value` is not a Python int but converts to one (`__index__`)."""
     return p.kind in ("int", "bool") and not isinstance(value, int) and hasattr(value, "__index__")
 
 
-# A conversion runs code of the value's class (a tensor's or the caller's own), which may raise any exception.
+# A conversion runs code of the value's class, such as a tensor or a class of the caller, and may raise any exception.
 
 
 def _check_float(op: str, p: Parameter, value: Any) -> None:
@@ -174,7 +174,7 @@ def _check_int(op: str, p: Parameter, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A number in an error: Python refuses to write an integer of thousands of digits."""
+    """A number for an error message: Python refuses to print an integer of thousands of digits."""
     is_long = isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS
     return f"one of {value.bit_length()} bits" if is_long else str(value)
 

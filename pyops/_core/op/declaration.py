@@ -1,4 +1,4 @@
-"""Declaration: what the reference of an op says of it. Frozen data; nothing here runs an op."""
+"""Declaration: what `@op` reads from the reference of an op. Frozen data; nothing here runs an op."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Parameter:
 
     Attributes:
         name: as the reference spells it.
-        kind: one of `KINDS`. A ``"dtype"`` is one of torch's, or of numpy's, or a name.
-        optional: None is a value, too.
+        kind: one of `KINDS`. A ``"dtype"`` is a torch dtype, a numpy dtype or the name of one.
+        optional: whether None is a valid value.
         role: ``"in"``, ``"out"`` (written, never read) or ``"inout"``. Scalars are ``"in"``.
         keyed: the value of this scalar is part of the plan's key, so that the plan function may choose by it. Other
             scalars are read at every call.
-        has_default, default: of the signature.
+        has_default, default: the default value in the signature, if there is one.
         number: a tensor of one float32, for which a caller may also give a Python number.
         by_name: keyword-only.
         returned: an output that the op allocates and returns unless the caller gives it.
@@ -50,11 +50,11 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Declaration:
-    """An op as its reference declares it: name, parameters, which tensors may be one, and the tolerance of results.
+    """An op as its reference declares it: name, parameters, which tensors may alias, and the tolerance of results.
 
     Attributes:
         reference: a plain PyTorch function that writes the outputs.
-        in_place: {output: input} pairs that may be one and the same tensor.
+        in_place: {output: input} pairs that may alias: the caller may pass one tensor for both.
         ulps: largest difference from the reference, in ulps of the output type; 0: equal.
         atol: absolute tolerance, as a fraction of the output's largest magnitude, for terms that cancel in a sum. A
             function of the op's arguments.
@@ -85,7 +85,7 @@ class Declaration:
 
     @cached_property
     def returned(self) -> tuple[Parameter, ...]:
-        """Outputs that a call allocates and returns. They come after all other parameters."""
+        """Outputs that a call allocates and returns. They are the last parameters."""
         return tuple(p for p in self.parameters if p.returned)
 
     @cached_property
@@ -96,12 +96,12 @@ class Declaration:
 
     @cached_property
     def positional(self) -> int:
-        """How many parameters may be given by position."""
+        """Number of parameters that may be passed by position."""
         return sum(not p.by_name for p in self.parameters)
 
     @cached_property
     def leader(self) -> str:
-        """The tensor that says which library and device a call is for: the first that every call must give."""
+        """The first required tensor: it decides the library and the device of a call."""
         return next(p.name for p in self.tensors if not p.optional and not p.number and not p.returned)
 
     @cached_property
@@ -109,16 +109,16 @@ class Declaration:
         return [p.name for p in self.parameters].index(self.leader)
 
     def tensors_of(self, values: Sequence[Any]) -> list[Any]:
-        """The tensors among values for all parameters."""
+        """The tensors among `values`, which has a value for each parameter."""
         return [values[position] for position in self.tensor_positions]
 
     def written_of(self, values: Sequence[Any]) -> list[Any]:
-        """The tensors that a call with these values for all parameters writes."""
+        """The tensors that a call writes; `values` has a value for each parameter."""
         pairs = zip(self.parameters, values, strict=True)
         return [value for p, value in pairs if p.written and value is not None]
 
     def applied(self, function: Callable[..., Any], values: Sequence[Any]) -> partial[Any]:
-        """`function`, which has the op's parameters, given a value for each of them."""
+        """`function`, which takes the op's parameters, bound to these values."""
         names = (p.name for p in self.parameters[self.positional :])
         return partial(function, *values[: self.positional], **dict(zip(names, values[self.positional :], strict=True)))
 
@@ -177,7 +177,7 @@ def declare(
     if any(p.returned for p in parameters) and not all(p.returned for p in parameters[-len(returns) :]):
         raise TypeError(f"{reference.__name__}: {sorted(returns)} are returned: expected them last, behind a *")
     if inout and len(returns) > 1:
-        # torch.compile runs the op twice if some of several outputs are given to it.
+        # torch.compile runs the op twice if a call passes some of its outputs but not all.
         raise TypeError(f"{reference.__name__}: {sorted(returns)} are returned: expected one, beside inout tensors")
     return Declaration(reference, parameters, in_place, ulps, atol)
 

@@ -1,4 +1,4 @@
-"""Guards: whether tensors look as they did when a plan was made, by torch's own test."""
+"""Guards: torch's own test of whether tensors still have the properties for which a plan was made."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def unguarded(*_: Any) -> bool:
 def guard(tensors: Sequence[Any]) -> Callable[..., bool]:
     """check(*tensors): whether they have these types, dtypes, devices, sizes and strides, and which require grad.
 
-    TensorGuards is the C++ guard of torch.compile. torch does not document it: without it, calls build a key instead.
+    TensorGuards is the C++ guard of torch.compile, and not documented. In a torch without it, calls build a key
+    instead.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards

@@ -1,4 +1,4 @@
-"""PYOPS_CHECK: after a call, indices that were out of range, or wrong otherwise, are an error."""
+"""PYOPS_CHECK: after a call, index tensors with invalid entries raise an OpError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .planner import Planner
 def checked(
     declaration: Declaration, planner: Planner, run: Callable[..., None], library: str, index: int
 ) -> Callable[..., None]:
-    """`run`, followed by an OpError for an index out of range. (During a capture there is no data to check.)"""
+    """`run`, followed by an OpError for an index out of range. (Not during a capture: nothing runs.)"""
 
     def run_and_check(*args: Any) -> None:
         run(*args)
@@ -48,7 +48,7 @@ def as_torch(args: Sequence[Any]) -> Sequence[Any]:
 
 
 def torch_stream() -> Any:
-    """CuPy's current stream, made torch's while the context lasts."""
+    """A context in which torch's current stream is CuPy's current stream."""
     pointer = cupy.cuda.get_current_stream().ptr
     return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
 

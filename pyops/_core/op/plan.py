@@ -22,7 +22,7 @@ _MAX_SEPARATE = 8192  # distances between tensors that a plan remembers
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What a call with one signature needs.
+    """Everything that calls with one signature need.
 
     Attributes:
         kind: ``"device"``: the wrapper packs the call's words into `buffer` and fires the launches. ``"call"``: the

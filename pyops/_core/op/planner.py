@@ -1,4 +1,4 @@
-"""Planner: what a family attaches to the declaration of an op, from its plan function to its example."""
+"""Planner: the functions that a family attaches to an op, from its plan function to its example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Result(NamedTuple):
 
 
 def _named(parameter: Parameter, arg: Any) -> Any:
-    """The descriptor by the name of its parameter, which an example does not know; anything else as it is."""
+    """A descriptor renamed to its parameter, as examples make descriptors without names; other values unchanged."""
     if isinstance(arg, TensorArg) and arg.name != parameter.name:
         return replace(arg, name=parameter.name)
     return arg

@@ -27,8 +27,8 @@ from .wrapper import NAMESPACE
 def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> Plan:
     """The plan of a call with these arguments. Raises OpError for a call that the op refuses."""
     if (converted := arguments.convert(declaration, args)) is not None:
-        # A tensor hashes by its identity: a plan kept under it would outlive the tensor's value. And a numpy scalar
-        # has the hash of the Python value that it becomes, which has another plan.
+        # A tensor hashes by identity: a plan kept under it would outlive the tensor's value. A numpy scalar hashes as
+        # the Python value that it converts to, but that value has its own plan.
         pairs = zip(declaration.parameters, args, converted, strict=True)
         keep = not any(p.keyed and new is not value for p, value, new in pairs)
         return Plan("call", _call_converted(declaration, planner), keep=keep)
@@ -57,17 +57,17 @@ def prepare(declaration: Declaration, planner: Planner, args: Sequence[Any]) -> 
 def call_unkept(declaration: Declaration, planner: Planner, error: Exception | None, *args: Any) -> Any:
     """A call without a key: numpy arrays, empty tensors, tensors without storage, special torch tensors, or a mistake.
 
-    `error` is what the wrapper met while it built the key, if anything.
+    `error` is the exception, if any, that was raised while the wrapper built the key.
     """
     values = [value for value in declaration.tensors_of(args) if value is not None]
     libraries = {tensor.library_of(value) for value in values}
     if libraries == {"torch"}:
         plain = all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in values)
-        if any(value.is_nested for value in values):  # some have a class of their own, which knows no op of ours
+        if any(value.is_nested for value in values):  # NestedTensor does not dispatch to our ops: refuse it here
             arguments.describe(declaration, args)
         without_data = all(tensor.is_meta(value) for value in values)
         if without_data:
-            arguments.describe(declaration, args)  # torch would refuse a wrong scalar first, by an error of its own
+            arguments.describe(declaration, args)  # before torch refuses a wrong scalar with its own message
         if not plain or without_data:
             torch_library.bind_torch()
             return declaration.applied(getattr(torch.ops.pyops, declaration.name), args)()
@@ -136,7 +136,7 @@ def _cpu_call(
     library: str,
     launches: Sequence[Launch],
 ) -> Callable[..., None]:
-    """What runs a call without a GPU: the reference, or the kernels on the host."""
+    """The function that runs a call without a GPU: the reference, or the kernels on the host backend."""
     has_kernels = library != "cupy" and not config.reference()
 
     def in_wide_warps(args: Sequence[Any]) -> list[Launch]:
@@ -147,7 +147,7 @@ def _cpu_call(
         return planner.launches(*described)
 
     def run(*args: Any) -> None:
-        # The values equal those that the plan was made for, but may be numpy's.
+        # The values equal those that the plan was made for, but may be numpy scalars.
         args = tuple(arguments.numbers(declaration, arguments.convert(declaration, args) or args))
         addresses = addresses_of(declaration, args)
         check_separate(declaration, tensors, addresses)

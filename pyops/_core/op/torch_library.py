@@ -1,4 +1,4 @@
-"""torch's side of an op: its schema and registration as ``torch.ops.pyops.<name>``, and what wrappers use of torch."""
+"""Registration of ops with torch as ``torch.ops.pyops.<name>``, their schemas, and the torch functions of wrappers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Form(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """An op as torch gets it.
+    """An op as it is registered with torch.
 
     Attributes:
         call: the wrapper, which writes its outputs; load: compiles the wrapper's text.
-        check: (*arguments): raises OpError for a call that the op refuses; looks at no data.
+        check: (*arguments): raises OpError for a call that the op refuses; reads no tensor data.
         form: the form that allocates outputs; None if the op has none.
     """
 
@@ -52,7 +52,7 @@ _observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """While it lasts, in this thread, `observer` hears of the ops that are given torch's fake tensors."""
+    """While the context lasts, `observer` is called for every op that this thread calls with torch's fake tensors."""
     token = _observer.set(observer)
     try:
         yield
@@ -61,7 +61,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 _entries: dict[str, _Entry] = {}
-_libraries: dict[str, Any] = {}  # the torch library of each op: an op that is declared again takes another
+_libraries: dict[str, Any] = {}  # {op: its torch library}; an op that is redeclared gets a new library
 
 
 def add(
@@ -71,7 +71,7 @@ def add(
     check: Callable[..., Any],
     form: Form | None = None,
 ) -> None:
-    """Have an op registered with torch: now, or when torch is bound. An op of its name that is there goes."""
+    """Register an op with torch, now or when torch is bound. It replaces a registered op of the same name."""
     remove(declaration.name)
     _entries[declaration.name] = _Entry(declaration, call, load, check, form)
     if _is_bound():
@@ -79,14 +79,14 @@ def add(
 
 
 def remove(name: str) -> None:
-    """Take the op `name` from torch, if it is there."""
+    """Remove the op `name` from torch, if it is registered."""
     _entries.pop(name, None)
     if (library := _libraries.pop(name, None)) is not None:
         destroy(library)
 
 
 def destroy(library: Any) -> None:
-    """Take back what a torch library holds, and what torch.ops has kept of it.
+    """Unregister the ops of a torch library, and remove the entries that torch.ops has cached.
 
     torch.export, which iterates over all ops, fails on a name that no op implements.
     """
@@ -106,7 +106,7 @@ def bind_loaded() -> None:
 
 
 def bind_cupy() -> None:
-    """Let wrappers know CuPy's array class and current stream."""
+    """Give wrappers CuPy's array class and its current-stream function."""
     cupy = loaded("cupy")
     get_current_stream = cupy.cuda.get_current_stream
 
@@ -143,7 +143,7 @@ def bind_torch() -> None:
 
 
 def _trace_without_torch() -> bool:
-    """Whether a compiler traces a call that comes before torch is bound. The op must be registered by then."""
+    """Whether a compiler is tracing. Binds torch first, because an op must be registered when it is traced."""
     bind_torch()
     from torch._guards import TracingContext
 
@@ -154,7 +154,7 @@ _trace_without_torch._dynamo_marked_constant = True  # type: ignore[attr-defined
 
 
 def _is_compiling() -> bool:
-    """What wrappers ask until torch is bound."""
+    """The is-compiling test of wrappers until torch is bound."""
     return "torch" in sys.modules and _trace_without_torch()
 
 
@@ -164,7 +164,7 @@ NAMESPACE["is_compiling"] = _is_compiling
 def schema(declaration: Declaration) -> str:
     """The schema of the form that writes its outputs, with every written tensor marked.
 
-    Of an op that returns its outputs, this is the overload ``out``.
+    For an op that returns its outputs, this is the overload ``out``.
     """
     overload = ".out" if declaration.returned else ""
     return f"{declaration.name}{overload}({_parameters(declaration, declaration.parameters)}) -> ()"
@@ -173,7 +173,7 @@ def schema(declaration: Declaration) -> str:
 def returning_schema(form: Declaration, overload: str = "") -> str:
     """The schema of the form that allocates and returns its outputs.
 
-    Of an op that is given its outputs by position, this is the overload ``new``.
+    For an op that takes its outputs by position, this is the overload ``new``.
     """
     given = [p for p in form.parameters if not p.returned]
     results = ", ".join("Tensor" for _ in form.returned)
@@ -217,8 +217,8 @@ def _register(entry: _Entry) -> None:
         library.impl(overload, torch.library.fallthrough_kernel, "Negative")
         by_name = declaration.parameters[declaration.positional :]
 
-        # A compiler has traced the wrapper, whose code may not change once it is guarded, and runs a fake before it
-        # guards.
+        # torch.compile calls this after it has traced the wrapper and before it installs guards on the wrapper's code,
+        # which must not change afterwards: so `load` compiles the wrapper's text here.
         def checked(*args: Any, **kwargs: Any) -> Any:
             load()
             pairs = zip(declaration.parameters, args, strict=False)
@@ -246,7 +246,7 @@ def _register(entry: _Entry) -> None:
     if form is not None:
         overload = "" if declaration.returned else ".new"
         define(returning_schema(form.declaration, overload), form.declaration, form.new, allocated)
-    # torch.compile traces a reference, as layers that are switched off have it, but not the proxy of torch.
+    # torch.compile traces the reference of a layer that is switched off, but cannot trace the lazy proxy of torch.
     module = declaration.reference.__globals__
     if module.get("torch") is lazy.torch:
         module["torch"] = torch

@@ -1,4 +1,4 @@
-"""The Python function of an op: straight-line code, written from the declaration as dataclasses write `__init__`.
+"""The Python function of an op: straight-line code, generated from the declaration as dataclasses generate `__init__`.
 
 The function reads addresses, finds the plan, packs and launches. Everything else happens after a miss.
 """
@@ -14,7 +14,7 @@ from ..tensors import tensor
 from .declaration import Declaration, Parameter
 from .plan import Plan
 
-_MAX_TENSORS = 24
+_MAX_TENSORS = 24  # most tensor parameters of an op
 # Up to this number of pairs of tensors, comparing all address ranges at every call costs less than remembering
 # addresses.
 _FEW_PAIRS = 4
@@ -37,7 +37,7 @@ NAMESPACE: dict[str, Any] = {
 
 
 class Callbacks(NamedTuple):
-    """What a wrapper calls and reads, by the names that its text uses.
+    """The functions and data of a wrapper, by the names in its generated text.
 
     Attributes:
         plans: {key: plan}.
@@ -47,7 +47,7 @@ class Callbacks(NamedTuple):
         overlap: (plan, *addresses): address ranges meet; refuse the call if bytes are shared.
         recover: (error, plan, stream, *words): a launch that failed.
         remember: (plan, *tensors): the next call may find this plan by its guard.
-        defaults: of the op's parameters.
+        defaults: default values of the op's parameters.
     """
 
     plans: dict[Any, Plan]
@@ -102,7 +102,7 @@ def listed(declaration: Declaration, parts: Sequence[str]) -> str:
 
 
 def forwarded(declaration: Declaration, value: Callable[[Parameter], str]) -> str:
-    """The arguments of a call that hands every parameter on."""
+    """The arguments of a call that forwards every parameter."""
     return ", ".join(f"{p.name}={value(p)}" if p.by_name else value(p) for p in declaration.parameters)
 
 
@@ -114,7 +114,7 @@ def _module(declaration: Declaration, torch_lines: Sequence[str], cupy_lines: Se
         [f"{p.name}=defaults[{p.name!r}]" if p.has_default else p.name for p in declaration.parameters],
     )
     leader, indent = declaration.leader, "\n        "
-    # torch.compile must trace how the tensor of a number is made.
+    # torch.compile must be able to trace the conversion of a number to a tensor.
     traced = forwarded(declaration, lambda p: f"number({p.name}, {leader})" if p.number else p.name)
     return f"""def make({", ".join(Callbacks._fields)}, load):
     def {name}({signature}):
@@ -145,7 +145,7 @@ def render(declaration: Declaration) -> str:
         *text.numbers(),
         *text.guarded(),
         "if not found:",
-        # A guard fails under another dispatch mode than its own: such a mode must see the op, not the launches.
+        # A guard fails under a dispatch mode other than its own: such a mode must see the op, not its launches.
         f"    if dispatch_modes() and hasattr({leader}, 'data_ptr'): return torch_ops.{name}({same_arguments})",
         *(f"    {line}" for line in text.keyed("{}.data_ptr()", _TORCH_KEY)),
         f"    remember(plan, {text.guard_arguments})",
@@ -180,7 +180,7 @@ class _Text:
         self.remembers = len(self.pairs) > _FEW_PAIRS
         masked = ", ".join(f"{p} & 15" for p in self.pointers)
         self.alignments = f"({' | '.join(self.pointers)}) & 15 and ({masked},)"
-        # An address of 0: an empty tensor, or one whose storage was taken away.
+        # The address is 0 for an empty tensor and for one without storage.
         self.required = " and ".join(f"(p{i} or {p.name} is None)" if p.optional else f"p{i}" for i, p in self.tensors)
         keyed = [p.name for p in declaration.parameters if p.keyed]
         self.scalars = f"({', '.join(keyed)},)" if keyed else ""
@@ -215,7 +215,7 @@ class _Text:
         ]
         if not self.scalars:
             return [*lines, f"    found = {found}"]
-        # An array given for a number may have no truth value.
+        # An array in place of a number may have no truth value.
         return [
             *lines,
             f"    try: found = ({found}) and {self.scalars} == plan.scalars",

@@ -1,4 +1,4 @@
-"""What a plan may ask of a device: its architecture and its sizes, read once per device."""
+"""Device: what plans know of a GPU, its architecture and its limits, read once per device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .lazy import cupy
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or the model of one for planning where there is none.
+    """A GPU, or the model of one for planning on a machine without a GPU.
 
     Attributes:
         index: ordinal among the process's devices; -1 for a model.
         arch: ``"sm_90"`` on CUDA, ``"gfx942"`` on HIP.
-        multiprocessors: number of SMs (compute units on AMD GPUs).
+        num_sms: number of SMs (compute units on AMD GPUs).
         warp_size: threads that run in lockstep.
         shared_memory: bytes one block can ask for, opt-in included.
         cluster: largest thread block cluster, in CTAs; 1 for architectures without clusters.
-        name: ``"nvidia-h200"``, which names its table of measured configs (`tuning`); empty for a model.
+        name: ``"nvidia-h200"``, the name of its tuning table (`tuning`); empty for a model.
     """
 
     index: int
     arch: str
-    multiprocessors: int
+    num_sms: int
     warp_size: int
     shared_memory: int
     cluster: int = 1
@@ -78,22 +78,22 @@ _MODELS = {
     "gfx1100": Device(-1, "gfx1100", 96, 32, 64 * 1024),
     "gfx1201": Device(-1, "gfx1201", 64, 32, 64 * 1024),
 }
-# {lanes of a warp: the device that kernels on the host backend are planned for}. Both read an fp8 cache as e4m3fn.
+# {warp size: the device that the host backend stands for}. Both read an fp8 cache as e4m3fn.
 _HOST = {32: _MODELS["sm_90"], 64: replace(_MODELS["gfx942"], arch="gfx90a")}
 
 
 def model(arch: str = "sm_90") -> Device:
-    """A device that is only planned for: checks on the CPU and compiles on a machine without a GPU use it."""
+    """The model of a device, for checks on the CPU and for compiling on a machine without a GPU."""
     return _MODELS[arch]
 
 
 def host(warp_size: int = 32) -> Device:
-    """What tensors on the CPU are planned for: kernels for it run on the host backend, too."""
+    """The device model by which calls with CPU tensors are planned; the host backend runs its kernels."""
     return _HOST[warp_size]
 
 
 def table_name(product: str) -> str:
-    """The name by which tables of measurements go on devices of a product: ``"nvidia-h200"`` for ``"NVIDIA H200"``."""
+    """The name of a product's tuning table: ``"nvidia-h200"`` for ``"NVIDIA H200"``."""
     return re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
 
 
@@ -118,7 +118,7 @@ def get(index: int) -> Device:
 
 @cache
 def count() -> int:
-    """Devices that this process sees; 0 without a driver."""
+    """Number of devices that this process sees; 0 without a driver."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:

@@ -1,4 +1,4 @@
-"""Driver calls that CuPy lacks: launches with attributes, batches of copies, first calls during a capture."""
+"""Driver calls that CuPy lacks: launches with attributes, batched copies, and loading during a stream capture."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class Driver(NamedTuple):
-    """What launching takes from the driver."""
+    """The driver functions that launches use."""
 
     launch: Callable[..., None]
     launch_with_attributes: Any  # cuLaunchKernelEx, which CuPy does not have; None on HIP and in old drivers
-    error: Callable[[int], Exception]  # the type of what `launch` raises, with its status
+    error: Callable[[int], Exception]  # makes the exception for a status that `launch` returned
     get_device: Callable[[], int]
     # cuTensorMapEncodeTiled and cuTensorMapReplaceAddress, which CuPy does not have; None on HIP and in old drivers
     encode_map: Any = None
@@ -70,7 +70,7 @@ def allow_shared(function: int, shared: int) -> None:
         from cupy_backends.cuda.api import driver, runtime
 
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        # Another plan of the function may need more.
+        # The limit is never lowered: another plan may launch the same function with more.
         if not runtime.is_hip and driver.funcGetAttribute(attribute, function) < shared:
             driver.funcSetAttribute(function, attribute, shared)
 
@@ -121,7 +121,7 @@ def _capture_call(name: str) -> Any:
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether the stream is captured into a graph, or was until an error ended that."""
+    """Whether the stream is being captured into a graph, or was until an error invalidated the capture."""
     call, status = _capture_call("StreamIsCapturing"), ctypes.c_int()
     return call is not None and not call(ctypes.c_void_p(stream), ctypes.byref(status)) and status.value != 0
 
@@ -159,7 +159,7 @@ def outside_capture(op: str, action: str) -> Iterator[None]:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether this is an error by which the driver refuses a call because of a capture."""
+    """Whether this is the driver's error for a call that a stream capture forbids."""
     return getattr(error, "status", 0) in _CAPTURE_STATUS
 
 

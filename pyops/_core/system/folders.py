@@ -1,4 +1,4 @@
-"""Folders of caches, in each of which one process works at a time; files that end with a digest of what they hold."""
+"""Locked cache folders, each used by one process at a time; files that end with a digest of their content."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import contextmanager, suppress
 
 SUFFIX = ".pyops.tmp"
 PATIENCE = 120.0  # seconds to wait for another process: several times what the slowest kernel takes to compile
-_PROBE_BYTES = 4 << 20
-_PAUSE = 0.02  # seconds between two looks at a folder that another process works in
+_PROBE_BYTES = 4 << 20  # size of the probe file
+_PAUSE = 0.02  # seconds between two attempts to lock a folder that another process holds
 
 
 @contextmanager
 def worked_in(folder: str) -> Iterator[str]:
-    """Make `folder` and yield it when no other process works in it; it is removed at the end.
+    """Make and lock `folder` and yield it; it is removed at the end.
 
-    The system releases the lock on the folder when its process ends: files of a killed process are removed by the next
-    one. After `PATIENCE` seconds, and on file systems without locks, another new folder is yielded instead.
+    The operating system releases the lock when the process ends, so the next process removes the files of a killed one.
+    After `PATIENCE` seconds, and on file systems without locks, a new folder of another name is yielded instead.
     """
     lock = _taken(folder, PATIENCE)
     if lock is None:
@@ -51,7 +51,7 @@ def _taken(folder: str, seconds: float) -> int | None:
         return None
     end = time.monotonic() + seconds
     while True:
-        with suppress(FileExistsError):  # it was removed while this process looked whether it is a folder
+        with suppress(FileExistsError):  # another process removed it between mkdir and isdir
             os.makedirs(folder, exist_ok=True)
         with suppress(FileNotFoundError):
             descriptor = os.open(folder, os.O_RDONLY)
@@ -80,13 +80,13 @@ def _remove(folder: str, lock: int) -> None:
 
 
 def write_sealed(path: str, content: bytes) -> None:
-    """Write a file that ends with the digest of all before."""
+    """Write `content` and, after it, its digest."""
     with open(path, "wb") as opened:
         opened.write(content + hashlib.sha256(content).digest())
 
 
 def read_sealed(path: str) -> bytes | None:
-    """What `write_sealed` wrote to the file, without the digest; None where it is damaged or cannot be read."""
+    """The content of a file of `write_sealed`, without the digest; None if it is damaged or cannot be read."""
     try:
         with open(path, "rb") as opened:
             whole = opened.read()
@@ -97,15 +97,15 @@ def read_sealed(path: str) -> bytes | None:
 
 
 def probe(folder: str) -> None:
-    """Raises OSError where the folder is gone, or cannot hold a file of several times what a kernel takes."""
+    """Raises OSError if the folder is gone, or lacks space for a file several times the size of a kernel."""
     with tempfile.TemporaryFile(dir=folder) as opened:
         opened.write(bytes(_PROBE_BYTES))
         opened.flush()
 
 
 def of_process(prefix: str) -> str:
-    """A new folder among the temporary ones, which is removed when the process ends, and not when a fork of it does."""
-    from multiprocessing.util import Finalize  # a worker of multiprocessing that was forked ends without `atexit`
+    """A new temporary folder that is removed when this process ends, but not when a fork of it ends."""
+    from multiprocessing.util import Finalize  # forked multiprocessing workers skip `atexit`
 
     made = tempfile.mkdtemp(prefix=prefix)
     Finalize(None, shutil.rmtree, (made,), {"ignore_errors": True}, exitpriority=-100)

@@ -30,7 +30,7 @@ def _import_torch() -> ModuleType:
 
 
 def _import_cupy() -> ModuleType:
-    # CuPy makes its cache folder while it is imported and fails where it cannot: a call must not.
+    # Importing CuPy creates its cache folder, and raises if it cannot. That must not fail a call of an op.
     if "cupy" not in sys.modules:
         try:
             os.makedirs(cache_folder(), exist_ok=True)

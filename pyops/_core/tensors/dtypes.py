@@ -35,7 +35,7 @@ uint32 = DType("uint32", "uint32_t", 4)
 int64 = DType("int64", "int64_t", 8)
 
 FLOATS = (float32, float16, bfloat16)
-E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # the fp8 types that the quantising ops write
+E4M3 = (float8_e4m3fn, float8_e4m3fnuz)  # the fp8 types that the quantizing ops write
 _CODES = (*E4M3, float8_e5m2, float8_e8m0fnu, int8, uint8)
 _TABLE = {d.name: d for d in (*FLOATS, *_CODES, boolean, int16, int32, uint32, int64)}
 
@@ -48,7 +48,7 @@ def of(native: Any) -> DType | None:
 
 
 def unsupported(native: Any) -> str:
-    """What an error says of a dtype that no op takes."""
+    """The error message for a dtype that no op takes."""
     return f"dtype {native} is not supported: expected {', '.join(_TABLE)}"
 
 

@@ -1,4 +1,4 @@
-"""The libraries of tensors: what a plan sees of a torch tensor, a cupy array or a numpy array."""
+"""TensorArg, the descriptor that plans see of a torch tensor, a cupy array or a numpy array."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def library_of(value: Any) -> str | None:
 
 
 def number(value: Any, like: Any) -> Any:
-    """A tensor of one float32 that holds `value`, of the library and on the device of `like`; a tensor as it is.
+    """`value` as a tensor of one float32 in the library and on the device of `like`; a tensor is returned unchanged.
 
-    `value` may also be a scalar in host memory while `like` is on a device.
+    `value` may also be a scalar tensor in host memory while `like` is on a device.
     """
     kind = library_of(like)
     if kind == "torch":
@@ -113,14 +113,14 @@ def on_host(value: Any) -> bool:
     return value.device.type == "cpu" if library_of(value) == "torch" else library_of(value) == "numpy"
 
 
-MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # from here on, numbers round to infinity in float32
-_MAX_NUMBERS = 4096
+MAX_FLOAT = (2 - 2.0**-24) * 2.0**127  # magnitudes from this one on round to infinity in float32
+_MAX_NUMBERS = 4096  # most cached tensors of numbers
 _numbers: dict[Any, Any] = {}
 _in_graphs: dict[Any, Any] = {}  # numbers that captured CuPy calls read: graphs do not keep them alive
 
 
 def held_number(value: Any, like: Any) -> Any:
-    """`number` of a value that comes again: the tensor is kept, and ready for any stream."""
+    """`number` with a cache by value: the tensor is kept, and ready for use on any stream."""
     kind = library_of(like)
     if kind is None or (
         kind == "torch" and (like.is_meta or (like.is_cuda and torch.cuda.is_current_stream_capturing()))
@@ -134,7 +134,7 @@ def held_number(value: Any, like: Any) -> Any:
     key = (value, kind, where)
     if (found := _numbers.get(key)) is None:
         if MAX_FLOAT <= abs(value) < inf:
-            return value  # likewise
+            return value  # `arguments.convert` will refuse this one, too
         if kind == "torch":
             found = torch.tensor(value, dtype=torch.float32, device=like.device)
         elif kind == "cupy":
@@ -186,7 +186,7 @@ def contiguous(value: Any) -> Any:
 
 
 def with_dense_rows(value: Any) -> Any:
-    """A torch tensor whose last dimension has stride 1; `contiguous` of anything else."""
+    """`value`, or a contiguous copy of it unless it is a torch tensor with a last stride of 1."""
     return value if hasattr(value, "contiguous") and value.stride(-1) == 1 else contiguous(value)
 
 
@@ -204,9 +204,9 @@ def address(value: Any) -> int:
 
 
 def describe(op: str, name: str, value: Any, kind: str, written: bool, dtype: DType | None = None) -> TensorArg:
-    """The Arg of a tensor of the library `kind`; OpError for one that no kernel can take.
+    """The descriptor of a tensor of the library `kind`; OpError for one that no kernel can take.
 
-    Where elements are only moved, `dtype` stands for an element type that no kernel knows.
+    `dtype` replaces an element type that kernels do not know, for ops that only move elements.
     """
     dtype = dtype or dtypes.of(value.dtype)
     if dtype is None:
@@ -298,7 +298,7 @@ def _check_no_self_overlap(arg: TensorArg) -> None:
 
 
 def shares_memory(a: TensorArg, a_address: int, b: TensorArg, b_address: int) -> bool:
-    """Whether two tensors have an element's bytes in common; True when that is too hard to tell."""
+    """Whether two tensors share a byte of an element; True if numpy's search exceeds its work limit."""
     first, second = (numpy.asarray(_Interface(arg, pointer)) for arg, pointer in ((a, a_address), (b, b_address)))
     try:
         return bool(numpy.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
@@ -323,7 +323,7 @@ class _Interface:
 def to_torch(value: Any) -> Any:
     """A torch tensor over the memory of a numpy or cupy array (a read-only numpy array is copied)."""
     dtype = dtypes.of(value.dtype)
-    if dtype is not None and not hasattr(numpy, dtype.name):  # ml_dtypes: torch takes the bits under an integer's name
+    if dtype is not None and not hasattr(numpy, dtype.name):  # ml_dtypes: reinterpret the bits as integers
         bits = value.view(numpy.uint8 if dtype.itemsize == 1 else numpy.int16)
         return to_torch(bits).view(getattr(torch, dtype.name))
     if isinstance(value, numpy.ndarray):

@@ -1,7 +1,7 @@
 """Source text to loaded function: by `cupy.RawModule`, or by `hiprtc` on AMD GPUs.
 
-Three caches lie on top of each other: this process's functions by (device, text), CuPy's folder of compiled kernels by
-the digest of text, options, architecture and compiler, and NVRTC itself.
+A function is looked up in two caches before NVRTC compiles it: this process's functions by (device, text), then CuPy's
+folder of compiled kernels by the digest of text, options, architecture and compiler.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Compiled:
 
 
 class _CompilerRan:
-    """A log stream that CuPy writes to only when it really compiles."""
+    """A log stream that CuPy writes to only when it compiles, not when it reads its disk cache."""
 
     def __init__(self) -> None:
         self.state = threading.local()

@@ -1,7 +1,7 @@
-"""Kernels on AMD GPUs: from a text to a loaded module by hiprtc, with a cache of its own.
+"""Kernels on AMD GPUs: source text to loaded module by hiprtc, with its own disk cache.
 
-CuPy's RawModule would flush subnormal floats to zero on HIP, with no way back for a single operation, and would run
-hipcc. hiprtc alone compiles the text.
+CuPy's RawModule is not used on HIP: it runs hipcc, and flushes subnormal floats to zero, which no kernel can undo for a
+single operation.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..system.lazy import cache_folder, cupy
 
 
 def load(index: int, text: str, kernel: str, constants: str, options: tuple[str, ...]) -> tuple[Any, str]:
-    """(module on the device `index`, ``"compiled"`` or ``"disk"``), compiled by one of the processes that need it.
+    """(module on the device `index`, ``"compiled"`` or ``"disk"``), compiled by only one of the processes that need it.
 
-    Raises OSError where the cache folder is of no use.
+    Raises OSError if the cache folder is unusable.
     """
     arch = device.get(index).arch
     path = os.path.join(cache_folder(), f"pyops-{_digest(text, arch, options)}.hsaco")
     origin = "disk"
     if (binary := folders.read_sealed(path)) is None:
         with folders.worked_in(path + folders.SUFFIX) as scratch:
-            if (binary := folders.read_sealed(path)) is None:  # no other process has compiled the text meanwhile
+            if (binary := folders.read_sealed(path)) is None:  # not compiled by another process since
                 binary, origin = compile(kernel, constants, text, arch, options), "compiled"
                 folders.write_sealed(os.path.join(scratch, "built"), binary)
                 os.replace(os.path.join(scratch, "built"), path)
@@ -62,7 +62,7 @@ def _digest(text: str, arch: str, options: tuple[str, ...]) -> str:
 
 @cache
 def include_folders() -> tuple[str, ...]:
-    """Folders that hold ROCm's headers of element types, which hiprtc does not bring."""
+    """Folders with ROCm's headers of element types, which hiprtc itself lacks."""
     roots = [os.environ.get("ROCM_HOME"), os.environ.get("ROCM_PATH"), "/opt/rocm", "/usr"]
     folders = dict.fromkeys(os.path.join(root, "include") for root in roots if root)
     return tuple(folder for folder in folders if os.path.exists(os.path.join(folder, "hip", "hip_fp16.h")))[:1]

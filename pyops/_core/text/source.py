@@ -16,7 +16,7 @@ _ENTRY = re.compile(
 )
 _AWAITS = re.compile(r"\{\s*(?:(?:const \w+ \w+ = )?prefetch_\w+\([^;]*\);\s*)?await_previous_kernel\(\);")
 TENSOR_MAP = "128s"
-# What a value on the Python side becomes in the eight bytes of a kernel parameter, or in the 128 of a tensor map.
+# Conversion of a Python value to the eight bytes of a kernel parameter, or to the 128 bytes of a tensor map.
 _FORMATS = {
     "float": "f4x",
     "double": "d",

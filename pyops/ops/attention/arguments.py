@@ -1,4 +1,4 @@
-"""The arguments that ops of attention have in common, in groups.
+"""Groups of arguments that the attention ops share.
 
 A plan function takes a group as one argument. A value is a tensor in a reference and a `TensorArg` in a plan. Fields
 have the names of the ops' arguments; the ops' docstrings explain them.
@@ -20,7 +20,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV(Arguments):
-    """A paged key-value cache, and the tokens that each sequence has in it."""
+    """A paged key-value cache, with block tables and sequence lengths."""
 
     key_cache: Any
     value_cache: Any
@@ -35,7 +35,7 @@ class PagedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedKV(Arguments):
-    """Keys and values without a cache: rows of tokens, the sequences one after another."""
+    """Ragged keys and values without a cache: token rows of all sequences, concatenated."""
 
     key: Any
     value: Any
@@ -44,7 +44,7 @@ class RaggedKV(Arguments):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Options(Arguments):
-    """Options that change logits or their sum, and the output for the log-sum-exp."""
+    """Options that change the logits or the softmax denominator, and the log-sum-exp output."""
 
     alibi_slopes: Any = None
     sliding_window: int = 0
@@ -68,7 +68,7 @@ class Sparse(Arguments):
         return self.blocksparse_vert_stride > 1
 
     def first_step(self, num_heads: int, num_kv_heads: int) -> int:
-        """The offset of the first head of this tensor-parallel rank, among the heads of all ranks."""
+        """The sliding offset of the first head of this tensor-parallel rank, in the numbering of all ranks."""
         step = self.blocksparse_head_sliding_step
         return self.tp_rank * (num_heads * step if step >= 0 else num_kv_heads * -step)
 

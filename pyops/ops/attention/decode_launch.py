@@ -18,8 +18,8 @@ _decode = Kernel("attention/attention_decode.cu")
 decode_simt = Kernel("attention/attention_decode_simt.cu")
 
 _NO_JOIN = {"arrived": 0, "results": 0}
-_PAIR_BYTES = 8  # bytes of two floats
-_LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # tokens, elements: LONG_SPLIT and MIN_WHOLE_HEAD of splits.cuh
+_PAIR_BYTES = 8  # bytes of a (row max, row sum) pair of floats
+_LONG_SPLIT, _MIN_WHOLE_HEAD = 4096, 128  # LONG_SPLIT (tokens) and MIN_WHOLE_HEAD (elements) of splits.cuh
 NO_STARTS = {"HAS_STARTS": False, "starts_t": int32, "STARTS_STEP": 1}
 
 

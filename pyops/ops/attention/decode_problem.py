@@ -64,9 +64,9 @@ class DecodeProblem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether attention_decode.cu, with MMAs, serves the call.
+        """Whether attention_decode.cu, with MMAs, supports the call.
 
-        attention_decode_simt.cu serves every call.
+        attention_decode_simt.cu supports every call.
         """
         layout, device = self.layout, self.query.device
         token_stride = max(layout.strides["key_token_stride"], layout.strides["value_token_stride"])

@@ -45,7 +45,7 @@ def example_kv(
 
 
 def example_options(make: Any, num_heads: int, num_rows: int, wanted: bool) -> Options:
-    """Every option at once, or none."""
+    """Example options: all of them if `wanted`, else none."""
     if not wanted:
         return Options()
     return Options(

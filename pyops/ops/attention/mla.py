@@ -64,9 +64,10 @@ def sm100_cutlass_mla_decode(
 
     in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
     lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
-    contributes nothing. An empty sequence gives zeros. Slots without a token change nothing, whatever they hold. An
-    infinite element of a token's latent KV gives infinity or NaN, and so does a logit that is no float32. Sums of the
-    largest elements do not overflow; a mean of float32 within 2^-16 of the largest float may be rounded to infinity.
+    contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
+    infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
+    Accumulating the largest finite values does not overflow; a float32 result within 2^-16 of the largest float may be
+    rounded to infinity.
     Nothing is returned.
 
     Args:

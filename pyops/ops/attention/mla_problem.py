@@ -81,7 +81,8 @@ class MlaProblem:
 
     @property
     def may_use_mma(self) -> bool:
-        """Whether mla_decode.cu serves the call, if its shared memory fits; mla_decode_simt.cu serves every call."""
+        """Whether mla_decode.cu supports the call, if its shared memory fits; mla_decode_simt.cu supports every
+        call."""
         cache, chunk = self.cache, 16 // self.cache_dtype.itemsize
         is_aligned = cache.alignment == 16 and all(
             stride % chunk == 0 or size == 1 for size, stride in zip(cache.shape[:2], cache.strides[:2], strict=True)
@@ -90,7 +91,7 @@ class MlaProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether mla_decode_sm90.cu serves the call: 16-bit queries, tensors that TMA can load, and enough heads."""
+        """Whether mla_decode_sm90.cu supports the call: 16-bit queries, tensors that TMA can load, and enough heads."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")
@@ -109,8 +110,8 @@ class MlaProblem:
 
     @property
     def has_few_heads(self) -> bool:
-        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu serves: at most 16 heads, aligned
-        16-bit queries."""
+        """Whether mla_decode_small_h_fp8.cu (plain fp8) or mla_decode_small_h.cu supports the call: at most 16 heads,
+        aligned 16-bit queries."""
         device, args = self.cache.device, (self.q_nope, self.q_pe)
         return (
             device.supports("wgmma")

@@ -62,10 +62,10 @@ class CodesConfig:
 def choose(problem: MlaProblem, device: Device) -> CodesConfig:
     """The number of splits with the least time by the cost model."""
     tiles = -(-problem.max_tokens // _TOKENS)
-    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # of partial results, written and read
+    split_bytes = 2 * 4 * problem.num_seqs * problem.num_heads * LATENT_SIZE  # partials, written and read
 
     def time(splits: int) -> float:
-        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.multiprocessors))
+        rounds = -(-problem.num_seqs * splits // (_BLOCKS * device.num_sms))
         alone = rounds * (-(-tiles // splits) * _TILE_US + _START_US)
         return alone + (_JOIN_US + splits * split_bytes / _BYTES_PER_US if splits > 1 else 0.0)
 

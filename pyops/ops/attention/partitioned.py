@@ -87,7 +87,7 @@ def paged_attention_v2(
     Partition p of a head writes its row max m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`, and its
     own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with ``w_p =
     z_p exp(m_p - m)``; a sink is added to both sums when partitions are combined. Memory of partitions after the end of
-    a sequence, or before its window, is left as it is.
+    a sequence, or before its window, is left unchanged.
 
     Args:
         exp_sums, max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.

@@ -25,12 +25,13 @@ _TILE_ROWS = 16  # rows of an MMA; a row is a query token and one of the heads t
 _STATIC_SHARED_MEMORY = 2176
 # docs/performance/prefill.md, "Two tiles of 16 rows to a warp read keys and values half as often".
 _MIN_ROWS_FOR_TWO_TILES = 256  # fewest rows of a sequence, on average
-_MAX_HEAD_SIZE_OF_TWO_TILES = 64  # with fp8 or logit options; 128 on sm_90 otherwise ("two tiles spill")
+# Largest head size with two tiles per warp, for fp8 or logit options; otherwise 128 on sm_90 ("two tiles spill").
+_MAX_HEAD_SIZE_OF_TWO_TILES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillMmaConfig:
-    """How one call runs.
+    """The geometry of prefill_mma.cu.
 
     Attributes:
         num_warps: warps of a block.

@@ -13,8 +13,8 @@ from . import decode_problem
 from .arguments import Options, PagedKV, RaggedKV, Sparse
 from .layout import CacheLayout, check_kv, check_rows, heads_stride, max_tokens_of
 
-# docs/performance/prefill.md, "Sequences of one query token": decode attention takes them where sequences have fewer
-# than this number of query tokens on average.
+# Query tokens per sequence, on average, from which the prefill kernel also takes sequences of one query token; below,
+# decode attention takes those (docs/performance/prefill.md, "Sequences of one query token").
 _MAX_TOKENS_BESIDE_SINGLE_ROWS = 128
 
 
@@ -89,7 +89,7 @@ class PrefillProblem:
 
     @property
     def uses_mma(self) -> bool:
-        """Whether prefill_mma.cu serves the call; attention_decode_simt.cu serves every call."""
+        """Whether prefill_mma.cu supports the call; attention_decode_simt.cu supports every call."""
         query, head_size = self.query, self.query.shape[2]
         unit = 16 if self.layout.packed or self.is_fp8 else 8
         # On gfx11 each lane holds a whole operand row: with ALiBi slopes or a soft cap and short values, registers
@@ -111,7 +111,7 @@ class PrefillProblem:
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether prefill_sm90.cu serves the call."""
+        """Whether prefill_sm90.cu supports the call."""
         query, out, layout = self.query, self.out, self.layout
         has_registers = not self.is_fp8 or self.value_size <= 192 or self.has_plain_logits
         has_one_unit = not layout.head_scales or self.has_plain_logits  # the polynomials of the soft cap take one scale
@@ -132,8 +132,9 @@ class PrefillProblem:
 
     @property
     def single_rows(self) -> decode_problem.DecodeProblem | None:
-        """The problem of decode attention for the sequences of one query token, if they may fill all SMs; None where
-        the prefill kernel takes them. Only the device knows which sequences have one token.
+        """The decode problem for the sequences with one query token, if there may be enough to fill all SMs; None if
+        the prefill kernel takes them. The lengths are on the device, so the plan does not know which sequences these
+        are.
         """
         num_seqs, num_tokens, device = self.num_seqs, self.query.shape[0], self.query.device
         if not isinstance(self.kv, PagedKV):
@@ -151,7 +152,7 @@ class PrefillProblem:
             fp8_out_scale=None,
         )
         is_served = self.uses_mma and single_rows.uses_mma and self.value_size == self.query.shape[2]
-        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.multiprocessors
+        may_fill_device = num_seqs * self.kv.num_kv_heads >= device.num_sms
         may_be_many = may_fill_device and num_tokens < _MAX_TOKENS_BESIDE_SINGLE_ROWS * num_seqs
         return single_rows if is_served and may_be_many and self.codes is None else None
 

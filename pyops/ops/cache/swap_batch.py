@@ -1,4 +1,4 @@
-"""Many copies between device and host memory by addresses, as a cache that is moved to the host and back needs them."""
+"""Batched copies between device and host memory by address, for offloading a cache to the host."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_access_order_any: bool = False) -> None:
     """Copy ``sizes[i]`` bytes from address ``src_ptrs[i]`` to address ``dst_ptrs[i]``, on torch's current stream.
 
-    The driver is called once for all copies from CUDA 12.8 on, unless the stream is the default one. Addresses are
-    the caller's word: nothing says which memory they belong to, so only null is refused. On a machine without a GPU
-    the copies are done when the call returns.
+    From CUDA 12.8 on, one driver call does all copies, unless the stream is the default one. Addresses are not
+    validated, because nothing says which memory they belong to: only null is refused. On a machine without a GPU the
+    copies are done when the call returns.
 
     Args:
         src_ptrs, dst_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory.
-            No byte may be of a destination and a source, or of two destinations.
+            Destinations may not overlap each other or a source.
         sizes: [n] int64 in host memory, contiguous: bytes, 0 or more.
-        is_src_access_order_any: whether sources may be read before earlier work on the stream is done, so that nothing
-            on the stream may write them.
+        is_src_access_order_any: whether sources may be read before earlier work on the stream is done; earlier work
+            may then not write them.
 
     Raises:
         OpError: tensors of other types or lengths, a null address, a negative size. Nothing has been written then.

@@ -97,8 +97,8 @@ class BlockFormat:
     ) -> Launch:
         """The launch that dequantizes to `dense` matrices of `rows_of_matrix` rows, each with its own tiles of scales.
 
-        `scale_rows` has the row of the scales of each row, if it is not the row itself. A matrix is skipped if
-        `problem_sizes` has no rows that multiply it.
+        `scale_rows` gives the row of `scales` for each matrix row; None if they are equal. An expert's weight matrix is
+        skipped if `problem_sizes` says that the expert has no rows.
         """
         num_rows, size = check.num_rows(codes), codes.shape[-1] * 8 // self.code_bits
         rows, columns = self.scale_sizes(rows_of_matrix, size)

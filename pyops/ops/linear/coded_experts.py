@@ -1,4 +1,4 @@
-"""K-major quantized weights of experts, as checkpoints have them: their description, and their dequantization."""
+"""K-major quantized weights of experts in the layouts of checkpoints: description, checks and dequantization."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def dsv3_fused_a_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
 
     Args:
         output: [tokens, outputs] bfloat16, written; elements of a row are contiguous.
-        mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
-        mat_b: the weight, [K, outputs] bfloat16, of any strides; column-major is fast.
+        mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
+        mat_b: the weight, [K, outputs] bfloat16, any strides; column-major is fast.
     """
     output.copy_(mat_a.double() @ mat_b.double())
 
@@ -51,7 +51,7 @@ def dsv3_router_gemm(output: Tensor, mat_a: Tensor, mat_b: Tensor) -> None:
 
     Args:
         output: [tokens, experts] float32 or bfloat16, written; elements of a row are contiguous.
-        mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
+        mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
         mat_b: the weight, [experts, K] bfloat16, likewise.
     """
     output.copy_(weight_product(mat_b, mat_a))

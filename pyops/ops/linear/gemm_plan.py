@@ -1,4 +1,4 @@
-"""Which kernel serves a GEMM, and how: a Config for each kernel, the choice among them, the launch.
+"""GEMM: a Config for each kernel, the choice among them, and the launch.
 
 A Config class stands for a kernel: it holds the kernel's geometry and makes the launch. Only `choose` chooses a kernel.
 """

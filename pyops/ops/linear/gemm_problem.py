@@ -66,7 +66,7 @@ class Operand:
 
     @classmethod
     def of_columns(cls, tensor: TensorArg) -> Operand:
-        """A tensor [K, rows] of any strides; column-major ones are the fast ones."""
+        """A tensor [K, rows] of any strides; column-major is fast."""
         return cls.of_matrix(replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1]))
 
     @classmethod
@@ -89,7 +89,7 @@ class Epilogue:
     """The epilogue: names and formula are those of gemm_epilogue.cuh.
 
     Attributes:
-        out: [..., N], rows of one stride.
+        out: [..., N], constant row stride.
         a_scales: a scale for each row of a, or one, of any float dtype. With block_scaled float32 [M, blocks of K], any
             strides.
         b_scales: likewise for the rows of b, in `column_order` if there are several. With block_scaled float32 [blocks
@@ -291,7 +291,7 @@ def column_bias(bias: TensorArg | None, dtype: DType, columns: int) -> TensorArg
 def check_linear(
     out: TensorArg, input: TensorArg, weight: TensorArg, bias: TensorArg | None, activation: str = "none"
 ) -> GemmProblem:
-    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel serves."""
+    """The problem of a linear layer with tensors of one dtype; OpError for one that no kernel supports."""
     check.floating(input)
     if activation not in ACTIVATIONS:
         raise check.refuse(out, "activation", f"expected {' or '.join(ACTIVATIONS)}, got {activation}")

@@ -108,12 +108,12 @@ def choose_mma(problem: GemmProblem, device: Device) -> MmaConfig:
         tile_m, tile_n, warps_m, warps_n = 16, 64, 1, 4
     elif m <= 32:
         tile_m, tile_n, warps_m, warps_n = 32, 64, 1, 4
-    elif m <= 64 or tiles(128, 128) < device.multiprocessors:
+    elif m <= 64 or tiles(128, 128) < device.num_sms:
         tile_m, tile_n, warps_m, warps_n = 64, 64, 2, 2
     else:
         tile_m, tile_n, warps_m, warps_n = 64 if problem.epilogue.block_scaled else 128, 128, 2, 4
     steps = -(-problem.k * problem.dtype.itemsize // _STEP_BYTES)
-    idle = 2 * device.multiprocessors // max(1, tiles(tile_m, tile_n))
+    idle = 2 * device.num_sms // max(1, tiles(tile_m, tile_n))
     splits = 1
     while splits * 2 <= min(idle, _MAX_SPLITS, steps // _MIN_SPLIT_STEPS):
         splits *= 2

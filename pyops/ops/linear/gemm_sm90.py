@@ -95,7 +95,7 @@ class GemmConfig:
         fixed = self._STORES * store_bytes + 2 * terms * self.tile_n * 4
         stage = (self.TILE_M + self.tile_n) * K_TILE_BYTES + 2 * _BARRIER_BYTES
         stages = min(_MAX_STAGES, (device.shared_memory - fixed) // stage)
-        tiles, clusters = self.tiles(problem.m, problem.b.rows), device.multiprocessors // self.cluster
+        tiles, clusters = self.tiles(problem.m, problem.b.rows), device.num_sms // self.cluster
         box_rows = _box_rows(problem.m, self.TILE_M, _A_BOX_ROWS)
         rest = tiles % clusters
         sharers = rest * min(self.splits, clusters // rest, num_k_tiles(problem)) if rest else 1
@@ -192,7 +192,7 @@ class SwapConfig:
             STAGES=stages,
             SPLITS=self.splits,
         ).launch(
-            (tiles if self.parts > 1 else min(tiles, device.multiprocessors), self.splits),
+            (tiles if self.parts > 1 else min(tiles, device.num_sms), self.splits),
             288,
             max(exchanged + stages * stage, device.shared_memory // 2 + 1),
             a_map=_map(problem.a, problem.k, box_rows),

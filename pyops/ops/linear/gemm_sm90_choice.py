@@ -76,9 +76,9 @@ def candidates(shape: Shape, mma: MmaConfig, device: Device) -> list[Config]:
     """The configs that `choose` compares; `mma` is that of gemm_sm80.cu, which multiplies 16-bit elements as fast."""
     found: list[Config] = [] if shape.eight_bits else [mma]
     if shape.m <= MAX_SWAP_ROWS and not shape.is_gated:
-        found += _swap_configs(shape, device.multiprocessors)
+        found += _swap_configs(shape, device.num_sms)
     if shape.out_is_aligned:
-        found += _gemm_configs(shape, device.multiprocessors)
+        found += _gemm_configs(shape, device.num_sms)
     return found
 
 
@@ -86,11 +86,11 @@ def config_us(config: Config, shape: Shape, device: Device, rates: cost.GemmRate
     """Microseconds of a config by the cost model."""
     nbytes = (shape.m + shape.n) * shape.num_k_tiles * K_TILE_BYTES + shape.m * shape.n * (1 if shape.is_gated else 2)
     if isinstance(config, GemmConfig):
-        launch, (loop, ends) = rates.launch, _gemm_us(config, shape, device.multiprocessors, rates)
+        launch, (loop, ends) = rates.launch, _gemm_us(config, shape, device.num_sms, rates)
     elif isinstance(config, SwapConfig):
-        launch, (loop, ends) = rates.swap_launch, _swap_us(config, shape, device.multiprocessors, rates)
+        launch, (loop, ends) = rates.swap_launch, _swap_us(config, shape, device.num_sms, rates)
     else:
-        launch, (loop, ends) = rates.mma_launch, _mma_us(config, shape, device.multiprocessors, rates)
+        launch, (loop, ends) = rates.mma_launch, _mma_us(config, shape, device.num_sms, rates)
     return launch + rates.overlapped(loop, nbytes) + ends
 
 

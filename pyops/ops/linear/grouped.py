@@ -43,11 +43,11 @@ def grouped_gemm(
 
     e is the expert of row t. Accumulation is exact for int8 and in float32 for other dtypes, with scales as
     `cutlass_scaled_mm` applies them; the epilogue is computed in float32 and rounded once. Rows that the lists do not
-    name, and rows of experts that do not exist, are left as they are.
+    name, and rows of experts that do not exist, are left unchanged.
 
     Args:
-        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
-        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
+        out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Constant row stride.
+        a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; constant row stride.
         b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
             one stride.
         sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.

@@ -71,7 +71,7 @@ class GroupedProblem:
     """A grouped GEMM: names and formula are those of grouped.cuh.
 
     Attributes:
-        out: [num_rows, N], rows of one stride.
+        out: [num_rows, N], constant row stride.
         a: [num_rows / top_k, K]; b: [experts * b_rows, K], of the same dtype.
         num_experts: experts; their rows of b are contiguous. k: elements of K.
         lists: the rows of each expert.

@@ -80,7 +80,7 @@ def by_rows(b: Tensor, n: int, k: int) -> Tensor:
 
 
 def swapped(b: TensorArg, num_experts: int, n: int, k: int) -> TensorArg:
-    """The same as `by_rows`, for a descriptor of any shape."""
+    """`by_rows` for descriptors in plans; any other shape is returned unchanged."""
     if b.shape != (num_experts, k, n) or (n == k and (b.strides[2] == 1 or k <= 1)):
         return b
     return replace(b, shape=(num_experts, n, k), strides=(b.strides[0], b.strides[2], b.strides[1]))

@@ -110,7 +110,7 @@ def awq_marlin_moe_repack(
 
     Args:
         b_q_weight: [num_experts, K, N * num_bits / 32] int32, contiguous.
-        perm: vLLM's; it has no effect.
+        perm: for compatibility with vLLM; no effect.
         size_k, size_n, num_bits, is_a_8bit: as in `awq_marlin_repack`.
         out: [num_experts, K / 16, N * num_bits / 2] int32, contiguous, returned; new unless given.
     """

@@ -75,4 +75,4 @@ def takes(weight: PackedWeight) -> bool:
 
 def fills(weight: PackedWeight, device: Device) -> bool:
     """Whether the tiles of a weight are one wave that leaves few SMs idle."""
-    return _MIN_FULL * device.multiprocessors <= -(-weight.n // _TILE_N) <= device.multiprocessors
+    return _MIN_FULL * device.num_sms <= -(-weight.n // _TILE_N) <= device.num_sms

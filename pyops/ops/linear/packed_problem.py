@@ -1,6 +1,6 @@
 """A GEMM with a packed quantized weight: the problem that `packed_plan` chooses kernels by.
 
-``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales as checkpoints have them (the
+``out = epilogue(a' @ w)`` for a weight w [K, N] with quants, zero points and scales in the layouts of checkpoints (the
 layouts and orders are those of `_shared/packed_layouts.py`), and the activations a', with permuted columns if the
 weight's rows are permuted:
 
@@ -9,8 +9,8 @@ weight's rows are permuted:
     g(k) = k // group_size, or g_idx[k]
     a'[m, k] = a[m, k], or a[m, perm[k]]
 
-A weight without scales is the exact difference, and the epilogue has a per-column scale or none. A row of w is 0 if its
-group is out of range, and so is a column of a' if its index is out of range.
+Without `scales`, w is the exact difference quant - zero, and the epilogue may apply a per-column scale. A row of w is 0
+if its group index is out of range; a column of a' is 0 if its index is out of range.
 """
 
 from __future__ import annotations

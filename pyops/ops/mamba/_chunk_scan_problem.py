@@ -10,12 +10,12 @@ from ..._core.tensors.dtypes import FLOATS, float32
 from ..._core.tensors.tensor import TensorArg
 
 _MAX_TOKENS = 2**31 - 64  # kernels count tokens in 32 bits
-MAX_ROWS = 128  # rows of a block of chunk_scan.cu and chunk_scan_states.cu: dimensions of its heads
-_MAX_STATE_OF_TWO_TILES = 128  # elements of a state: of two rows, a thread holds as many in registers
-_CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk where a segment has fewer chunks than this many
-_MAX_SEGMENTS = 64  # segments with states that chunk_scan_pass.cu adds up sequentially
-BLOCKS, _SIMT_BLOCKS = 2, 8  # resident blocks per SM: of kernels with MMAs, and of chunk_scan_simt.cu
-_WIDE = 64  # elements of a row of the tiles of chunk_scan_states.cu
+MAX_ROWS = 128  # most rows of a block of chunk_scan.cu and chunk_scan_states.cu; a row is an element of a head
+_MAX_STATE_OF_TWO_TILES = 128  # most elements of a state with which a warp holds two row tiles in registers
+_CHUNK_PARTS, _MANY_CHUNKS = 4, 16  # parts of a chunk if a segment has fewer than _MANY_CHUNKS chunks
+_MAX_SEGMENTS = 64  # most segments: chunk_scan_pass.cu combines their states sequentially
+BLOCKS, _SIMT_BLOCKS = 2, 8  # resident blocks per SM: of the kernels with MMAs, and of chunk_scan_simt.cu
+_WIDE = 64  # elements of a row of a tile in shared memory of chunk_scan_states.cu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class ChunkScanProblem:
     def segments(self, row_blocks: int) -> tuple[int, int, int]:
         """(segments that fill the device once, parts of a chunk that divide them evenly, tokens of a part)."""
         device, num_tokens = self.x.device, self.x.shape[0]
-        blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.multiprocessors
+        blocks = (BLOCKS if self.uses_products else _SIMT_BLOCKS) * device.num_sms
         wanted = max(1, min(blocks // row_blocks, _MAX_SEGMENTS))
         chunk_parts, part_tokens = 1, min(self.chunk_size, max(1, num_tokens))
         long = 2 * num_tokens >= self.num_chunks * part_tokens  # else most parts would be empty
@@ -67,13 +67,13 @@ class ChunkScanProblem:
 
     @property
     def head_tile(self) -> int:
-        """Dimensions of a head that a block of chunk_scan.cu takes."""
+        """Elements of a head per block of chunk_scan.cu."""
         _, head_size, _, state_size = self.sizes
         return gcd(head_size, MAX_ROWS if state_size <= _MAX_STATE_OF_TWO_TILES else MAX_ROWS // 2)
 
     @property
     def heads(self) -> int:
-        """Heads of a block of chunk_scan.cu, which share B and C."""
+        """Heads per block of chunk_scan.cu; they share B and C."""
         num_heads, head_size, num_groups, state_size = self.sizes
         rows = MAX_ROWS if state_size <= _MAX_STATE_OF_TWO_TILES else MAX_ROWS // 2
         return gcd(num_heads // num_groups, rows // self.head_tile) if self.head_tile == head_size else 1
@@ -109,21 +109,21 @@ class ChunkScanProblem:
         device = self.x.device
         if device.supports("mma") or device.warp_size == 64:
             return 256
-        # A lane of WMMA has twice as much of the state as one of MFMA, and of the copies that are held the more, the
-        # fewer rows share them. Gates are loaded before one is used.
+        # With WMMA a lane holds twice as much of the state as with MFMA, and the fewer rows share the loads, the more
+        # loads it has in flight. The gates z are loaded early and take registers, too.
         rows = self.heads * self.head_tile
         return rows if self.z is None else min(rows, 64)
 
     @property
     def uses_wgmma(self) -> bool:
-        """Whether chunk_scan_states.cu may find the states of segments."""
+        """Whether chunk_scan_states.cu can compute the states of segments."""
         state_size = self.sizes[3]
         wide = self.head_tile % _WIDE == 0 and state_size in (_WIDE, 2 * _WIDE)
         return wide and self.uses_products and self.x.device.supports("wgmma")
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of the largest tile: of chunk_scan_states.cu, or of results by chunk_scan.cu."""
+        """Tokens of the larger tile: 64 in chunk_scan_states.cu, 32 in chunk_scan.cu."""
         return 64 if self.uses_wgmma else 32
 
     def bucket(self) -> str:
@@ -176,7 +176,7 @@ def check_scan(problem: ChunkScanProblem) -> None:
 
 
 def check_heads(arg: TensorArg) -> None:
-    """The last two dimensions, heads of a token, lie one after another; tokens may have any stride."""
+    """Check that the last two dimensions (heads of a token) are contiguous; tokens may have any stride."""
     (heads, size), (head_stride, step) = arg.shape[-2:], arg.strides[-2:]
     if arg.numel and ((size > 1 and step != 1) or (heads > 1 and head_stride != size)):
         raise arg.error(f"expected contiguous heads, got shape {arg.shape} with strides {arg.strides}")

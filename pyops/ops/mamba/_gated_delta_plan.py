@@ -15,18 +15,19 @@ from ._chunk_scan_problem import check_heads
 _chunk = Kernel("mamba/gated_delta_chunk.cu")
 _recurrent = Kernel("mamba/gated_delta_recurrent.cu")
 
-_MAX_SIZE = 256  # elements of a head of k
-_MAX_KEYS = 32  # columns of a state in the registers of a thread
-# Measured on an H200, heads of 128: 8 sequences of 1024 tokens take 266 us by 8 warps and 481 by 4, because the warps
-# that prepare tiles serve more rows; one sequence of 8192, whose blocks are few, 908 by 4, 923 by 2 and 987 by 8.
-_WARPS = 4  # of a block, with rows
-_LARGE_WARPS = 8  # if even such blocks are enough for all SMs; with warps of 64 lanes, registers would spill
-_MAX_KEY_SIZE = 128  # of gated_delta_chunk.cu: a thread has as many columns of half a row in registers
-_MAX_KEY_SIZE_GFX11 = 96  # operands of eight words: with more, registers spill
-_MIN_TOKENS = 16  # of a sequence, on average: with fewer, most of a tile of gated_delta_chunk.cu would be empty
-_ALIGNMENT = 256  # bytes of padding that aligning the parts of shared memory may take
-_PREPARING = 4  # warps of gated_delta_chunk.cu without rows
-# (tokens of a tile, stages): for CUDA, and those that fit on AMD.
+_MAX_SIZE = 256  # largest key size
+_MAX_KEYS = 32  # most columns of the state in registers of a thread
+# Measured on an H200 with heads of 128. 8 sequences of 1024 tokens take 266 us with 8 warps and 481 us with 4, because
+# the producer warps then prepare tiles for more rows. One sequence of 8192 tokens has few blocks: 908 us with 4 warps,
+# 923 with 2 and 987 with 8.
+_WARPS = 4  # warps of a block that hold rows of the state
+_LARGE_WARPS = 8  # the same, if such blocks still fill all SMs; with warps of 64 lanes they would spill
+_MAX_KEY_SIZE = 128  # largest key size of gated_delta_chunk.cu: a thread holds that many elements of half a state row
+_MAX_KEY_SIZE_GFX11 = 96  # the same on gfx11, where an operand takes eight registers: larger keys spill
+_MIN_TOKENS = 16  # fewest tokens per sequence, on average: with fewer, tiles of gated_delta_chunk.cu are mostly empty
+_ALIGNMENT = 256  # most bytes of padding between the parts of shared memory
+_PREPARING = 4  # producer warps of gated_delta_chunk.cu; they prepare tiles and hold no rows
+# (tokens of a tile, stages), best first: for CUDA, and for AMD.
 _TILES, _HELD_TILES = ((32, 4),), ((32, 3), (16, 3))
 
 
@@ -105,7 +106,7 @@ class GatedDeltaConfig:
     """The geometry of gated_delta_chunk.cu or gated_delta_recurrent.cu.
 
     Attributes:
-        warps: of a block, those that prepare tiles not counted.
+        warps: warps of a block, without the producer warps.
         min_blocks: resident blocks per SM for which the compiler bounds registers.
     """
 
@@ -113,24 +114,22 @@ class GatedDeltaConfig:
     min_blocks: int
 
     def candidates(self, problem: GatedDeltaProblem, device: Device) -> list[GatedDeltaConfig]:
-        """Larger and smaller blocks, and more registers or fewer."""
+        """Other block sizes and register bounds."""
         sizes = (2, 4, 8) if device.warp_size == 32 or not problem.uses_products else (2, 4)
         warps = [w for w in sizes if not problem.uses_products or problem.tokens.v.shape[3] % (16 * w) == 0]
         return tuning.varied(self, warps=warps, min_blocks=(1, 2))
 
 
 def choose(problem: GatedDeltaProblem, device: Device) -> GatedDeltaConfig:
-    """Blocks with few rows if large ones would leave SMs idle."""
+    """Smaller blocks, with fewer rows of the state, where larger ones would leave SMs idle."""
     if not problem.uses_products:
         return GatedDeltaConfig(_WARPS, 1)
     _, _, value_heads, value_size = problem.tokens.v.shape
     num_blocks = problem.num_seqs * value_heads * value_size // (16 * _WARPS)
-    large = (
-        device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.multiprocessors
-    )
+    large = device.warp_size == 32 and value_size % (16 * _LARGE_WARPS) == 0 and num_blocks // 2 >= device.num_sms
     if large and tiles(device, problem.tokens.q.shape[3], _LARGE_WARPS) is not None:
         return GatedDeltaConfig(_LARGE_WARPS, 1)
-    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.multiprocessors else _WARPS, 1)
+    return GatedDeltaConfig(2 if value_size % (16 * _WARPS) or num_blocks < device.num_sms else _WARPS, 1)
 
 
 def check_rule(problem: GatedDeltaProblem) -> None:
@@ -176,7 +175,7 @@ def check_rule(problem: GatedDeltaProblem) -> None:
 
 
 def token_stride(arg: TensorArg) -> int:
-    """Elements from one token to the next; OpError when those of all sequences have no common stride."""
+    """Token stride in elements; OpError unless one stride fits the tokens of all rows of the batch."""
     batch, num_tokens = arg.shape[:2]
     if batch > 1 and num_tokens > 1 and arg.strides[0] != num_tokens * arg.strides[1]:
         raise arg.error(f"expected tokens of one stride, got shape {arg.shape} with strides {arg.strides}")
@@ -192,15 +191,15 @@ class Tiles(NamedTuple):
 
 
 def tiles(device: Device, key_size: int, warps: int) -> Tiles | None:
-    """The largest tiles of gated_delta_chunk.cu that shared memory holds; None if it holds none."""
+    """The largest tiles of gated_delta_chunk.cu that fit into shared memory; None if none do."""
     has_mma = device.supports("mma")
     for tokens, stages in _TILES if has_mma else _HELD_TILES:
-        # Keys, queries and values of each stage, with rows padded to 128 bytes; two square matrices of two tiles.
+        # Each stage holds keys, queries and values, with rows padded to 128 bytes; two tiles hold two square matrices.
         key_bytes, value_bytes = (tokens * -(-size // 64) * 128 for size in (key_size, 16 * warps))
         row_bytes = 128 if has_mma else 2 * (tokens + 8)
         summed_bytes = 0 if has_mma else key_size * row_bytes
         dynamic = stages * (2 * key_bytes + value_bytes + summed_bytes) + 4 * tokens * row_bytes
-        # Factors of three tiles, and what is prepared of two.
+        # Static: `Factors` of three tiles and `Prepared` of two (gated_delta_tokens.cuh).
         fixed = 3 * (3 * tokens + 1) * 4 + 2 * (4 + tokens + 4) * tokens * 4
         if dynamic + fixed + _ALIGNMENT <= device.shared_memory:
             return Tiles(tokens, stages, dynamic)

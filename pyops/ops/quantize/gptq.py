@@ -1,4 +1,4 @@
-"""GPTQ's packed weights: fields of 2, 3, 4 or 8 bits, consecutive rows in a word."""
+"""Packed GPTQ weights: fields of 2, 3, 4 or 8 bits, with consecutive rows in a word."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _unit(bit: int) -> tuple[int, int]:
 
 
 def _destination(bit: int, field: int, j: int) -> int:
-    """The bit of a shuffled unit that bit `j` of this field becomes."""
+    """The bit of a shuffled unit to which bit `j` of this field moves."""
     if bit == 8:
         return 8 * field + j
     if bit == 3 and field >= 30:

@@ -680,7 +680,7 @@ def test_idle_blocks_touch_nothing(lengths: list[int]) -> None:
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_splits_of_mixed_lengths_fit_the_grid(monkeypatch: pytest.MonkeyPatch, head_size: int) -> None:
     """Two waves are 16 splits. Splits in proportion to lengths, rounded up, would be 20 for heads of 64."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     V1.forget()
     with config.cpu("kernels"):
         lengths = [1, 286, 571, 857, 1143, 1429, 1714, 2000]

@@ -42,7 +42,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     with config.cpu("kernels"):
         yield str(request.param)
 

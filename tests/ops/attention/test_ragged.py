@@ -36,7 +36,7 @@ PAGED = pyops.registry["paged_attention_varlen"]
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each device by name; the host runs the kernels for compute capability 8.0."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", num_sms=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 
@@ -46,7 +46,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     """The host backend and, on Hopper, the GPU. The host gets few SMs, so that a CTA has several work items."""
     if request.param == "cuda" and not device.get(0).supports("wgmma"):
         pytest.skip("no Hopper")
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=2))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=2))
     with config.cpu("kernels"):
         yield str(request.param)
 

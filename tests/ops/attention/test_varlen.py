@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 @pytest.fixture(params=DEVICES)
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each device by name; the host runs the kernels for compute capability 8.0."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", multiprocessors=108, cluster=1))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), arch="sm_80", num_sms=108, cluster=1))
     with config.cpu("kernels" if isinstance(request.param, Host) else "reference"):
         yield str(request.param)
 

@@ -97,9 +97,7 @@ def test_many_tokens(name: str, where: str, small: device.Device) -> None:
     op = pyops.registry[name]
     for case in axes.sample(op, max_cases=3):
         args = example(op, where, num_tokens=151, **case)
-        few = op.launches(
-            *op.example(ArgMaker(dataclasses.replace(small, multiprocessors=999)), num_tokens=151, **case)
-        )
+        few = op.launches(*op.example(ArgMaker(dataclasses.replace(small, num_sms=999)), num_tokens=151, **case))
         many = op.launches(*op.example(ArgMaker(small), num_tokens=151, **case))
         for constant in {"TOKENS", "ROWS"} & many[0].specialisation.constants.keys():
             assert few[0].specialisation.constants[constant] < many[0].specialisation.constants[constant]

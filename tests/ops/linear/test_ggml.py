@@ -221,7 +221,7 @@ def test_choice_of_kernel(arch: str, m: int, dtype: dtypes.DType, quant_type: in
     problem = GgmlProblem(arg("out", dtype, m, n), weight, arg("X", dtype, m, k), format)
     assert ggml_plan.choose(problem, on) == config
     launch = config.launch(problem)
-    each = -(-launch.grid[0] // on.multiprocessors)  # blocks per SM: one more does not fit
+    each = -(-launch.grid[0] // on.num_sms)  # blocks per SM: one more does not fit
     assert arch != "sm_90" or isinstance(config, GgmlSimtConfig) or (each + 1) * launch.shared > on.shared_memory
     assert all(other.launch(problem).block[0] % 64 == 0 for other in config.candidates(problem, on))
 

@@ -401,7 +401,7 @@ def test_packed_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """4-bit weights with zero points, several tiles per block: all schedules give the same bits, rounded once."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=1))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=1))
     on_tiles, by_wgmma = isinstance(one, CodedTileConfig), isinstance(one, CodedHopperConfig)
     block_size = one.tile_m if by_wgmma else 16
     made = Case(11, 70 if by_wgmma else 64, k, activation, block_size=block_size, with_bias=True)

@@ -22,9 +22,9 @@ needs_compiler = pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
-def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host gets four SMs, so that CTAs take several tiles."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=4))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=4))
 
 
 # Two waves of tiles, with partial tiles in M, N and K.

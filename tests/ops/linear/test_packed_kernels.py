@@ -228,7 +228,7 @@ CUT = [
 
 
 @needs_compiler
-@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "multiprocessors", "sharers"), CUT)
+@pytest.mark.parametrize(("call", "dtype", "one", "m", "n", "k", "num_sms", "sharers"), CUT)
 def test_stream_k_last_wave(
     monkeypatch: pytest.MonkeyPatch,
     call: Callable[..., Tensor],
@@ -237,11 +237,11 @@ def test_stream_k_last_wave(
     m: int,
     n: int,
     k: int,
-    multiprocessors: int,
+    num_sms: int,
     sharers: int | None,
 ) -> None:
     """Partial sums are added in the order of K, whichever block arrives last."""
-    monkeypatch.setitem(device._HOST, 32, replace(device.host(), multiprocessors=multiprocessors))
+    monkeypatch.setitem(device._HOST, 32, replace(device.host(), num_sms=num_sms))
     if sharers is not None:
         monkeypatch.setattr(packed_hopper, "sharers", lambda *_: sharers)
     groups = k // (64 if sharers else 128)

@@ -209,7 +209,7 @@ def test_on_matrix_cores(core: str, head_size: int, state_size: int, monkeypatch
     prompts = Prompts("cpu", [140, 0, 20], **sizes, dtype=torch.bfloat16)
     prompts.B, prompts.A = prompts.B * state_size**-0.5, prompts.A * 0.1
     with on_matrix_core(core, monkeypatch) as lanes, config.cpu("kernels"), monkeypatch.context() as patch:
-        patch.setitem(devices._HOST, lanes, replace(devices.host(lanes), multiprocessors=1))
+        patch.setitem(devices._HOST, lanes, replace(devices.host(lanes), num_sms=1))
         for schedule in (SCHEDULES[0], SCHEDULES[3]):
             with scheduled(schedule, warp_size=lanes):
                 for actual, wanted in zip(prompts.whole(chunk_size=40), prompts.truth(), strict=True):
