@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pyops.host.toolchain import toolchains
 
 from benchmarks.readme import replaced
+from pyops.host.toolchain import toolchains
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/recipes"
