@@ -1,6 +1,6 @@
 """The runtime. A file imports only files above it:
 
-errors config log dtypes              what is raised, which switches exist, what is logged, the element types
+errors config log dtypes docstring    what is raised, which switches exist, what is logged; element types; docstrings
 locks folders                         threads and processes
 source lazy device driver tuning      kernel text; torch and cupy on demand; device sizes; the driver; tuned choices
 tensor hiprtc compiler host offline   what a plan sees of a tensor; text to function: on a GPU, on the CPU, for a GPU

@@ -24,6 +24,7 @@ def op(
     *,
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
+    partial: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
     keyed: str | tuple[str, ...] = (),
     runtime: str | tuple[str, ...] = (),
@@ -35,6 +36,7 @@ def op(
     *,
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
+    partial: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
     returns: str | tuple[str, ...],
     keyed: str | tuple[str, ...] = (),
@@ -46,6 +48,7 @@ def op(
     *,
     out: str | tuple[str, ...] = (),
     inout: str | tuple[str, ...] = (),
+    partial: str | tuple[str, ...] = (),
     in_place: dict[str, str] | None = None,
     returns: str | tuple[str, ...] = (),
     keyed: str | tuple[str, ...] = (),
@@ -61,9 +64,11 @@ def op(
     schema, too. A module that declares an op again, such as a notebook cell that runs twice, replaces the op.
 
     Args:
-        out: tensors that are written and never read; inout: tensors that are read and written. If `.result` gives the
-            shapes and dtypes of the outputs, the op also has the form ``op.new(...)``, which takes the other arguments,
-            allocates every `out` that may not be None, and returns them.
+        out: tensors that are written and never read; inout: tensors that are read and written.
+        partial: outputs that are written in part; what is not written stays. The op also has the form
+            ``op.new(...)``, which takes the other arguments, allocates every output that may not be None, and returns
+            them: if `in_place` names an input for each, which they are like, or if `.result` says what they look like.
+            Where an output is partial, its new tensor begins as zeros.
         returns: outputs that the op itself allocates and returns, unless the caller gives them by name. They stand
             after a ``*``, and `.result` gives their shapes and dtypes.
         in_place: {output: input} pairs that may be one and the same tensor.
@@ -76,7 +81,8 @@ def op(
     """
 
     def make(reference: Callable[..., None]) -> Any:
-        names: dict[str, Any] = {"out": out, "inout": inout, "returns": returns, "keyed": keyed, "runtime": runtime}
+        names: dict[str, Any] = {"out": out, "inout": inout, "partial": partial, "returns": returns}
+        names |= {"keyed": keyed, "runtime": runtime}
         names = {option: (given,) if isinstance(given, str) else given for option, given in names.items()}
         return Op(declare(reference, **names, in_place=in_place or {}, ulps=ulps, atol=atol)).wrapper
 
@@ -88,7 +94,7 @@ class Op(Planner):
 
     Attributes:
         call: the wrapper that writes given outputs; compile_wrapper: compiles its text.
-        form: the form that allocates outputs; None of an op without a result function.
+        form: the form that allocates outputs; None of an op that is always given them.
         plans: {key: plan} of signatures that are called by the wrapper.
         recent: [the plan of the last call with torch tensors].
     """
@@ -131,7 +137,10 @@ class Op(Planner):
             traffic=self.set_traffic,
             bad_indices=self.set_bad_indices,
             result=self.set_result,
+            new=returning.refusing(declaration),
         )
+        if like_inputs := returning.like_inputs(declaration):
+            self.set_result(like_inputs)
         registry[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -139,12 +148,16 @@ class Op(Planner):
         return attrgetter("op"), (self.wrapper,)
 
     def set_result(self, function: F) -> F:
-        """`function` says what the outputs look like that the form `new` allocates; with it, the op has that form."""
-        if self.form is None:
-            self.form = returning.make(self, self.call)
+        """`function` says what the outputs look like that the form `new` allocates; with it, the op has that form.
+
+        It names parameters of the op. Its keyword-only parameters are parameters of `new` alone: what a caller of the
+        op says by the outputs that it gives, such as their dtype. Their texts are the section Args of its docstring.
+        """
+        if self.form is None or not self.declaration.returned:
+            self.form = returning.make(self, self.call, function)
             torch_library.add(self.declaration, self.call, self.compile_wrapper, self.check, self.form)
         self.wrapper.new = self.form.new
-        return super().set_result(function)
+        return self.set_results(self.form.declaration, function)
 
     def __call__(self, *values: Any) -> None:
         """The wrapper, given a value for each parameter."""
