@@ -7,16 +7,21 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 _NAMES = r"[\w*]+(?:,\s+[\w*]+)*"
 _OTHERS = r"\s+(?:The )?others(?=: )"
 _WIDTH = 112
-# What the text of an output says of a tensor that a caller gives, and not of a new one.
+# What the text of an output says of a tensor that a caller gives, and not of a new one: clauses, and words in others.
 _OF_GIVEN = re.compile(
-    r"(rows|elements of a row|heads)( are|) (of (one|any) strides?|contiguous)|(of )?any strides?( .*|)|contiguous"
-    r"|the last stride is 1|(written( and returned)?|new unless given|may be `\w+`( itself)?|it must be given)",
+    r"(rows|elements of a row|heads)( are)? (of (one|any) strides?|contiguous)|(of )?any strides?( .*)?|contiguous"
+    r"|the last stride is 1|written|returned|written and returned|new unless given|it must be given"
+    r"|may be `?\w+`?( itself)?",
     re.IGNORECASE,
+)
+_WORDS_OF_GIVEN = re.compile(
+    r"(?<! are)(?<! is)(?<! and),? (contiguous|written and returned|written|returned|and returned)(?=[,:]|$)"
 )
 
 
@@ -26,45 +31,39 @@ class Docstring(NamedTuple):
     Attributes:
         text: all before the first section.
         parameters: {name: its text in the section Args, in one line}.
-        sections: the others, such as ``Raises``, each with its heading.
+        sections: {heading: text} of the others, such as ``Raises``.
     """
 
     text: str
     parameters: dict[str, str]
-    sections: list[str]
+    sections: dict[str, str]
 
-    def joined(self, *more: str) -> str:
-        """The docstring, in which each parameter has an entry of its own, and with `more` sections after them."""
-        named = section("Args", self.parameters)
-        return "\n\n".join(filter(None, (self.text, named, *more, *self.sections)))
+    def joined(self) -> str:
+        """The docstring, in which each parameter has an entry of its own."""
+        sections = (f"{heading}:\n{text}" for heading, text in self.sections.items())
+        return "\n\n".join(filter(None, (self.text, named("Args", self.parameters), *sections)))
 
 
 def parse(function: Callable[..., Any], parameters: Sequence[str] = ()) -> Docstring:
     """The docstring of a function with these parameters."""
     text, *found = re.split(r"\n+(?=[A-Z]\w+:\n    \S)", f"\n{inspect.getdoc(function) or ''}")
-    named: dict[str, str] = {}
-    others = []
-    for one in found:
-        heading, _, body = one.partition(":\n")
-        if heading == "Args":
-            for names, words in entries(body, parameters):
-                named |= dict.fromkeys(names, words)
-        else:
-            others.append(one.rstrip())
-    return Docstring(text.strip(), {name: named[name] for name in parameters or named if name in named}, others)
+    sections = {heading: body.rstrip() for heading, _, body in (one.partition(":\n") for one in found)}
+    texts = dict(entries(sections.pop("Args", ""), parameters))
+    return Docstring(text.strip(), {name: texts[name] for name in parameters or texts if name in texts}, sections)
 
 
-def entries(body: str, parameters: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """(names, text) of each entry of a section of names, whose texts are lines that begin with four spaces.
+def entries(body: str, parameters: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """(name, text) of each name in a section of names. Entries are lines that begin with four spaces.
 
     An entry may have several names, or several parts: ``a, b: text; c: text``. A name may be a pattern, ``block_*``, or
     ``others``: the parameters that no other entry names.
     """
-    parts = [part for entry in re.split(r"\n(?=    \S)", body) for part in _parts(entry)]
-    named = {one for names, _ in parts for one in _meant(names, parameters) if names != ["*"]}
-    others = [name for name in parameters if name not in named]
+    parts = [part for entry in re.split(r"\n(?=    \S)", body) if entry for part in _parts(entry)]
+    meant = {one for names, _ in parts for one in _meant(names, parameters) if names != ["*"]}
+    others = [name for name in parameters if name not in meant]
     for names, words in parts:
-        yield others if names == ["*"] else _meant(names, parameters), " ".join(words.split())
+        for name in others if names == ["*"] else _meant(names, parameters):
+            yield name, " ".join(words.split())
 
 
 def _meant(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -79,18 +78,12 @@ def _parts(entry: str) -> Iterator[tuple[list[str], str]]:
         yield re.split(r",\s+", names), words
 
 
-def section(heading: str, texts: Mapping[str, str]) -> str:
+def named(heading: str, texts: Mapping[str, str]) -> str:
     """A section of names, each with its text; "" without names."""
     lines = [f"{heading}:"]
     for name, text in texts.items():
-        lines += textwrap.wrap(
-            f"{name}: {text}",
-            _WIDTH,
-            initial_indent=" " * 4,
-            subsequent_indent=" " * 8,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        entry = f"    {name}: {text}"
+        lines += textwrap.wrap(entry, _WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines) if texts else ""
 
 
@@ -100,24 +93,31 @@ def returning(
     """The docstring of the form of an op that allocates its outputs.
 
     Args:
-        reference: of the op; own: has the texts of parameters that the op does not have.
+        reference: of the op.
+        own: the result function. Its section Args has the texts of parameters that the op does not have, and its
+            section Returns those of outputs that say less, or more, than the texts of the op.
         inputs: parameters of the form.
         outputs: what it returns.
     """
-    found = parse(reference, [*inspect.signature(reference).parameters])
-    texts = found.parameters | parse(own).parameters
-    args = {name: texts[name] for name in inputs if name in texts}
+    names = list(inspect.signature(reference).parameters)
+    found, more = parse(reference, names), parse(own)
+    texts = found.parameters | more.parameters
+    for before, name in pairwise(names):
+        shape = re.match(r"\[[^]]*\]", texts.get(before, ""))
+        if before in outputs and shape and name in texts:
+            texts[name] = re.sub(r"^the same shape", shape[0], texts[name])
     results = {name: of_new(texts[name]) for name in outputs if name in texts}
-    return Docstring(found.text, args, found.sections).joined(section("Returns", results))
+    results |= dict(entries(more.sections.get("Returns", "")))
+    args = {name: texts[name] for name in inputs if name in texts}
+    docstring = Docstring(found.text, args, found.sections).joined()
+    return "\n\n".join(filter(None, (docstring, named("Returns", results))))
 
 
 def of_new(text: str) -> str:
     """The text of an output without what concerns only a tensor that a caller gives."""
     sentences = []
-    for sentence in re.split(r"(?<=[.\w`])\. (?=[A-Z])", text.removesuffix(".")):
-        clauses = (
-            re.sub(r",? (contiguous|written( and returned)?)(?=[,:]|$)", "", one) for one in sentence.split("; ")
-        )
-        sentences.append("; ".join(one for one in clauses if not _OF_GIVEN.fullmatch(one)))
-    kept = ". ".join(filter(None, sentences))
+    for sentence in re.split(r"(?<=[.\w`\]])\. (?=[A-Z])", text.removesuffix(".")):
+        clauses = (clause for clause in sentence.split("; ") if not _OF_GIVEN.fullmatch(clause))
+        sentences.append("; ".join(_WORDS_OF_GIVEN.sub("", clause) for clause in clauses))
+    kept = ". ".join(filter(None, sentences)).replace("` takes them", "` returns them")
     return f"{kept}." if kept else text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from . import arguments, guard, plan, prepare, returning, torch_library, wrapper
 from .declaration import declare
@@ -12,7 +12,7 @@ from .plan import Plan
 from .planner import F, Planner
 from .tensor import TensorArg
 from .torch_library import Form
-from .typed import Declare, DeclareReturning
+from .typed import Declare, DeclareReturning, Options
 
 _MAX_PLANS = 8192
 
@@ -20,30 +20,9 @@ registry: dict[str, Op] = {}
 
 
 @overload
-def op(
-    *,
-    out: str | tuple[str, ...] = (),
-    inout: str | tuple[str, ...] = (),
-    partial: str | tuple[str, ...] = (),
-    in_place: dict[str, str] | None = None,
-    keyed: str | tuple[str, ...] = (),
-    runtime: str | tuple[str, ...] = (),
-    ulps: int = 1,
-    atol: float | Callable[..., float] = 2.0**-22,
-) -> Declare: ...
+def op(**options: Unpack[Options]) -> Declare: ...
 @overload
-def op(
-    *,
-    out: str | tuple[str, ...] = (),
-    inout: str | tuple[str, ...] = (),
-    partial: str | tuple[str, ...] = (),
-    in_place: dict[str, str] | None = None,
-    returns: str | tuple[str, ...],
-    keyed: str | tuple[str, ...] = (),
-    runtime: str | tuple[str, ...] = (),
-    ulps: int = 1,
-    atol: float | Callable[..., float] = 2.0**-22,
-) -> DeclareReturning: ...
+def op(*, returns: str | tuple[str, ...], **options: Unpack[Options]) -> DeclareReturning: ...
 def op(
     *,
     out: str | tuple[str, ...] = (),
@@ -66,9 +45,8 @@ def op(
     Args:
         out: tensors that are written and never read; inout: tensors that are read and written.
         partial: outputs that are written in part; what is not written stays. The op also has the form
-            ``op.new(...)``, which takes the other arguments, allocates every output that may not be None, and returns
-            them: if `in_place` names an input for each, which they are like, or if `.result` says what they look like.
-            Where an output is partial, its new tensor begins as zeros.
+            ``op.new(...)``, which takes the other arguments, allocates every output that may not be None (zeros if it
+            is partial), and returns them. They look like the inputs that `in_place` names, or as `.result` says.
         returns: outputs that the op itself allocates and returns, unless the caller gives them by name. They stand
             after a ``*``, and `.result` gives their shapes and dtypes.
         in_place: {output: input} pairs that may be one and the same tensor.

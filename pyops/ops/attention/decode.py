@@ -8,6 +8,8 @@ from ..._core import tuning
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV, Sparse
 from .decode_choose import choose
 from .decode_launch import launch
@@ -116,6 +118,11 @@ def paged_attention_v1(
     for s in range(len(seq_lens)):
         attended = Attended(query[s], scale, kv, s, options, sparse)
         finish(out[s], *attended.part(0, None), sinks, None if lse is None else lse[:, s])
+
+
+@paged_attention_v1.result
+def result_paged_attention_v1(query: TensorArg) -> Result:
+    return Result(query.shape, query.dtype)
 
 
 @paged_attention_v1.plan

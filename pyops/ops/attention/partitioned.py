@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..._core import check, tuning
+from ..._core.dtypes import float8_e4m3fn
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
+from ..._core.tensor import TensorArg
 from .arguments import Options, PagedKV, Partials, Sparse
 from .decode import absolute_error
 from .decode_choose import choose
@@ -112,6 +115,11 @@ def paged_attention_v2(
         finish(out[s], *joined, sinks, None if lse is None else lse[:, s])
 
 
+@paged_attention_v2.result
+def result_paged_attention_v2(query: TensorArg) -> Result:
+    return Result(query.shape, query.dtype)
+
+
 @paged_attention_v2.plan
 def plan_paged_attention_v2(**call: Any) -> list[Launch]:
     problem = check_decode(call, _V2_PARTITION)
@@ -159,7 +167,8 @@ def example_paged_attention_v2(
 
 
 @op(
-    inout=("out", "exp_sums", "max_logits", "tmp_out", "lse"),
+    partial="out",
+    inout=("exp_sums", "max_logits", "tmp_out", "lse"),
     runtime="max_seq_len",
     keyed="logits_soft_cap",
     atol=_joined(_ROCM_PARTITION),
@@ -222,6 +231,11 @@ def paged_attention_rocm(
         if fp8_out_scale is not None:
             result = (result * (1.0 / fp8_out_scale.reshape(()))).clamp(-448.0, 448.0)
             out[row].view(torch.uint8).copy_(result.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@paged_attention_rocm.result
+def result_paged_attention_rocm(query: TensorArg, fp8_out_scale: TensorArg | None) -> Result:
+    return Result(query.shape, float8_e4m3fn if fp8_out_scale else query.dtype)
 
 
 @paged_attention_rocm.plan

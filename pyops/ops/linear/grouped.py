@@ -9,6 +9,7 @@ from ..._core.dtypes import E4M3, FLOATS, bfloat16, float8_e5m2, float16, float3
 from ..._core.kernel import Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .fp8_accumulation import experts_error
 from .gemm_problem import SCALE_BLOCK, Operand
@@ -23,7 +24,7 @@ __all__ = ["grouped_gemm"]
 _LIMIT, _ALPHA = 7.0, 1.702  # constants of swigluoai and swiglustep
 
 
-@op(inout="out", atol=experts_error)
+@op(partial="out", atol=experts_error)
 def grouped_gemm(
     out: Tensor,
     a: Tensor,
@@ -120,6 +121,29 @@ def activated(x: Tensor, activation: str) -> Tensor:
     plain = {"silu_no_mul": silu, "gelu_no_mul": gelu, "relu2_no_mul": lambda x: relu(x) ** 2}
     result: Tensor = plain[activation](x) if activation in plain else x
     return result
+
+
+@grouped_gemm.result
+def result_grouped_gemm(
+    a: TensorArg,
+    b: TensorArg,
+    bias: TensorArg | None,
+    top_k: int,
+    activation: str,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Result:
+    """Rows of `a`, each `top_k` times.
+
+    Args:
+        out_dtype: of the output; None for the dtype of `a` if that is a float of 16 or 32 bits, else for the dtype of
+            the bias, else for bfloat16.
+    """
+    check.sizes(a, num_rows=None, K=None)
+    check.sizes(b, num_experts=None, rows=None, K=None)
+    default = a.dtype if a.dtype in FLOATS else bias.dtype if bias else bfloat16
+    n = b.shape[1] // (2 if ACTIVATIONS.get(activation) else 1)
+    return Result((a.shape[0] * top_k, n), check.chosen(a, "out_dtype", out_dtype, default))
 
 
 @grouped_gemm.plan

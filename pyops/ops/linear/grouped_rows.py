@@ -9,6 +9,7 @@ from ..._core import check
 from ..._core.dtypes import bfloat16, float16, float32, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .._shared.groups import SHARES, sharing
 from .grouped_plan import block_size_for
@@ -103,6 +104,18 @@ def check_rows(out: TensorArg, a: TensorArg, b: TensorArg) -> TensorArg:
     check.dtype(b, a.dtype)
     check.sizes(b, num_experts=None, N=None, K=None)
     return out
+
+
+def result_rows(a: TensorArg, b: TensorArg, *, out_dtype: torch.dtype | None = None) -> Result:
+    """Rows of `a` times the weights of experts, [num_experts, N, K], or a view of them, [num_experts, K, N].
+
+    Args:
+        out_dtype: of the output; None for bfloat16.
+    """
+    check.sizes(a, num_rows=None, K=None)
+    check.sizes(b, num_experts=None, N=None, K=None)
+    n = b.shape[1] if b.shape[2] == a.shape[1] else b.shape[2]
+    return Result((a.shape[0], n), check.chosen(a, "out_dtype", out_dtype, bfloat16))
 
 
 def check_strides(num_experts: int, *strides: TensorArg | None) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..._core import tuning
+from ..._core import check, tuning
 from ..._core.kernel import Kernel, Launch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from .gemm_problem import GemmProblem, check_linear
 
@@ -130,6 +131,12 @@ def skinny_linear(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | Non
     """
     product = input.float() @ weight.float().T
     out.copy_(product if bias is None else product + bias.reshape(-1).float())
+
+
+@skinny_linear.result
+def result_skinny_linear(input: TensorArg, weight: TensorArg) -> Result:
+    check.sizes(weight, output_size=None, hidden_size=check.row_size(input))
+    return Result((*input.shape[:-1], weight.shape[0]), input.dtype)
 
 
 @skinny_linear.plan

@@ -9,6 +9,7 @@ from ..._core.dtypes import float32, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._common import MAX_STATES, PAD_SLOT_ID
 from ._step_geometry import StepProblem, choose
@@ -117,6 +118,11 @@ def selective_state_update(
             target = slot_of(targets, i, 0 if num_accepted_tokens is None else t - begin)
             if target >= 0 and (num_accepted_tokens is not None or t == end - 1):
                 state[target] = h.to(state.dtype)
+
+
+@selective_state_update.result
+def result_selective_state_update(x: TensorArg) -> Result:
+    return Result(x.shape, x.dtype)
 
 
 @selective_state_update.plan

@@ -11,6 +11,7 @@ from ..._core.dtypes import float32, int32, int64
 from ..._core.kernel import Kernel, Launch, Scratch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 from ._random import philox
 
@@ -211,6 +212,12 @@ def top_k_top_p_sampling_from_logits(
         total = int(w.sum())
         bits = 0 if greedy[row] else philox(int(seeds[row]), 0 if offsets is None else int(offsets[row]))
         samples[row] = torch.searchsorted(w.cumsum(0), bits * total >> 64, right=True) if total else -1
+
+
+@top_k_top_p_sampling_from_logits.result
+def result_top_k_top_p_sampling_from_logits(logits: TensorArg) -> Result:
+    check.sizes(logits, num_rows=None, vocab_size=None)
+    return Result(logits.shape[:1], int32)
 
 
 @top_k_top_p_sampling_from_logits.plan

@@ -10,6 +10,7 @@ from ..._core.dtypes import float32, int32
 from ..._core.kernel import Kernel, Launch
 from ..._core.lazy import torch
 from ..._core.op import op
+from ..._core.planner import Result
 from ..._core.tensor import TensorArg
 
 if TYPE_CHECKING:
@@ -245,6 +246,12 @@ def top_k_per_row_decode(
     _select(logits, torch.zeros_like(ends), ends, indices, numRows, topK)
 
 
+@top_k_per_row_prefill.result
+@top_k_per_row_decode.result
+def result_top_k_per_row(numRows: int, topK: int) -> Result:
+    return Result((numRows, topK), int32)
+
+
 @top_k_per_row_decode.plan
 def plan_top_k_per_row_decode(
     logits: TensorArg,
@@ -291,10 +298,7 @@ def example_top_k_per_row_decode(
 def _per_row(arg: TensorArg, min_rows: int) -> None:
     """Check that `arg` is contiguous int32 of at least `min_rows` elements."""
     check.sizes(arg, num_rows=None)
-    if arg.shape[0] < min_rows:
-        raise arg.error(f"expected at least {min_rows} elements, got shape {arg.shape}")
-    check.dtype(arg, int32)
-    check.contiguous(arg)
+    check.at_least(arg, int32, min_rows)
 
 
 def _launches(
