@@ -89,7 +89,8 @@ def fused_marlin_moe(
             "swigluoai"); half the columns for activations without gates.
         w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
         bias1, bias2, w1_scale, w2_scale, w1_zeros, w2_zeros, global_scale1, global_scale2, g_idx1, g_idx2: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them; sort_indices1 and sort_indices2 are its perm.
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        sort_indices1, sort_indices2: perm of `moe_wna16_marlin_gemm`.
         topk_weights: [num_tokens, topk] float32, contiguous; topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the quantized weights, a number of `pyops.SCALAR_TYPES`.
         apply_router_weight_on_input: whether router weights scale the first GEMM; then topk is 1.

@@ -136,7 +136,12 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
 
 
 def copy_blocks_mla(kv_caches: Sequence[Any], block_mapping: Any) -> None:
-    """Copy blocks in the joint caches of every layer: `copy_blocks` for caches that hold keys and values in one."""
+    """Copy blocks in the joint caches of every layer: `copy_blocks` for caches that hold keys and values in one.
+
+    Args:
+        kv_caches: one for each layer, read and written.
+        block_mapping: as `copy_blocks` takes it.
+    """
     _copy_layers([(kv_cache, None) for kv_cache in kv_caches], block_mapping)
 
 

@@ -87,7 +87,11 @@ def communicator(op: str, fa: int) -> Communicator:
 
 
 def dispose(fa: int) -> None:
-    """Forget a communicator, and unmap what it has mapped itself: peers' buffers of graphs."""
+    """Forget a communicator, and unmap what it has mapped itself: peers' buffers of graphs.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+    """
     communicator("dispose", fa).close()
     del _communicators[fa]
 
@@ -97,22 +101,39 @@ def lost_ranks(fa: int) -> dict[int, tuple[int, int]]:
 
     A kernel gives up after 30 seconds and ends with a trap, so that every later call of the device's runtime in this
     process is an error; calls of this library are a `RankError` then. What this function says can be read afterwards.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
     """
     return read_lost(communicator("lost_ranks", fa).lost)
 
 
 def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
-    """Tell the addresses of one buffer, of each rank's in the order of ranks, so that `all_reduce` may read it."""
+    """Tell the addresses of one buffer, of each rank's in the order of ranks, so that `all_reduce` may read it.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+        ipc_tensors: addresses in this process.
+    """
     communicator("register_buffer", fa).register(ipc_tensors)
 
 
 def get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
-    """For the buffers of captured calls: the bytes of their allocations' handles, and the offsets in these."""
+    """For the buffers of captured calls: the bytes of their allocations' handles, and the offsets in these.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+    """
     return communicator("get_graph_buffer_ipc_meta", fa).captured_handles()
 
 
 def register_graph_buffers(fa: int, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
-    """Map what all ranks returned from `get_graph_buffer_ipc_meta`; before a graph is replayed for the first time."""
+    """Map what all ranks returned from `get_graph_buffer_ipc_meta`; before a graph is replayed for the first time.
+
+    Args:
+        fa: the communicator, as `init_custom_ar` returns it.
+        handles, offsets: of each rank, in the order of ranks.
+    """
     communicator("register_graph_buffers", fa).register_captured(handles, offsets)
 
 

@@ -71,7 +71,11 @@ def close_mem_handle(address: int) -> None:
 
 
 def free_shared_buffer(ptr: int) -> None:
-    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it any more."""
+    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it any more.
+
+    Args:
+        ptr: the address that `allocate_shared_buffer_and_handle` has returned.
+    """
     if (here := ranks.here()) is not None:
         here.world.free(ptr)
     else:
