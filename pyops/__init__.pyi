@@ -105,8 +105,8 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
         dst: torch tensors, or numpy and cupy arrays, of any dtype and shape without gaps; both on one GPU, or one
             or both in host memory.
         block_size_in_bytes: bytes of a block.
-        block_mapping: [n, 2] integers, (source, destination), in host memory: a torch tensor, a numpy array or a
-            list. No block of memory may be a destination and a source.
+        block_mapping: [n, 2] integers, (source, destination), in host memory: a torch tensor, a numpy array or a list.
+            No block of memory may be a destination and a source.
 
     Raises:
         OpError: a mapping that is not [n, 2] integers in host memory, a destination that overlaps a source, a size
@@ -121,13 +121,13 @@ def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_
     the copies are done when the call returns.
 
     Args:
-        src_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory. No byte
-            may be of a destination and a source, or of two destinations.
-        dst_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory. No byte
-            may be of a destination and a source, or of two destinations.
+        src_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory.
+            No byte may be of a destination and a source, or of two destinations.
+        dst_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory.
+            No byte may be of a destination and a source, or of two destinations.
         sizes: [n] int64 in host memory, contiguous: bytes, 0 or more.
-        is_src_access_order_any: whether sources may be read before earlier work on the stream is done, so that
-            nothing on the stream may write them.
+        is_src_access_order_any: whether sources may be read before earlier work on the stream is done, so that nothing
+            on the stream may write them.
 
     Raises:
         OpError: tensors of other types or lengths, a null address, a negative size. Nothing has been written then.
@@ -242,9 +242,9 @@ def minimax_allreduce_rms(
     Args:
         input: [num_tokens, hidden_size / nranks], this rank's columns; float32, float16 or bfloat16.
         norm_weight: [hidden_size / nranks], of the same dtype.
-        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of memory of
-            each rank, as vLLM's ``LamportWorkspace`` has them: 1536 bytes and 16 for each token, at first every
-            word of it equal. All ranks use the memory for these two functions alone.
+        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of memory of each
+            rank, as vLLM's ``LamportWorkspace`` has them: 1536 bytes and 16 for each token, at first every word of it
+            equal. All ranks use the memory for these two functions alone.
         rank: this rank of 2, 4 or 8.
         nranks: this rank of 2, 4 or 8.
         eps: added to the mean.
@@ -287,12 +287,12 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
 
     Args:
         fa: the handle that `init_custom_qr` returns.
-        inp: float16 or bfloat16, contiguous, a multiple of 8 elements, of no more bytes than `init_custom_qr`
-            knows.
+        inp: float16 or bfloat16, contiguous, a multiple of 8 elements, of no more bytes than `init_custom_qr` knows.
         out: as `inp`, written; may be `inp`.
         quant_level: 0 for 16 bits, not quantized; 1, 2, 3 for 8, 6 and 4 bits.
-        cast_bf2half: compute bfloat16 in float16, which overflows beyond 65504. A block with an element that is not
-            finite becomes NaN, if it is quantized.
+        cast_bf2half: compute bfloat16 in float16, which overflows beyond 65504.
+
+    A block with an element that is not finite becomes NaN, if it is quantized.
     """
 
 def qr_destroy(fa: int) -> None:
@@ -418,8 +418,8 @@ def marlin_int4_fp8_preprocess(qweight: Tensor, qzeros_or_none: Tensor | None = 
 
     Args:
         qweight: [K, N / 8] int32, contiguous, in the layout of AWQ; without zero points of any shape and layout.
-        qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all
-            zero points are 8.
+        qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all zero
+            points are 8.
         inplace: whether the result overwrites `qweight`.
     """
 
@@ -445,15 +445,15 @@ def causal_conv1d_fn(
 
     Args:
         x: [dim, num_tokens], contiguous in memory along either the channels of a token or the tokens of a channel
-            (else it is copied). The result has the same layout, and the dtype of x; computed is on x in the dtype
-            of conv_states.
+            (else it is copied). The result has the same layout, and the dtype of x; computed is on x in the dtype of
+            conv_states.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         conv_states: [num_slots, dim, at least width - 1], any strides, read and written; None if no state is kept.
-        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This
-            and all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens
-            for their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the
-            states of these sequences, are undefined.
+        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
+            all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens for
+            their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the states
+            of these sequences, are undefined.
         cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
         has_initial_state: [num_seqs] bool; None if no sequence has one.
         activation: "silu", "swish" or True for silu; None or False for none.
@@ -485,8 +485,8 @@ def causal_conv1d_update(
     """The convolution of the new tokens of each sequence, see `causal_conv1d_decode`: x, overwritten.
 
     Args:
-        x: [num_seqs, dim] or [num_seqs, dim, seq_len]; or with query_start_loc [num_tokens, dim]. Of another dtype
-            than conv_state it keeps its elements, and the result is a new tensor.
+        x: [num_seqs, dim] or [num_seqs, dim, seq_len]; or with query_start_loc [num_tokens, dim]. Of another dtype than
+            conv_state it keeps its elements, and the result is a new tensor.
         conv_state: [num_slots, dim, state_len], any strides, read and written.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
@@ -495,15 +495,15 @@ def causal_conv1d_update(
             column 0 counts; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
         num_accepted_tokens: [num_seqs], at least 1: how many tokens of the last call are kept; None without
             speculative decoding.
-        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. A
-            start below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences
-            share tokens: these tokens, and the states of these sequences, are undefined.
+        query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. A start
+            below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences share
+            tokens: these tokens, and the states of these sequences, are undefined.
         max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
         pad_slot_id: the slot that stands for none.
-        block_idx_last_scheduled_token: [num_seqs] columns of conv_state_indices for prefix caching: where the state
-            is written, and whence it is read.
-        initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching: where the state is written,
-            and whence it is read.
+        block_idx_last_scheduled_token: [num_seqs] columns of conv_state_indices for prefix caching:
+            where the state is written, and whence it is read.
+        initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching:
+            where the state is written, and whence it is read.
         validate_data: accepted because vLLM has it; arguments are always checked.
     """
 
@@ -535,15 +535,15 @@ def chunk_gated_delta_rule(
         g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
         beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
         scale: of the outputs.
-        initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or
-            None for zeros.
+        initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+            for zeros.
         output_final_state: whether the final state is returned.
-        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to ``cu_seqlens[s
-            + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no range of
-            tokens, the sequence has none. Sequences may not overlap.
+        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+            range of tokens, the sequence has none. Sequences may not overlap.
         head_first: False.
-        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for
-            v, what float32 cannot hold on the way becomes infinite or NaN.
+        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
+            what float32 cannot hold on the way becomes infinite or NaN.
         state_v_first: whether states are [..., value_size, key_size].
     """
 
@@ -577,13 +577,13 @@ def fused_recurrent_gated_delta_rule(
         scale: of the outputs.
         initial_state: the states in slots, `state` of `gated_delta_rule_update`.
         inplace_final_state: whether these states are updated.
-        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to ``cu_seqlens[s
-            + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no range of
-            tokens, the sequence has none. Sequences may not overlap.
+        cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+            range of tokens, the sequence has none. Sequences may not overlap.
         ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
         num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
-        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for
-            v, what float32 cannot hold on the way becomes infinite or NaN.
+        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
+            what float32 cannot hold on the way becomes infinite or NaN.
         state_v_first: whether states are [..., value_size, key_size].
     """
 
@@ -620,8 +620,7 @@ def mamba_chunk_scan_combined_varlen(
         C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
             num_heads, and heads of a group are neighbours.
         chunk_size: tokens of a chunk, at most.
-        cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one
-            dtype.
+        cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
         cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
         last_chunk_indices: [num_seqs], the last chunk of each sequence.
         seq_idx: [num_chunks], the sequence of each chunk.
@@ -664,14 +663,14 @@ def selective_scan_fn(
     its copy.
 
     Args:
-        u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16;
-            tokens one after another, any other strides.
-        ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written.
-            No two sequences may have the same slot.
+        u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16; tokens
+            one after another, any other strides.
+        ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written. No
+            two sequences may have the same slot.
         delta: the same, the time steps; overwritten by the result.
         A: [dim, state_size] float32, states one after another; state_size is at most 256.
-        B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens
-            one after another. Channels ``dim / groups`` at a time share a group.
+        B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens one
+            after another. Channels ``dim / groups`` at a time share a group.
         C: the same.
         D: D_, z_ and delta_bias_ of `selective_scan_fwd`.
         z: D_, z_ and delta_bias_ of `selective_scan_fwd`.
@@ -683,12 +682,15 @@ def selective_scan_fn(
         has_initial_state: [batch] bool, contiguous; or None: no sequence has a state.
         pad_slot_id: the slot of a sequence that is padding.
         block_size: tokens of a block, at least 1; no meaning without `block_idx_last_scheduled_token`.
-        block_idx_first_scheduled_token: [batch] int32, contiguous; all three or none.
-        block_idx_last_scheduled_token: [batch] int32, contiguous; all three or none.
-        initial_state_idx: [batch] int32, contiguous; all three or none.
-        cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted
-            over all; only differences of adjacent elements are used. A first chunk of less than 1 or more than
-            block_size tokens counts as one of block_size.
+        block_idx_first_scheduled_token: [batch] int32, contiguous;
+            all three or none.
+        block_idx_last_scheduled_token: [batch] int32, contiguous;
+            all three or none.
+        initial_state_idx: [batch] int32, contiguous;
+            all three or none.
+        cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted over
+            all; only differences of adjacent elements are used. A first chunk of less than 1 or more than block_size
+            tokens counts as one of block_size.
         last_chunk_indices: [batch] int32, contiguous: the last chunk of each sequence; both or none, and only with
             block_idx_last_scheduled_token.
     """
@@ -710,8 +712,7 @@ def get_device_attribute(attribute: int, device: int) -> int:
     """The value of an attribute of a device. The driver is asked at every call.
 
     Args:
-        attribute: number of the attribute in the runtime's enumeration (``cudaDeviceAttr``,
-            ``hipDeviceAttribute_t``).
+        attribute: number of the attribute in the runtime's enumeration (``cudaDeviceAttr``, ``hipDeviceAttribute_t``).
         device: ordinal of the device in this process; the current device if negative.
 
     Raises:
@@ -763,8 +764,8 @@ def fused_experts(
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
         w1: [num_experts, 2 * intermediate_size, hidden_size], rows of one stride; [num_experts, intermediate_size,
-            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants
-            are packed two to a byte along the last dimension.
+            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants are
+            packed two to a byte along the last dimension.
         w2: [num_experts, hidden_size, intermediate_size], likewise.
         topk_weights: [num_tokens, topk] float32, contiguous.
         topk_ids: [num_tokens, topk] int32 or int64, contiguous.
@@ -772,8 +773,8 @@ def fused_experts(
         activation: one of those of `grouped_gemm`.
         apply_router_weight_on_input: whether weights multiply ``x[t] @ w1[e].T``; then topk is 1.
         global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
-        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device
-            holds it; or None.
+        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
+            it; or None.
         quant_config: scales and biases; None for neither.
 
     Returns:
@@ -853,40 +854,49 @@ def fused_marlin_moe(
         w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, then ups (interleaved for
             "swigluoai"); half the columns for activations without gates.
         w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
-        bias1: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        bias2: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        w1_scale: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        w2_scale: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
+        bias1: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        bias2: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        w1_scale: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        w2_scale: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
         topk_weights: [num_tokens, topk] float32, contiguous
         topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the quantized weights, a number of `pyops.SCALAR_TYPES`.
         apply_router_weight_on_input: whether router weights scale the first GEMM; then topk is 1.
         global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
-        activation: gated: "silu", "gelu", "swigluoai" or "swiglustep"; without gates: "silu_no_mul", "gelu_no_mul"
-            or "relu2_no_mul".
+        activation: gated: "silu", "gelu", "swigluoai" or "swiglustep"; without gates: "silu_no_mul", "gelu_no_mul" or
+            "relu2_no_mul".
         activation_func: ``(activation, out, input)`` instead of these, without gates if the name ends in "_no_mul"
         moe_sum: ``(input, out)`` instead of the sum over the choices of a token.
-        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device
-            holds it; or None.
+        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
+            it; or None.
         input_global_scale1: one float32 each, a factor of the row scales of int8; or None.
         input_global_scale2: one float32 each, a factor of the row scales of int8; or None.
-        global_scale1: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        global_scale2: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        g_idx1: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        g_idx2: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
+        global_scale1: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        global_scale2: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        g_idx1: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        g_idx2: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
         sort_indices1: perm of `moe_wna16_marlin_gemm`.
         sort_indices2: perm of `moe_wna16_marlin_gemm`.
-        w1_zeros: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
-        w2_zeros: of w1 and w2, as `moe_wna16_marlin_gemm` takes them.
+        w1_zeros: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
+        w2_zeros: of w1 and
+            w2, as `moe_wna16_marlin_gemm` takes them.
         workspace: vLLM's; it has no effect.
-        intermediate_cache13: memory of the dtype of hidden_states, overwritten: num_tokens * topk rows of the wider
-            of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None. `output` may lie in
-            the second.
-        intermediate_cache2: memory of the dtype of hidden_states, overwritten: num_tokens * topk rows of the wider
-            of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None. `output` may lie in
-            the second.
-        is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.;
-            no uint8b128 with int8.
+        intermediate_cache13: memory of the dtype of hidden_states, overwritten: num_tokens * topk
+            rows of the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None.
+            `output` may lie in the second.
+        intermediate_cache2: memory of the dtype of hidden_states, overwritten: num_tokens * topk
+            rows of the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None.
+            `output` may lie in the second.
+        is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.; no uint8b128 with int8.
         output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
         input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs row by row, for weights as
             `moe_wna16_marlin_gemm` takes them with 8-bit activations; or None, for inputs as they are.
@@ -918,8 +928,8 @@ def fused_moe(
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
         w1: [num_experts, 2 * intermediate_size, hidden_size], rows of one stride; [num_experts, intermediate_size,
-            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants
-            are packed two to a byte along the last dimension.
+            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants are
+            packed two to a byte along the last dimension.
         w2: [num_experts, hidden_size, intermediate_size], likewise.
         gating_output: [num_tokens, global_num_experts], logits, torch tensors.
         topk: experts of a token.
@@ -927,15 +937,15 @@ def fused_moe(
         inplace: whether the result is written to hidden_states.
         activation: one of those of `grouped_gemm`.
         use_grouped_topk: whether experts are chosen by `fused_grouped_topk`.
-        num_expert_group: how many groups of experts there are, and from how many of them, the best ones, a token's
-            experts are chosen.
-        topk_group: how many groups of experts there are, and from how many of them, the best ones, a token's
-            experts are chosen.
-        custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or
-            None, for the softmax of the logits.
+        num_expert_group: how many groups of experts there are, and from how many of them, the best ones, a
+            token's experts are chosen.
+        topk_group: how many groups of experts there are, and from how many of them, the best ones, a
+            token's experts are chosen.
+        custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None,
+            for the softmax of the logits.
         global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
-        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device
-            holds it; or None.
+        expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
+            it; or None.
         quant_config: scales and biases; None for neither.
     """
 
@@ -983,8 +993,7 @@ def fused_topk_bias(
         e_score_correction_bias: [num_experts] float32, contiguous; or None.
         topk: experts of a token, at most num_experts.
         renormalize: whether the weights of a token are divided by their sum.
-        scoring_func: "softmax", "sigmoid" or "sqrtsoftplus": `topk_softmax`, `topk_sigmoid` or
-            `topk_softplus_sqrt`.
+        scoring_func: "softmax", "sigmoid" or "sqrtsoftplus": `topk_softmax`, `topk_sigmoid` or `topk_softplus_sqrt`.
         indices_type: of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
         input_tokens: of topk_softplus_sqrt; None for the others.
         hash_indices_table: of topk_softplus_sqrt; None for the others.
@@ -1012,9 +1021,9 @@ def moe_align(
         num_experts: number of experts.
         expert_map: [num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not here.
         pad_sorted_ids: the size of sorted_token_ids is a multiple of block_size.
-        ignore_invalid_experts: rows of experts that are not here are skipped, and the others sorted by the numbers
-            of `expert_map`. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds
-            ``expert_map[expert]``, which may be -1.
+        ignore_invalid_experts: rows of experts that are not here are skipped, and the others sorted by the numbers of
+            `expert_map`. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds ``expert_map[expert]``,
+            which may be -1.
     """
 
 def moe_permute_unpermute_supported() -> bool:
@@ -1038,16 +1047,15 @@ def parallel_fused_experts(
     order, and rounded once.
 
     Args:
-        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a
-            quant_dtype, quant_config has it, too, and blocks of 128 x 128.
+        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a quant_dtype,
+            quant_config has it, too, and blocks of 128 x 128.
         hidden_states: [num_tokens, hidden_size], contiguous; as many tokens as this rank has, or none.
         w1: [num_experts, 2 * intermediate_size, hidden_size], rows of one stride; [num_experts, intermediate_size,
-            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants
-            are packed two to a byte along the last dimension., of the experts of this rank. A per-tensor scale of
-            the activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
-        w2: [num_experts, hidden_size, intermediate_size], likewise., of the experts of this rank. A per-tensor
-            scale of the activations must be given (`a1_scale`): a dynamic one would include rows that hold no
-            token.
+            hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants are
+            packed two to a byte along the last dimension., of the experts of this rank. A per-tensor scale of the
+            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
+        w2: [num_experts, hidden_size, intermediate_size], likewise., of the experts of this rank. A per-tensor scale of the
+            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
         topk_weights: [num_tokens, top_k] float32, contiguous.
         topk_ids: [num_tokens, top_k] int32 or int64, contiguous, of experts of all ranks; others add nothing.
         activation: one of those of `grouped_gemm`., of the experts of this rank. A per-tensor scale of the
@@ -1102,14 +1110,14 @@ def nvfp4_experts_quant(
     """(packed e2m1 values, scales) of `scaled_fp4_experts_quant`, for which vLLM has the same name.
 
     Args:
-        input_tensor: [num_tokens * topk, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of
-            one stride.
+        input_tensor: [num_tokens * topk, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one
+            stride.
         input_global_scale: [num_experts] float32.
         expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
-        blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to
-            128.
-        topk: experts of a token; nothing depends on it. The scales are float8_e4m3fn in tiles, with rows enough for
-            any distribution; what is no expert's is garbage.
+        blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to 128.
+        topk: experts of a token; nothing depends on it.
+
+    The scales are float8_e4m3fn in tiles, with rows enough for any distribution; what is no expert's is garbage.
     """
 
 def nvfp4_quant(
@@ -1125,8 +1133,9 @@ def nvfp4_quant(
         input_global_scale: one float32, which is multiplied in.
         is_sf_swizzled_layout: scales are float8_e4m3fn in tiles, [num_tokens rounded up to 128, hidden_size / 16
             rounded up to 4]; else uint8, [num_tokens, hidden_size / 16].
-        backend: one that names "trtllm" wants tiles of 8 rows where there are no more than 32, which are not made
-            here. The packed values are uint8, [num_tokens, hidden_size / 2].
+        backend: one that names "trtllm" wants tiles of 8 rows where there are no more than 32, which are not made here.
+
+    The packed values are uint8, [num_tokens, hidden_size / 2].
     """
 
 def per_token_group_quant_fp8(
@@ -1167,8 +1176,10 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
         group_size: a divisor of hidden_size.
         eps: the least magnitude of a group.
         use_ue8m0: not False: scales are powers of two.
-        out_q: for the fp8 values. The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1,
-            num_tokens rounded up to 4); what lies between the columns is 0.
+        out_q: for the fp8 values.
+
+    The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); what lies
+    between the columns is 0.
     """
 
 def scaled_fp8_quant(
@@ -1184,11 +1195,10 @@ def scaled_fp8_quant(
 
     Args:
         input: [num_tokens, hidden_size], float32, float16 or bfloat16.
-        scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns,
-            as `group_shape` says. [m, n]: one for each of m x n blocks of equal size., and returned as it is; None
-            for dynamic scales.
-        num_token_padding: minimum number of rows of the fp8 values, and of per-token scales; rows after the tokens
-            are undefined.
+        scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
+            `group_shape` says. [m, n]: one for each of m x n blocks of equal size., and returned as it is; None for dynamic scales.
+        num_token_padding: minimum number of rows of the fp8 values, and of per-token scales; rows after the tokens are
+            undefined.
         scale_ub: bounds the magnitude for per-token scales, see `dynamic_per_token_scaled_fp8_quant`.
         use_per_token_if_dynamic: dynamic scales are per token, [rows, 1]; else per tensor, [1].
         output: float8_e4m3fn or float8_e4m3fnuz, written; not with num_token_padding. None: the device's own,
@@ -1208,8 +1218,7 @@ def scaled_int8_quant(
         input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
             unless contiguous or a matrix with contiguous rows.
         scale: one float32., and returned as they are; None for dynamic, [rows, 1].
-        azp: one int32, the code of 0, which may lie outside int8; or None for 0., and returned as they are; None
-            for dynamic, [rows, 1].
+        azp: one int32, the code of 0, which may lie outside int8; or None for 0., and returned as they are; None for dynamic, [rows, 1].
         symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
     """
 
@@ -1228,10 +1237,8 @@ def silu_and_mul_nvfp4_experts_quant(
         input_tensor: [num_tokens * topk, 2 * hidden_size].
         input_global_scale: [num_experts] float32.
         expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
-        blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to
-            128.
-        topk: experts of a token; nothing depends on it. The scales are float8_e4m3fn in tiles, with rows enough for
-            any distribution; what is no expert's is garbage.
+        blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to 128.
+        topk: experts of a token; nothing depends on it.
     """
 
 class _gelu(_Attributes, Protocol):
@@ -1698,8 +1705,7 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
 
         Args:
             out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of
-                group_size.
+            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
             scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
             group_size: 64 or 128.
             scale_ub: one float32 that bounds every scale; only with fp8.
@@ -1722,8 +1728,7 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
         and becomes the largest fp8 code or int8 0. What `silu_and_mul` and a quantisation of its result give.
 
         Args:
-            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of
-                group_size.
+            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
             group_size: 64 or 128.
             scale_ub: one float32 that bounds every scale; only with fp8.
             is_scale_transposed: `scales` may then also be [hidden_size / group_size, num_tokens], contiguous.
@@ -1818,41 +1823,41 @@ class _paged_attention_v1(_Attributes, Protocol):
             out: [num_seqs, num_heads, head_size], written; heads contiguous.
             query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8.
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8.
             value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
             num_kv_heads: key-value heads; divides num_heads.
             scale: factor of the logits.
             block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``.
             block_size: slots of a block.
             max_seq_len: changes nothing here; there is no limit to the length.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
-            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in sparse block
-                kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends to the
-                page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
+            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence
-                lies in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A
-                head attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
             sliding_window: tokens at the end of a sequence that are attended to; 0 for all.
             logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
@@ -1903,41 +1908,41 @@ class _paged_attention_v1(_Attributes, Protocol):
         Args:
             query: [num_seqs, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8.
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8.
             value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
             num_kv_heads: key-value heads; divides num_heads.
             scale: factor of the logits.
             block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``.
             block_size: slots of a block.
             max_seq_len: changes nothing here; there is no limit to the length.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
-            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in sparse block
-                kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends to the
-                page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
+            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
-            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence
-                lies in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A
-                head attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
                 blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks.
             sliding_window: tokens at the end of a sequence that are attended to; 0 for all.
             logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none.
@@ -1971,13 +1976,13 @@ class _merge_attn_states(_Attributes, Protocol):
         (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
 
         Args:
-            output: [num_tokens, num_heads, head_size], written, the dtype of prefix_output; may be `prefix_output`.
-                With `output_scale` float8_e4m3fn or float8_e4m3fnuz.
-            prefix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides but the
-                last.
+            output: [num_tokens, num_heads, head_size], written, the dtype of prefix_output; may be `prefix_output`. With
+                `output_scale` float8_e4m3fn or float8_e4m3fnuz.
+            prefix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides
+                but the last.
             prefix_lse: [num_heads, num_tokens] float32, natural log-sum-exp of the logits; any strides.
-            suffix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides but the
-                last.
+            suffix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides
+                but the last.
             suffix_lse: [num_heads, num_tokens] float32, natural log-sum-exp of the logits; any strides.
             output_lse: [num_heads, num_tokens] float32, written; any strides. Or None.
             prefill_tokens_with_context: tokens from this one on have no prefix: output and output_lse are copies of the
@@ -2005,11 +2010,11 @@ class _merge_attn_states(_Attributes, Protocol):
         (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
 
         Args:
-            prefix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides but the
-                last.
+            prefix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides
+                but the last.
             prefix_lse: [num_heads, num_tokens] float32, natural log-sum-exp of the logits; any strides.
-            suffix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides but the
-                last.
+            suffix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides
+                but the last.
             suffix_lse: [num_heads, num_tokens] float32, natural log-sum-exp of the logits; any strides.
             output_lse: [num_heads, num_tokens] float32, written; any strides. Or None.
             prefill_tokens_with_context: tokens from this one on have no prefix: output and output_lse are copies of the
@@ -2018,8 +2023,8 @@ class _merge_attn_states(_Attributes, Protocol):
             quant_dtype: of the output with `output_scale`; None for the e4m3 of the device.
 
         Returns:
-            output: [num_tokens, num_heads, head_size], the dtype of prefix_output. With `output_scale` float8_e4m3fn or
-                float8_e4m3fnuz.
+            output: [num_tokens, num_heads, head_size], the dtype of prefix_output. With `output_scale`
+                float8_e4m3fn or float8_e4m3fnuz.
         """
 
 merge_attn_states: _merge_attn_states
@@ -2061,21 +2066,21 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
                 contiguous.
             lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence; or
                 None.
-            q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last.
-                Any number of heads.
+            q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
+                number of heads.
             q_pe: [num_seqs, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
-            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn,
-                float8_e4m3fnuz or uint8). No scale is applied to fp8 values: a caller who has written them with a scale
-                multiplies `scale` and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
-                (`concat_and_cache_mla`, written with the queries' dtype, float16 or bfloat16): ``c = T(quant *
-                scale)``, one scale for 128 quants. Any page size, any strides but the last.
+            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
+                or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
+                and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
+                (`concat_and_cache_mla`, written with the queries' dtype, float16 or bfloat16): ``c = T(quant * scale)``,
+                one scale for 128 quants. Any page size, any strides but the last.
             seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count: later ones are
                 left out, which is an error only with ``PYOPS_CHECK=1``.
             page_table: [num_seqs, max_pages], int32 or int64, any strides.
             workspace: uint8, or None. Neither read nor written: the op allocates its own for the length of the call.
             scale: factor of the logits.
-            num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the
-                number that keeps the device busy.
+            num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
+                that keeps the device busy.
         """
     @staticmethod
     def new(
@@ -2110,21 +2115,21 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
         Args:
             lse: [num_seqs, num_heads] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence; or
                 None.
-            q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last.
-                Any number of heads.
+            q_nope: [num_seqs, num_heads, 512], float32, float16, bfloat16 or float8_e4m3fn; any strides but the last. Any
+                number of heads.
             q_pe: [num_seqs, num_heads, 64], the RoPE part of the queries, of the dtype of q_nope.
-            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn,
-                float8_e4m3fnuz or uint8). No scale is applied to fp8 values: a caller who has written them with a scale
-                multiplies `scale` and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
-                (`concat_and_cache_mla`, written with the queries' dtype, float16 or bfloat16): ``c = T(quant *
-                scale)``, one scale for 128 quants. Any page size, any strides but the last.
+            kv_c_and_k_pe_cache: [num_pages, page_size, 576], of the queries' dtype, or fp8 (float8_e4m3fn, float8_e4m3fnuz
+                or uint8). No scale is applied to fp8 values: a caller who has written them with a scale multiplies `scale`
+                and the result by it. Or [num_pages, page_size, 656] uint8 in the format "fp8_ds_mla"
+                (`concat_and_cache_mla`, written with the queries' dtype, float16 or bfloat16): ``c = T(quant * scale)``,
+                one scale for 128 quants. Any page size, any strides but the last.
             seq_lens: [num_seqs], int32 or int64, any stride; at most max_pages * page_size tokens count: later ones are
                 left out, which is an error only with ``PYOPS_CHECK=1``.
             page_table: [num_seqs, max_pages], int32 or int64, any strides.
             workspace: uint8, or None. Neither read nor written: the op allocates its own for the length of the call.
             scale: factor of the logits.
-            num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the
-                number that keeps the device busy.
+            num_kv_splits: most splits of a sequence; each split is a block. 1 for a single pass, 0 or less for the number
+                that keeps the device busy.
 
         Returns:
             out: [num_seqs, num_heads, 512], of the queries' dtype, or bfloat16 for queries of fp8.
@@ -2171,75 +2176,75 @@ class _paged_attention_v2(_Attributes, Protocol):
         a sequence, or before its window, is left as it is.
 
         Args:
-            out: [num_seqs, num_heads, head_size], written; heads contiguous. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
+            out: [num_seqs, num_heads, head_size], written; heads contiguous. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             exp_sums: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
-            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
+            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
-                Tokens beyond max_partitions * 512 are left out, like those beyond the block table.
-            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like
-                those beyond the block table.
-            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions
-                * 512 are left out, like those beyond the block table.
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
-            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in sparse block
-                kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends to the
-                page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence
-                lies in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A
-                head attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
-                Tokens beyond max_partitions * 512 are left out, like those beyond the block table.
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
         """
     @staticmethod
     def new(
@@ -2281,74 +2286,74 @@ class _paged_attention_v2(_Attributes, Protocol):
             exp_sums: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
-            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
+            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
-                Tokens beyond max_partitions * 512 are left out, like those beyond the block table.
-            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like
-                those beyond the block table.
-            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions
-                * 512 are left out, like those beyond the block table.
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
-            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in sparse block
-                kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends to the
-                page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies
-                in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head
-                attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence
-                lies in sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A
-                head attends to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
-                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence.
-                Tokens beyond max_partitions * 512 are left out, like those beyond the block table.
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            tp_rank: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_local_blocks: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_vert_stride: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_block_size: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            blocksparse_head_sliding_step: block-sparse attention if blocksparse_vert_stride > 1. Page j of the sequence lies in
+                sparse block kb = j * block_size // blocksparse_block_size, and the query in sparse block qb. A head attends
+                to the page if (kb + offset) % blocksparse_vert_stride == 0, where the offset grows by
+                blocksparse_head_sliding_step from head to head, or if kb > qb - blocksparse_local_blocks. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            lse: [num_heads, num_seqs] float32, written: ``m + log(sum_i exp(l_i - m))``, -inf for an empty sequence. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
 
         Returns:
-            out: as in `paged_attention_v1`. Tokens beyond max_partitions * 512 are left out, like those beyond the
-                block table.
+            out: as in `paged_attention_v1`. Tokens beyond max_partitions * 512 are left out, like those
+                beyond the block table.
         """
 
 paged_attention_v2: _paged_attention_v2
@@ -2391,45 +2396,45 @@ class _paged_attention_rocm(_Attributes, Protocol):
             tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
             query: [num_rows, num_heads, head_size]; num_rows may exceed num_seqs.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
-                Tokens beyond max_partitions * 512 are left out, like those beyond the block table.
-            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like
-                those beyond the block table.
-            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            query_start_loc: [num_seqs + 1] int32 or int64, any stride. Sequence s has the rows query_start_loc[s] <= i
-                < query_start_loc[s + 1]; a sequence is skipped unless it has exactly one row, inside `query`. None:
-                sequence s has row s.
-            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions
-                * 512 are left out, like those beyond the block table.
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            query_start_loc: [num_seqs + 1] int32 or int64, any stride. Sequence s has the rows query_start_loc[s] <= i <
+                query_start_loc[s + 1]; a sequence is skipped unless it has exactly one row, inside `query`. None: sequence
+                s has row s.
+            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
             mfma_type: ignored.
-            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
+            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             lse: [num_heads, num_rows] float32, written where `out` is.
         """
     @staticmethod
@@ -2467,45 +2472,45 @@ class _paged_attention_rocm(_Attributes, Protocol):
             tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
             query: [num_rows, num_heads, head_size]; num_rows may exceed num_seqs.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.
-                Tokens beyond max_partitions * 512 are left out, like those beyond the block table.
-            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like
-                those beyond the block table.
-            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left
-                out, like those beyond the block table.
-            query_start_loc: [num_seqs + 1] int32 or int64, any stride. Sequence s has the rows query_start_loc[s] <= i
-                < query_start_loc[s + 1]; a sequence is skipped unless it has exactly one row, inside `query`. None:
-                sequence s has row s.
-            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the block
-                table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions
-                * 512 are left out, like those beyond the block table.
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out,
-                like those beyond the block table.
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            num_kv_heads: key-value heads; divides num_heads. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            scale: factor of the logits. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            block_tables: [num_seqs, max_blocks], int32 or int64, any strides. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            query_start_loc: [num_seqs + 1] int32 or int64, any stride. Sequence s has the rows query_start_loc[s] <= i <
+                query_start_loc[s + 1]; a sequence is skipped unless it has exactly one row, inside `query`. None: sequence
+                s has row s.
+            block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto". Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             fp8_out_scale: one float32; ``out = fp8(result * (1 / fp8_out_scale))``, saturating.
             mfma_type: ignored.
-            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
-            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are
-                left out, like those beyond the block table.
-            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond
-                max_partitions * 512 are left out, like those beyond the block table.
+            sliding_window: tokens at the end of a sequence that are attended to; 0 for all. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            logits_soft_cap: c of ``softcap(l) = c * tanh(l / c)``; 0 for none. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
+            sinks: [num_heads] float32, for each head one more logit, without a value; or None. Tokens beyond max_partitions * 512 are left out, like those beyond the
+                block table.
             lse: [num_heads, num_rows] float32, written where `out` is.
 
         Returns:
@@ -2544,8 +2549,7 @@ class _attention_varlen(_Attributes, Protocol):
 
         Args:
             out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any
-                stride.
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
             key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
                 multiple of num_kv_heads.
             value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
@@ -2587,8 +2591,7 @@ class _attention_varlen(_Attributes, Protocol):
         among the values that one query of a sequence attends to may reach the sequence's other queries, and no others.
 
         Args:
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any
-                stride.
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
             key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
                 multiple of num_kv_heads.
             value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
@@ -2644,28 +2647,30 @@ class _convert_vertical_slash_indexes_mergehead(_Attributes, Protocol):
             kv_seqlens: [batch] int32, queries and keys of each sequence.
             vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
             slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
-            vertical_indices_count: [num_heads] int32, number of leading indices of each head that count; None for all.
-            slash_indices_count: [num_heads] int32, number of leading indices of each head that count; None for all.
+            vertical_indices_count: [num_heads] int32, number of leading indices of each head
+                that count; None for all.
+            slash_indices_count: [num_heads] int32, number of leading indices of each head
+                that count; None for all.
             context_size: queries of a sequence, at most.
             block_size_M: queries and keys of a block; block_size_M is at most block_size_N.
             block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
             causal: whether the keys end where the queries do.
-            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
+            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They
+                are zero for rows after the queries of a sequence.
             block_offset: [batch, num_heads, rows, num_slashes] int32; zeros after the blocks of a row.
-            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
-            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row. All tensors
-                are contiguous. The last four are written and returned, and new unless given.
+            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They
+                are zero for rows after the queries of a sequence.
+            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row.
+
+        All tensors are contiguous. The last four are written and returned, and new unless given.
 
         Returns:
-            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
+            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are
+                zero for rows after the queries of a sequence.
             block_offset: [batch, num_heads, rows, num_slashes] int32; zeros after the blocks of a row.
-            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
-            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row. All tensors
-                are contiguous. The last four are written, and new unless given.
+            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are
+                zero for rows after the queries of a sequence.
+            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row.
         """
     @staticmethod
     def new(
@@ -2701,28 +2706,30 @@ class _convert_vertical_slash_indexes_mergehead(_Attributes, Protocol):
             kv_seqlens: [batch] int32, queries and keys of each sequence.
             vertical_indexes: [batch, num_heads, num_verticals] int32, ascending columns.
             slash_indexes: [batch, num_heads, num_slashes] int32, descending distances of diagonals.
-            vertical_indices_count: [num_heads] int32, number of leading indices of each head that count; None for all.
-            slash_indices_count: [num_heads] int32, number of leading indices of each head that count; None for all.
+            vertical_indices_count: [num_heads] int32, number of leading indices of each head
+                that count; None for all.
+            slash_indices_count: [num_heads] int32, number of leading indices of each head
+                that count; None for all.
             context_size: queries of a sequence, at most.
             block_size_M: queries and keys of a block; block_size_M is at most block_size_N.
             block_size_N: queries and keys of a block; block_size_M is at most block_size_N.
             causal: whether the keys end where the queries do.
-            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
+            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They
+                are zero for rows after the queries of a sequence.
             block_offset: [batch, num_heads, rows, num_slashes] int32; zeros after the blocks of a row.
-            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
-            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row. All tensors
-                are contiguous. The last four are written and returned, and new unless given.
+            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They
+                are zero for rows after the queries of a sequence.
+            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row.
+
+        All tensors are contiguous. The last four are written and returned, and new unless given.
 
         Returns:
-            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
+            block_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are
+                zero for rows after the queries of a sequence.
             block_offset: [batch, num_heads, rows, num_slashes] int32; zeros after the blocks of a row.
-            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are zero
-                for rows after the queries of a sequence.
-            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row. All tensors
-                are contiguous. The last four are written, and new unless given.
+            column_count: [batch, num_heads, rows] int32; rows is context_size / block_size_M, rounded up. They are
+                zero for rows after the queries of a sequence.
+            column_index: [batch, num_heads, rows, num_verticals] int32; zeros after the columns of a row.
         """
 
 convert_vertical_slash_indexes_mergehead: _convert_vertical_slash_indexes_mergehead
@@ -2766,27 +2773,27 @@ class _paged_attention_varlen(_Attributes, Protocol):
 
         Args:
             out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any
-                stride. Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+                Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8.
-            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.,
-                but a value of a head may have fewer elements than a key: packed, [num_blocks, num_kv_heads, value_size,
-                block_size], or flash, [num_blocks, block_size, num_kv_heads, value_size].
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8.
+            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache., but a value of a head may have fewer elements than a key: packed,
+                [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,
+                value_size].
             num_kv_heads: key-value heads; divides num_heads.
             scale: factor of the logits.
             block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``.
             cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
                 they are.
             block_size: slots of a block.
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
             causal: whether a token attends to no later token.
             alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
             sliding_window: a token attends only to the last sliding_window of its tokens; 0 for all.
@@ -2832,27 +2839,27 @@ class _paged_attention_varlen(_Attributes, Protocol):
         may reach its other queries.
 
         Args:
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any
-                stride. Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+                Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
-                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its
-                dtype is that of the queries, or for fp8 uint8 or a float8.
-            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache.,
-                but a value of a head may have fewer elements than a key: packed, [num_blocks, num_kv_heads, value_size,
-                block_size], or flash, [num_blocks, block_size, num_kv_heads, value_size].
+                flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
+                that of the queries, or for fp8 uint8 or a float8.
+            value_cache: packed, [num_blocks, num_kv_heads, head_size, block_size], or flash, the shape of key_cache., but a value of a head may have fewer elements than a key: packed,
+                [num_blocks, num_kv_heads, value_size, block_size], or flash, [num_blocks, block_size, num_kv_heads,
+                value_size].
             num_kv_heads: key-value heads; divides num_heads.
             scale: factor of the logits.
             block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
-            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later ones
-                are left out, which is an error only with ``PYOPS_CHECK=1``.
+            seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
+                ones are left out, which is an error only with ``PYOPS_CHECK=1``.
             cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
                 they are.
             block_size: slots of a block.
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
-            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
-            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or both
-                [num_kv_heads], one for each head. Not read for "auto".
+            k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
+            v_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
+                both [num_kv_heads], one for each head. Not read for "auto".
             causal: whether a token attends to no later token.
             alibi_slopes: [num_heads] float32, or None: ``slope * (j - the last token it attends to)`` is added.
             sliding_window: a token attends only to the last sliding_window of its tokens; 0 for all.
@@ -2860,8 +2867,7 @@ class _paged_attention_varlen(_Attributes, Protocol):
             sinks: [num_heads] float32, for each head one more logit, without a value; or None.
             lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
             q_scale: scale of e4m3 queries: [1] float32, or [num_kv_heads] if k_scale has as many elements; None for 1.
-            out_dtype: of the output, with queries of fp8; None for bfloat16 then, and the dtype of the queries
-                otherwise.
+            out_dtype: of the output, with queries of fp8; None for bfloat16 then, and the dtype of the queries otherwise.
 
         Returns:
             out: [num_tokens, num_heads, value_size] of the queries' dtype.
@@ -2877,8 +2883,8 @@ class _copy_cache_blocks(_Attributes, Protocol):
         pairs. The contents of a block that is the destination of two pairs, or a destination and a source, are unspecified.
 
         Args:
-            key_cache: [num_blocks, ...] of any supported dtype, read and written; blocks without gaps, their elements
-                in any order.
+            key_cache: [num_blocks, ...] of any supported dtype, read and written; blocks without gaps, their elements in
+                any order.
             value_cache: a cache with as many blocks of as many bytes; or None.
             block_mapping: [num_pairs, 2] int64 or int32, (source, destination), any strides.
         """
@@ -2908,8 +2914,8 @@ class _concat_and_cache_mla(_Attributes, Protocol):
         Args:
             kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any stride of tokens.
             k_pe: [at least num_tokens, rope_size], of the same dtype; any stride of tokens.
-            kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the
-                last; of the dtype of `kv_c`, or uint8 or float8. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
+            kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
+                of the dtype of `kv_c`, or uint8 or float8. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
                 latent_size 512, rope_size 64 and a dtype of two bytes.
             slot_mapping: [num_tokens] int64 or int32, any stride.
             kv_cache_dtype: "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla".
@@ -2941,16 +2947,16 @@ class _concat_and_cache_mla_rope_fused(_Attributes, Protocol):
 
         Args:
             positions: [at least num_tokens] int64 or int32, any stride.
-            q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any
-                strides of tokens and heads.
+            q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides
+                of tokens and heads.
             k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
             kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
             cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
                 cosines in the first half of a row, sines in the second.
             is_neox: whether pairs are of the two halves of a row, or adjacent elements.
             slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens after the last slot.
-            kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the
-                last; of the same dtype, or uint8 or float8.
+            kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
+                of the same dtype, or uint8 or float8.
             kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
             kv_cache_scale: one float32, or a number; not read for "auto".
         """
@@ -2966,8 +2972,7 @@ class _concat_mla_q(_Attributes, Protocol):
         Args:
             ql_nope: [num_tokens, num_heads, latent_size], float32, float16 or bfloat16; any strides but the last.
             q_pe: [num_tokens, num_heads, rope_size] of the same dtype; any strides but the last.
-            q_out: [num_tokens, num_heads, latent_size + rope_size] of the same dtype, written; any strides but the
-                last.
+            q_out: [num_tokens, num_heads, latent_size + rope_size] of the same dtype, written; any strides but the last.
         """
     @staticmethod
     def new(ql_nope: Tensor, q_pe: Tensor) -> Tensor:
@@ -2993,11 +2998,11 @@ class _convert_fp8(_Attributes, Protocol):
 
         Args:
             output: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-                have one shape and one order of dimensions in memory, or are both contiguous and of equally many
-                elements, which then pair up in the order of memory: caches of different packing. `output` is written.
+                have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
+                which then pair up in the order of memory: caches of different packing. `output` is written.
             input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-                have one shape and one order of dimensions in memory, or are both contiguous and of equally many
-                elements, which then pair up in the order of memory: caches of different packing. `output` is written.
+                have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
+                which then pair up in the order of memory: caches of different packing. `output` is written.
             scale: the scale of the fp8 values.
             kv_dtype: "fp8" or "fp8_e4m3".
         """
@@ -3015,8 +3020,8 @@ class _convert_fp8(_Attributes, Protocol):
 
         Args:
             input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-                have one shape and one order of dimensions in memory, or are both contiguous and of equally many
-                elements, which then pair up in the order of memory: caches of different packing. `output` is written.
+                have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
+                which then pair up in the order of memory: caches of different packing. `output` is written.
             scale: the scale of the fp8 values.
             kv_dtype: "fp8" or "fp8_e4m3".
             out_dtype: of the output; None for bfloat16 of fp8 values, and for the e4m3 of the device of others.
@@ -3167,10 +3172,9 @@ class _gather_and_maybe_dequant_cache(_Attributes, Protocol):
         sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
 
         Args:
-            src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8
-                or float8.
-            dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of
-                rows.
+            src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
+                float8.
+            dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
             block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
             token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number: no sequence.
@@ -3200,8 +3204,8 @@ class _gather_and_maybe_dequant_cache(_Attributes, Protocol):
         sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
 
         Args:
-            src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8
-                or float8.
+            src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
+                float8.
             block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
             token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number: no sequence.
@@ -3210,8 +3214,7 @@ class _gather_and_maybe_dequant_cache(_Attributes, Protocol):
             scale: one float32, or a number; not read for "auto".
             seq_starts: [num_seqs] int32 or int64: the position at which the first row of each sequence is read, not
                 negative; None for 0.
-            out_dtype: of the output; None for the dtype of the cache if that is a float of 16 or 32 bits, else
-                bfloat16.
+            out_dtype: of the output; None for the dtype of the cache if that is a float of 16 or 32 bits, else bfloat16.
 
         Returns:
             dst: [num_tokens, entry_size]; zeros where there is no entry.
@@ -3266,10 +3269,10 @@ class _indexer_k_quant_and_cache(_Attributes, Protocol):
         negative or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
         Args:
-            k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of
-                `k` and `slot_mapping` are not written.
-            kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous,
-                any stride of blocks; written where slots say.
+            k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
+                and `slot_mapping` are not written.
+            kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous, any
+                stride of blocks; written where slots say.
             slot_mapping: [num_tokens] int64 or int32, any stride.
             quant_block_size: elements under one scale, a divisor of head_size.
             kv_cache_dtype: the format of scales: "ue8m0" or any other name.
@@ -3296,8 +3299,7 @@ class _cp_gather_indexer_k_quant_cache(_Attributes, Protocol):
             kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the keys of all slots,
                 then the scales of all slots; any stride of blocks.
             dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
-            dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of
-                rows.
+            dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.
             block_table: [num_seqs, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [num_seqs + 1] int32 or int64, ascending.
         """
@@ -3325,8 +3327,8 @@ class _reshape_and_cache(_Attributes, Protocol):
         Args:
             key: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
             value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
-            key_cache: [num_blocks, num_heads, head_size / x, block_size, x], contiguous, written where slots say; of
-                the dtype of `key`, or uint8 or float8.
+            key_cache: [num_blocks, num_heads, head_size / x, block_size, x], contiguous, written where slots say; of the
+                dtype of `key`, or uint8 or float8.
             value_cache: [num_blocks, num_heads, head_size, block_size], likewise.
             slot_mapping: [num_tokens] int64 or int32, any stride.
             kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
@@ -3359,11 +3361,11 @@ class _reshape_and_cache_flash(_Attributes, Protocol):
                 heads.
             value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any strides of tokens and
                 heads.
-            key_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any strides but
-                that of the last dimension, so that heads may come before slots in memory and both caches may be slices
-                of one buffer; of the dtype of `key`, or uint8 or float8.
-            value_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any strides
-                but that of the last dimension, so that heads may come before slots in memory and both caches may be
+            key_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any
+                strides but that of the last dimension, so that heads may come before slots in memory and both caches may be
+                slices of one buffer; of the dtype of `key`, or uint8 or float8.
+            value_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any
+                strides but that of the last dimension, so that heads may come before slots in memory and both caches may be
                 slices of one buffer; of the dtype of `key`, or uint8 or float8.
             slot_mapping: [num_tokens] int64 or int32, any stride.
             kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
@@ -3762,9 +3764,8 @@ class _gptq_gemm(_Attributes, Protocol):
             b_q_weight: [K * bit / 32, N] int32, contiguous.
             b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
             b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.
-            b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With
-                use_exllama row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is
-                ``b_g_idx[k]``.
+            b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With use_exllama
+                row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is ``b_g_idx[k]``.
             use_exllama: the weight is as `gptq_shuffle` leaves it.
             use_v2_format: a zero point is used as it is stored; otherwise 1 is added to it.
             bit: bits of a quant: 2, 3, 4 or 8.
@@ -3798,9 +3799,8 @@ class _gptq_gemm(_Attributes, Protocol):
             b_q_weight: [K * bit / 32, N] int32, contiguous.
             b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
             b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.
-            b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With
-                use_exllama row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is
-                ``b_g_idx[k]``.
+            b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With use_exllama
+                row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is ``b_g_idx[k]``.
             use_exllama: the weight is as `gptq_shuffle` leaves it.
             use_v2_format: a zero point is used as it is stored; otherwise 1 is added to it.
             bit: bits of a quant: 2, 3, 4 or 8.
@@ -4094,9 +4094,8 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
             a: [M, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows of one
                 stride.
             b: [N, K / 2] uint8, likewise.
-            block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale
-                for every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes
-                them.
+            block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale for
+                every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them.
             block_scale_b: of b, likewise.
             alpha: one float32, normally the reciprocal of the product of both tensors' scales.
         """
@@ -4119,9 +4118,8 @@ class _cutlass_scaled_fp4_mm(_Attributes, Protocol):
             a: [M, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows of one
                 stride.
             b: [N, K / 2] uint8, likewise.
-            block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale
-                for every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes
-                them.
+            block_scale_a: float8_e4m3fn or uint8, contiguous, [M rounded up to 128, K / 16 rounded up to 4], a scale for
+                every sixteen elements of a, in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_quant` writes them.
             block_scale_b: of b, likewise.
             alpha: one float32, normally the reciprocal of the product of both tensors' scales.
             out_dtype: of the output; None for bfloat16.
@@ -4142,10 +4140,9 @@ class _ggml_mul_mat_vec_a8(_Attributes, Protocol):
         served. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold
-                more blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one
-                stride.
+            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
+                blocks than X has columns for: those are not multiplied.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4163,10 +4160,9 @@ class _ggml_mul_mat_vec_a8(_Attributes, Protocol):
         served. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold
-                more blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one
-                stride.
+            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
+                blocks than X has columns for: those are not multiplied.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4184,10 +4180,9 @@ class _ggml_mul_mat_a8(_Attributes, Protocol):
         The same as `ggml_mul_mat_vec_a8`.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold
-                more blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one
-                stride.
+            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
+                blocks than X has columns for: those are not multiplied.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4202,10 +4197,9 @@ class _ggml_mul_mat_a8(_Attributes, Protocol):
         The same as `ggml_mul_mat_vec_a8`.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold
-                more blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one
-                stride.
+            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
+                blocks than X has columns for: those are not multiplied.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4241,8 +4235,8 @@ class _ggml_moe_a8(_Attributes, Protocol):
         Args:
             X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
             W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
-            sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number
-                out of range is padding, and so are slots after the last block of four.
+            sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
+                of range is padding, and so are slots after the last block of four.
             expert_ids: [slots / 4, or more] of the same dtype, contiguous.
             num_tokens_post_padded: one element of the same dtype: the number of leading slots that count.
             quant_type: the type's number, as `ggml_dequantize` lists them.
@@ -4278,8 +4272,8 @@ class _ggml_moe_a8(_Attributes, Protocol):
         Args:
             X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
             W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
-            sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number
-                out of range is padding, and so are slots after the last block of four.
+            sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
+                of range is padding, and so are slots after the last block of four.
             expert_ids: [slots / 4, or more] of the same dtype, contiguous.
             num_tokens_post_padded: one element of the same dtype: the number of leading slots that count.
             quant_type: the type's number, as `ggml_dequantize` lists them.
@@ -4382,23 +4376,23 @@ class _grouped_gemm(_Attributes, Protocol):
         Args:
             out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
             a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
-            b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups;
-                rows of one stride.
+            b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
+                one stride.
             sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
             expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` slots.
             num_tokens_post_pad: one int32, the number of slots in use.
             topk_weights: float32, contiguous, a weight for each row of out; or None.
             a_scales: float32, contiguous, one element or one for each row of a; or, for 8-bit operands, block scales
                 [num_rows / top_k, ceil(K / 128)] of any strides; or None.
-            b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or
-                block scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
+            b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or block
+                scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
             bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
             top_k: rows of out that share a row of a.
             block_size: slots of a block, a multiple of 16; multiples of 64 are fast.
-            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or
-                "gelu", ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first
-                half of the rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702
-                g)`` with ``g = min(gate, 7)``, with alternating rows of gates and ups.
+            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
+                ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
+                rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
+                ``g = min(gate, 7)``, with alternating rows of gates and ups.
         """
     @staticmethod
     def new(
@@ -4425,25 +4419,25 @@ class _grouped_gemm(_Attributes, Protocol):
 
         Args:
             a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
-            b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups;
-                rows of one stride.
+            b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
+                one stride.
             sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
             expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` slots.
             num_tokens_post_pad: one int32, the number of slots in use.
             topk_weights: float32, contiguous, a weight for each row of out; or None.
             a_scales: float32, contiguous, one element or one for each row of a; or, for 8-bit operands, block scales
                 [num_rows / top_k, ceil(K / 128)] of any strides; or None.
-            b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or
-                block scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
+            b_scales: float32, contiguous, [num_experts] or [num_experts, rows of b[e]], with further sizes of 1; or block
+                scales [num_experts, ceil(rows / 128), ceil(K / 128)] of any strides; or None.
             bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
             top_k: rows of out that share a row of a.
             block_size: slots of a block, a multiple of 16; multiples of 64 are fast.
-            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or
-                "gelu", ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first
-                half of the rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702
-                g)`` with ``g = min(gate, 7)``, with alternating rows of gates and ups.
-            out_dtype: of the output; None for the dtype of `a` if that is a float of 16 or 32 bits, else for the dtype
-                of the bias, else for bfloat16.
+            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
+                ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
+                rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
+                ``g = min(gate, 7)``, with alternating rows of gates and ups.
+            out_dtype: of the output; None for the dtype of `a` if that is a float of 16 or 32 bits, else for the dtype of
+                the bias, else for bfloat16.
 
         Returns:
             out: [num_rows, N]; float16 or bfloat16, or float32 for operands of float32.
@@ -4475,16 +4469,14 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
                 of one stride.
             b: [num_experts, N, K / 2] uint8, likewise.
-            a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows:
-                the scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes
-                them.
-            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each
-                expert.
+            a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
+                scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
+            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each expert.
             alphas: float32, contiguous, num_experts elements.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
-            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of
-                128. The scales of a row are zeros if they would lie outside a_blockscale.
+            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of 128.
+                The scales of a row are zeros if they would lie outside a_blockscale.
         """
     @staticmethod
     def new(
@@ -4509,16 +4501,14 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
                 of one stride.
             b: [num_experts, N, K / 2] uint8, likewise.
-            a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows:
-                the scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes
-                them.
-            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each
-                expert.
+            a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
+                scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
+            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 16 rounded up to 4], in tiles for each expert.
             alphas: float32, contiguous, num_experts elements.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
-            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of
-                128. The scales of a row are zeros if they would lie outside a_blockscale.
+            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of 128.
+                The scales of a row are zeros if they would lie outside a_blockscale.
             out_dtype: of the output; None for bfloat16.
 
         Returns:
@@ -4550,14 +4540,13 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
                 of one stride.
             b: [num_experts, N, K / 2] uint8, likewise.
-            a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows,
-                in tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
-            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each
-                expert.
+            a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
+                tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
+            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
-            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of
-                128. The scales of a row are zeros if they would lie outside a_blockscale.
+            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of 128.
+                The scales of a row are zeros if they would lie outside a_blockscale.
         """
     @staticmethod
     def new(
@@ -4581,14 +4570,13 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
             a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
                 of one stride.
             b: [num_experts, N, K / 2] uint8, likewise.
-            a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows,
-                in tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
-            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each
-                expert.
+            a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
+                tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
+            b_blockscales: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
-            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of
-                128. The scales of a row are zeros if they would lie outside a_blockscale.
+            sf_offsets: [num_experts] int32, contiguous: the first row of a_blockscale of each expert, a multiple of 128.
+                The scales of a row are zeros if they would lie outside a_blockscale.
             out_dtype: of the output; None for bfloat16.
 
         Returns:
@@ -4617,10 +4605,10 @@ class _cutlass_mxfp8_grouped_mm(_Attributes, Protocol):
         Args:
             a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
             b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
-            sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles
-                as `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
-            sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a
-                view of it with its last two dimensions transposed.
+            sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
+                `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
+            sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
+                of it with its last two dimensions transposed.
             out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
@@ -4646,10 +4634,10 @@ class _cutlass_mxfp8_grouped_mm(_Attributes, Protocol):
         Args:
             a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
             b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
-            sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles
-                as `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
-            sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a
-                view of it with its last two dimensions transposed.
+            sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
+                `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
+            sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
+                of it with its last two dimensions transposed.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
             blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
@@ -4690,24 +4678,24 @@ class _grouped_gemm_packed(_Attributes, Protocol):
             a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
             b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
                 gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
-            b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for
-                "int8" [num_experts, rows] float32; for "float4_e2m1f" [num_experts, rows, K / 32] exponents, uint8 or
+            b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"
+                [num_experts, rows] float32; for "float4_e2m1f" [num_experts, rows, K / 32] exponents, uint8 or
                 float8_e8m0fnu.
-            b_zeros: uint8, contiguous; for "uint4" [num_experts, rows / 2, K / group size], the zero point of the first
-                of two rows in the lower half; for "uint8" [num_experts, rows, K / group size]. None: all are 8 (4 bits)
-                or 128 (8 bits).
+            b_zeros: uint8, contiguous; for "uint4" [num_experts, rows / 2, K / group size], the zero point of the first of
+                two rows in the lower half; for "uint8" [num_experts, rows, K / group size]. None: all are 8 (4 bits) or 128
+                (8 bits).
             sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
             expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` slots.
             num_tokens_post_pad: one int32, the number of slots in use.
             topk_weights: float32, contiguous, a weight for each row of out; or None.
             bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
             top_k: rows of out that share a row of a.
-            block_size: slots of a block, a multiple of 8; with weights that are dequantized first, multiples of 16 and
-                of 64 are faster.
-            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or
-                "gelu", ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first
-                half of the rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702
-                g)`` with ``g = min(gate, 7)``, with alternating rows of gates and ups.
+            block_size: slots of a block, a multiple of 8; with weights that are dequantized first, multiples of 16 and of
+                64 are faster.
+            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
+                ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
+                rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
+                ``g = min(gate, 7)``, with alternating rows of gates and ups.
             b_type: the type of the quants: "uint4", "uint8", "int8" or "float4_e2m1f".
         """
     @staticmethod
@@ -4736,24 +4724,24 @@ class _grouped_gemm_packed(_Attributes, Protocol):
             a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
             b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
                 gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
-            b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for
-                "int8" [num_experts, rows] float32; for "float4_e2m1f" [num_experts, rows, K / 32] exponents, uint8 or
+            b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"
+                [num_experts, rows] float32; for "float4_e2m1f" [num_experts, rows, K / 32] exponents, uint8 or
                 float8_e8m0fnu.
-            b_zeros: uint8, contiguous; for "uint4" [num_experts, rows / 2, K / group size], the zero point of the first
-                of two rows in the lower half; for "uint8" [num_experts, rows, K / group size]. None: all are 8 (4 bits)
-                or 128 (8 bits).
+            b_zeros: uint8, contiguous; for "uint4" [num_experts, rows / 2, K / group size], the zero point of the first of
+                two rows in the lower half; for "uint8" [num_experts, rows, K / group size]. None: all are 8 (4 bits) or 128
+                (8 bits).
             sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
             expert_ids: [blocks] int32, contiguous: the expert of each block of `block_size` slots.
             num_tokens_post_pad: one int32, the number of slots in use.
             topk_weights: float32, contiguous, a weight for each row of out; or None.
             bias: of the dtype of out, contiguous, [num_experts, rows of b[e]]; or None.
             top_k: rows of out that share a row of a.
-            block_size: slots of a block, a multiple of 8; with weights that are dequantized first, multiples of 16 and
-                of 64 are faster.
-            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or
-                "gelu", ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first
-                half of the rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702
-                g)`` with ``g = min(gate, 7)``, with alternating rows of gates and ups.
+            block_size: slots of a block, a multiple of 8; with weights that are dequantized first, multiples of 16 and of
+                64 are faster.
+            activation: "none"; "silu_no_mul", "gelu_no_mul" (by the error function) or "relu2_no_mul"; "silu" or "gelu",
+                ``f(gate) * up``; "swiglustep", ``min(silu(gate), 7) * clip(up, -7, 7)``. Gates are the first half of the
+                rows of b[e], ups the other. Or "swigluoai", ``(clip(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with
+                ``g = min(gate, 7)``, with alternating rows of gates and ups.
             b_type: the type of the quants: "uint4", "uint8", "int8" or "float4_e2m1f".
 
         Returns:
@@ -4788,15 +4776,16 @@ class _cutlass_moe_mm(_Attributes, Protocol):
             out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
             a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
             b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-            a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of
-                elements.
-            b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of
-                1.
+            a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
+            b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
             expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
-            a_strides: [num_experts] int64; or None. They are not read: the tensors have their own strides.
-            b_strides: [num_experts] int64; or None. They are not read: the tensors have their own strides.
-            c_strides: [num_experts] int64; or None. They are not read: the tensors have their own strides.
+            a_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+                strides.
+            b_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+                strides.
+            c_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+                strides.
             per_act_token: see a_scales and b_scales.
             per_out_ch: see a_scales and b_scales.
         """
@@ -4825,15 +4814,16 @@ class _cutlass_moe_mm(_Attributes, Protocol):
         Args:
             a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
             b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-            a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of
-                elements.
-            b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of
-                1.
+            a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
+            b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
             expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
-            a_strides: [num_experts] int64; or None. They are not read: the tensors have their own strides.
-            b_strides: [num_experts] int64; or None. They are not read: the tensors have their own strides.
-            c_strides: [num_experts] int64; or None. They are not read: the tensors have their own strides.
+            a_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+                strides.
+            b_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+                strides.
+            c_strides: [num_experts] int64; or None. They are not read: the tensors have their own
+                strides.
             per_act_token: see a_scales and b_scales.
             per_out_ch: see a_scales and b_scales.
             out_dtype: of the output; None for bfloat16.
@@ -4903,8 +4893,8 @@ class _cutlass_encode_and_reorder_int4b(_Attributes, Protocol):
         """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
         Args:
-            B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants,
-                starting at the lowest bits of its first word.
+            B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+                at the lowest bits of its first word.
             out: of the shape of B, int32, contiguous, returned; new unless given.
 
         Returns:
@@ -4915,8 +4905,8 @@ class _cutlass_encode_and_reorder_int4b(_Attributes, Protocol):
         """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
         Args:
-            B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants,
-                starting at the lowest bits of its first word.
+            B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+                at the lowest bits of its first word.
             out: of the shape of B, int32, contiguous, returned; new unless given.
 
         Returns:
@@ -5003,8 +4993,8 @@ class _cutlass_w4a8_mm(_Attributes, Protocol):
             group_size: rows under one scale; divides K.
             channel_scales: float32, contiguous, N or 1 elements
             token_scales: likewise, M or 1.
-            out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None
-                for bfloat16.
+            out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
+                bfloat16.
             maybe_schedule: None, or a name of vLLM's; it has no effect.
             out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
 
@@ -5038,8 +5028,8 @@ class _cutlass_w4a8_mm(_Attributes, Protocol):
             group_size: rows under one scale; divides K.
             channel_scales: float32, contiguous, N or 1 elements
             token_scales: likewise, M or 1.
-            out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None
-                for bfloat16.
+            out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
+                bfloat16.
             maybe_schedule: None, or a name of vLLM's; it has no effect.
             out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
 
@@ -5076,8 +5066,7 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         Args:
             out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
             a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
-            b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns
-                it.
+            b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
             a_scales: [num_rows, 1] float32, contiguous
             b_scales: [num_experts, N, 1], likewise.
             b_group_scales: [num_experts, K / b_group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as
@@ -5086,9 +5075,11 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
             expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
             problem_sizes: [num_experts, 3] int32, contiguous: (N, rows, K), or (rows, N, K).
             a_strides: [num_experts] int64
-            b_strides: [num_experts, ...]; or None. They are not read: the tensors have their own strides.
+            b_strides: [num_experts, ...]; or None. They are
+                not read: the tensors have their own strides.
             c_strides: [num_experts] int64
-            group_scale_strides: [num_experts, ...]; or None. They are not read: the tensors have their own strides.
+            group_scale_strides: [num_experts, ...]; or None. They are
+                not read: the tensors have their own strides.
             maybe_schedule: vLLM's; it has no effect.
         """
     @staticmethod
@@ -5117,8 +5108,7 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
 
         Args:
             a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
-            b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns
-                it.
+            b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
             a_scales: [num_rows, 1] float32, contiguous
             b_scales: [num_experts, N, 1], likewise.
             b_group_scales: [num_experts, K / b_group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as
@@ -5127,9 +5117,11 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
             expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
             problem_sizes: [num_experts, 3] int32, contiguous: (N, rows, K), or (rows, N, K).
             a_strides: [num_experts] int64
-            b_strides: [num_experts, ...]; or None. They are not read: the tensors have their own strides.
+            b_strides: [num_experts, ...]; or None. They are
+                not read: the tensors have their own strides.
             c_strides: [num_experts] int64
-            group_scale_strides: [num_experts, ...]; or None. They are not read: the tensors have their own strides.
+            group_scale_strides: [num_experts, ...]; or None. They are
+                not read: the tensors have their own strides.
             maybe_schedule: vLLM's; it has no effect.
             out_dtype: of the output; None for bfloat16.
 
@@ -5166,21 +5158,22 @@ class _moe_wna16_gemm(_Attributes, Protocol):
         Args:
             input: [num_tokens, K] float16 or bfloat16; rows of one stride.
             output: [..., N] of the same dtype, num_tokens * top_k rows of one stride, written.
-            b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the
-                lower half of a byte.
+            b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the lower
+                half of a byte.
             b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.
-            b_qzeros: uint8, contiguous; with 4 bits [num_experts, N / 2, K / group size], the zero point of the first
-                of two rows in the lower half; with 8 bits [num_experts, N, K / group size]. None: all are 8 (4 bits) or
-                128 (8 bits).
+            b_qzeros: uint8, contiguous; with 4 bits [num_experts, N / 2, K / group size], the zero point of the first of
+                two rows in the lower half; with 8 bits [num_experts, N, K / group size]. None: all are 8 (4 bits) or 128 (8
+                bits).
             topk_weights: float32, contiguous, a weight for each row of output; or None.
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
-                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to
-                a multiple of block_size, are enough. writes them for blocks of BLOCK_SIZE_M.
+                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+                multiple of block_size, are enough. writes them for blocks of
+                BLOCK_SIZE_M.
             experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block. writes them for blocks of
                 BLOCK_SIZE_M.
-            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size. writes them
-                for blocks of BLOCK_SIZE_M.
+            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size. writes them for blocks of
+                BLOCK_SIZE_M.
             top_k: rows of output that share a row of input.
             BLOCK_SIZE_M: slots of a block, any number; multiples of 16 need no second lists.
             BLOCK_SIZE_N: tiles of vLLM's kernel; not used.
@@ -5211,21 +5204,22 @@ class _moe_wna16_gemm(_Attributes, Protocol):
 
         Args:
             input: [num_tokens, K] float16 or bfloat16; rows of one stride.
-            b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the
-                lower half of a byte.
+            b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the lower
+                half of a byte.
             b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.
-            b_qzeros: uint8, contiguous; with 4 bits [num_experts, N / 2, K / group size], the zero point of the first
-                of two rows in the lower half; with 8 bits [num_experts, N, K / group size]. None: all are 8 (4 bits) or
-                128 (8 bits).
+            b_qzeros: uint8, contiguous; with 4 bits [num_experts, N / 2, K / group size], the zero point of the first of
+                two rows in the lower half; with 8 bits [num_experts, N, K / group size]. None: all are 8 (4 bits) or 128 (8
+                bits).
             topk_weights: float32, contiguous, a weight for each row of output; or None.
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
-                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to
-                a multiple of block_size, are enough. writes them for blocks of BLOCK_SIZE_M.
+                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+                multiple of block_size, are enough. writes them for blocks of
+                BLOCK_SIZE_M.
             experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block. writes them for blocks of
                 BLOCK_SIZE_M.
-            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size. writes them
-                for blocks of BLOCK_SIZE_M.
+            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size. writes them for blocks of
+                BLOCK_SIZE_M.
             top_k: rows of output that share a row of input.
             BLOCK_SIZE_M: slots of a block, any number; multiples of 16 need no second lists.
             BLOCK_SIZE_N: tiles of vLLM's kernel; not used.
@@ -5251,11 +5245,11 @@ class _machete_prepack_B(_Attributes, Protocol):
         """A GPTQ weight in Marlin's tiles and in its own shape, as `machete_mm` takes it.
 
         Args:
-            B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive
-                quants, starting at the lowest bit of its first word.
+            B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
+                starting at the lowest bit of its first word.
             a_type: dtype of the activations, float16 or bfloat16; None for either.
-            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128,
-                uint4 or uint8.
+            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
+                uint8.
             group_scales_type: dtype of the scales, as `a_type`.
             out: of the shape of B, int32, contiguous, returned; new unless given.
 
@@ -5274,11 +5268,11 @@ class _machete_prepack_B(_Attributes, Protocol):
         """A GPTQ weight in Marlin's tiles and in its own shape, as `machete_mm` takes it.
 
         Args:
-            B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive
-                quants, starting at the lowest bit of its first word.
+            B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
+                starting at the lowest bit of its first word.
             a_type: dtype of the activations, float16 or bfloat16; None for either.
-            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128,
-                uint4 or uint8.
+            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
+                uint8.
             group_scales_type: dtype of the scales, as `a_type`.
             out: of the shape of B, int32, contiguous, returned; new unless given.
 
@@ -5312,8 +5306,8 @@ class _machete_mm(_Attributes, Protocol):
         Args:
             A: [M, K] float16 or bfloat16; rows of one stride.
             B: [K * bits / 32, N] int32, contiguous, as `machete_prepack_B` returns it.
-            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128
-                without group_zeros, uint4 or uint8 with them.
+            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
+                group_zeros, uint4 or uint8 with them.
             out_type: None or the dtype of A.
             group_scales: [ceil(K / group_size), N] of the dtype of A, contiguous.
             group_zeros: the same, added to the scaled quants: minus the zero point, times the scale.
@@ -5349,8 +5343,8 @@ class _machete_mm(_Attributes, Protocol):
         Args:
             A: [M, K] float16 or bfloat16; rows of one stride.
             B: [K * bits / 32, N] int32, contiguous, as `machete_prepack_B` returns it.
-            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128
-                without group_zeros, uint4 or uint8 with them.
+            b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
+                group_zeros, uint4 or uint8 with them.
             out_type: None or the dtype of A.
             group_scales: [ceil(K / group_size), N] of the dtype of A, contiguous.
             group_zeros: the same, added to the scaled quants: minus the zero point, times the scale.
@@ -5392,8 +5386,8 @@ class _gptq_marlin_24_gemm(_Attributes, Protocol):
             b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
             b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
                 rows.
-            b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns
-                are permuted.
+            b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
+                permuted.
             workspace: vLLM's; it has no effect.
             b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
             size_m: M, N, K.
@@ -5429,8 +5423,8 @@ class _gptq_marlin_24_gemm(_Attributes, Protocol):
             b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
             b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
                 rows.
-            b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns
-                are permuted.
+            b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
+                permuted.
             workspace: vLLM's; it has no effect.
             b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
             size_m: M, N, K.
@@ -5500,8 +5494,8 @@ class _marlin_gemm(_Attributes, Protocol):
 
         Args:
             a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
-            b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N
-                a multiple of 64.
+            b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
+                multiple of 64.
             b_bias: of the dtype of c, contiguous, N elements, permuted; or None.
             b_scales: see above, contiguous; num_groups divides K.
             a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
@@ -5524,8 +5518,8 @@ class _marlin_gemm(_Attributes, Protocol):
                 activations that of b_scales; with e8m0 scales either 16-bit float, by default bfloat16.
 
         Returns:
-            c: [M, N]. Its dtype is that of a; with 8-bit activations that of b_scales; with e8m0 scales either 16-bit
-                float, by default bfloat16.
+            c: [M, N]. Its dtype is that of a; with 8-bit activations that of b_scales; with e8m0 scales
+                either 16-bit float, by default bfloat16.
         """
     @staticmethod
     def new(
@@ -5582,8 +5576,8 @@ class _marlin_gemm(_Attributes, Protocol):
 
         Args:
             a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
-            b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N
-                a multiple of 64.
+            b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
+                multiple of 64.
             b_bias: of the dtype of c, contiguous, N elements, permuted; or None.
             b_scales: see above, contiguous; num_groups divides K.
             a_scales: float32, contiguous, M or 1 elements, with 8-bit activations; else None.
@@ -5606,8 +5600,8 @@ class _marlin_gemm(_Attributes, Protocol):
                 activations that of b_scales; with e8m0 scales either 16-bit float, by default bfloat16.
 
         Returns:
-            c: [M, N]. Its dtype is that of a; with 8-bit activations that of b_scales; with e8m0 scales either 16-bit
-                float, by default bfloat16.
+            c: [M, N]. Its dtype is that of a; with 8-bit activations that of b_scales; with e8m0 scales
+                either 16-bit float, by default bfloat16.
         """
 
 marlin_gemm: _marlin_gemm
@@ -5665,21 +5659,22 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
             workspace: vLLM's; they have no effect.
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
-                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to
-                a multiple of block_size, are enough. writes them for blocks of moe_block_size.
-            expert_ids: as `moe_align_block_size` writes them for blocks of moe_block_size.
-            num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of moe_block_size.
+                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+                multiple of block_size, are enough. writes them for blocks of
+                moe_block_size.
+            expert_ids: as `moe_align_block_size` writes them for blocks of
+                moe_block_size.
+            num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of
+                moe_block_size.
             topk_weights: float32, contiguous, a weight for each row of c; or None.
             moe_block_size: slots of a block, a multiple of 8.
             top_k: rows of c that share a row of a.
             mul_topk_weights: whether rows are multiplied by their weights.
-            b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.;
-                no uint8b128 with int8.
+            b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.; no uint8b128 with int8.
             size_m: M, N, K.
             size_n: M, N, K.
             size_k: M, N, K.
-            is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.;
-                no uint8b128 with int8.
+            is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.; no uint8b128 with int8.
             use_atomic_add: vLLM's; they have no effect.
             use_fp32_reduce: vLLM's; they have no effect.
             is_zp_float: zero points are floats.; no uint8b128 with int8.
@@ -5737,21 +5732,22 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
             workspace: vLLM's; they have no effect.
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
-                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to
-                a multiple of block_size, are enough. writes them for blocks of moe_block_size.
-            expert_ids: as `moe_align_block_size` writes them for blocks of moe_block_size.
-            num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of moe_block_size.
+                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+                multiple of block_size, are enough. writes them for blocks of
+                moe_block_size.
+            expert_ids: as `moe_align_block_size` writes them for blocks of
+                moe_block_size.
+            num_tokens_past_padded: as `moe_align_block_size` writes them for blocks of
+                moe_block_size.
             topk_weights: float32, contiguous, a weight for each row of c; or None.
             moe_block_size: slots of a block, a multiple of 8.
             top_k: rows of c that share a row of a.
             mul_topk_weights: whether rows are multiplied by their weights.
-            b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.;
-                no uint8b128 with int8.
+            b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.; no uint8b128 with int8.
             size_m: M, N, K.
             size_n: M, N, K.
             size_k: M, N, K.
-            is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.;
-                no uint8b128 with int8.
+            is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.; no uint8b128 with int8.
             use_atomic_add: vLLM's; they have no effect.
             use_fp32_reduce: vLLM's; they have no effect.
             is_zp_float: zero points are floats.; no uint8b128 with int8.
@@ -5774,8 +5770,8 @@ class _marlin_int4_fp8_preprocess_out(_Attributes, Protocol):
         Args:
             out: the shape of qweight, int32, contiguous, written; may be qweight itself.
             qweight: [K, N / 8] int32, contiguous, in the layout of AWQ; without zero points of any shape and layout.
-            qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all
-                zero points are 8.
+            qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all zero
+                points are 8.
         """
     @staticmethod
     def new(qweight: Tensor, qzeros_or_none: Tensor | None = None) -> Tensor:
@@ -5785,8 +5781,8 @@ class _marlin_int4_fp8_preprocess_out(_Attributes, Protocol):
 
         Args:
             qweight: [K, N / 8] int32, contiguous, in the layout of AWQ; without zero points of any shape and layout.
-            qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all
-                zero points are 8.
+            qzeros_or_none: [num_groups, N / 8] int32, contiguous, packed as qweight; num_groups divides K. None: all zero
+                points are 8.
 
         Returns:
             out: the shape of qweight, int32.
@@ -5868,8 +5864,8 @@ class _awq_marlin_repack(_Attributes, Protocol):
         """An AWQ weight in Marlin's layout, which `marlin_gemm` takes.
 
         Args:
-            b_q_weight: [K, N * num_bits / 32] int32, contiguous, the even columns of a word in its lower half; K a
-                multiple of 16, N of 64.
+            b_q_weight: [K, N * num_bits / 32] int32, contiguous, the even columns of a word in its lower half; K a multiple
+                of 16, N of 64.
             size_k: K, N.
             size_n: K, N.
             num_bits: bits of a quant: 4 or 8.
@@ -5892,8 +5888,8 @@ class _awq_marlin_repack(_Attributes, Protocol):
         """An AWQ weight in Marlin's layout, which `marlin_gemm` takes.
 
         Args:
-            b_q_weight: [K, N * num_bits / 32] int32, contiguous, the even columns of a word in its lower half; K a
-                multiple of 16, N of 64.
+            b_q_weight: [K, N * num_bits / 32] int32, contiguous, the even columns of a word in its lower half; K a multiple
+                of 16, N of 64.
             size_k: K, N.
             size_n: K, N.
             num_bits: bits of a quant: 4 or 8.
@@ -6076,8 +6072,7 @@ class _cutlass_scaled_sparse_mm(_Attributes, Protocol):
             out: [M, N] written, of the dtype of a if that has 16 bits, else float16 or bfloat16; elements of a row are
                 contiguous.
             a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, of any strides; row-major is fast.
-            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; rows of one
-                stride.
+            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; rows of one stride.
             bt_meta: [N, K / 8] uint8, likewise.
             a_scales: float32, contiguous, M or 1 elements
             b_scales: likewise, N or 1.
@@ -6102,8 +6097,7 @@ class _cutlass_scaled_sparse_mm(_Attributes, Protocol):
 
         Args:
             a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, of any strides; row-major is fast.
-            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; rows of one
-                stride.
+            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; rows of one stride.
             bt_meta: [N, K / 8] uint8, likewise.
             a_scales: float32, contiguous, M or 1 elements
             b_scales: likewise, N or 1.
@@ -6148,8 +6142,8 @@ class _causal_conv1d_decode(_Attributes, Protocol):
         Args:
             x: [num_seqs, seq_len, dim], any strides; or with query_start_loc [num_tokens, dim]; float32, float16 or
                 bfloat16; overwritten.
-            conv_state: [num_slots, state_len, dim] of the dtype of x, any strides, read and written. state_len is at
-                least width - 1, and with num_accepted_tokens at least width - 2 and the tokens of a sequence.
+            conv_state: [num_slots, state_len, dim] of the dtype of x, any strides, read and written. state_len is at least
+                width - 1, and with num_accepted_tokens at least width - 2 and the tokens of a sequence.
             weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
             bias: [dim] of the dtype of `weight`, or None for 0.
             activation: act of the formula: "silu", which is also called "swish", or None.
@@ -6157,15 +6151,15 @@ class _causal_conv1d_decode(_Attributes, Protocol):
                 column 0 counts; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
             num_accepted_tokens: [num_seqs], at least 1: how many tokens of the last call are kept; None without
                 speculative decoding.
-            query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. A
-                start below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences
-                share tokens: these tokens, and the states of these sequences, are undefined.
+            query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. A start
+                below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences share
+                tokens: these tokens, and the states of these sequences, are undefined.
             max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
             pad_slot_id: the slot that stands for none.
-            block_idx_last_scheduled_token: [num_seqs] columns of conv_state_indices for prefix caching: where the state
-                is written, and whence it is read.
-            initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching: where the state is written,
-                and whence it is read.
+            block_idx_last_scheduled_token: [num_seqs] columns of conv_state_indices for prefix caching:
+                where the state is written, and whence it is read.
+            initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching:
+                where the state is written, and whence it is read.
         """
 
 causal_conv1d_decode: _causal_conv1d_decode
@@ -6208,15 +6202,15 @@ class _causal_conv1d_prefill(_Attributes, Protocol):
 
         Args:
             out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Rows of one stride.
-            conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read
-                and written. None if no state is kept.
+            conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
+                written. None if no state is kept.
             x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
             weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
             bias: [dim] of the dtype of `weight`, or None for 0.
-            query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This
-                and all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens
-                for their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the
-                states of these sequences, are undefined.
+            query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
+                all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens for
+                their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the states
+                of these sequences, are undefined.
             cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
             has_initial_state: [num_seqs] bool; None if no sequence has one.
             activation: act of the formula: "silu", which is also called "swish", or None.
@@ -6263,15 +6257,15 @@ class _causal_conv1d_prefill(_Attributes, Protocol):
         one block earlier, and so on. A boundary that does not come after a token of this call is left out.
 
         Args:
-            conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read
-                and written. None if no state is kept.
+            conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
+                written. None if no state is kept.
             x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
             weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
             bias: [dim] of the dtype of `weight`, or None for 0.
-            query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This
-                and all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens
-                for their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the
-                states of these sequences, are undefined.
+            query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
+                all other indices are int32, or all are int64. A start below 0 is taken for 0, one after the tokens for
+                their end. Where starts do not ascend, sequences share tokens: the results of these tokens, and the states
+                of these sequences, are undefined.
             cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
             has_initial_state: [num_seqs] bool; None if no sequence has one.
             activation: act of the formula: "silu", which is also called "swish", or None.
@@ -6340,8 +6334,7 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
             C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
                 num_heads, and heads of a group are neighbours.
             chunk_size: tokens of a chunk, at most.
-            cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one
-                dtype.
+            cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
             cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
             last_chunk_indices: [num_seqs], the last chunk of each sequence.
             seq_idx: [num_chunks], the sequence of each chunk.
@@ -6355,8 +6348,8 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
             dt_max: how `dt` is changed.
             return_intermediate_states: whether `states` has the state after every chunk, instead of every sequence.
             state_dtype: of new `states`; None is the dtype of `C`.
-            states: [num_seqs or num_chunks, num_heads, head_size, state_size], float32, float16 or bfloat16,
-                contiguous, written and returned; new unless given.
+            states: [num_seqs or num_chunks, num_heads, head_size, state_size], float32, float16 or bfloat16, contiguous,
+                written and returned; new unless given.
 
         Returns:
             states: [num_seqs or num_chunks, num_heads, head_size, state_size], float32, float16 or bfloat16.
@@ -6411,8 +6404,7 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
             C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
                 num_heads, and heads of a group are neighbours.
             chunk_size: tokens of a chunk, at most.
-            cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one
-                dtype.
+            cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
             cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
             last_chunk_indices: [num_seqs], the last chunk of each sequence.
             seq_idx: [num_chunks], the sequence of each chunk.
@@ -6426,8 +6418,8 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
             dt_max: how `dt` is changed.
             return_intermediate_states: whether `states` has the state after every chunk, instead of every sequence.
             state_dtype: of new `states`; None is the dtype of `C`.
-            states: [num_seqs or num_chunks, num_heads, head_size, state_size], float32, float16 or bfloat16,
-                contiguous, written and returned; new unless given.
+            states: [num_seqs or num_chunks, num_heads, head_size, state_size], float32, float16 or bfloat16, contiguous,
+                written and returned; new unless given.
 
         Returns:
             states: [num_seqs or num_chunks, num_heads, head_size, state_size], float32, float16 or bfloat16.
@@ -6469,13 +6461,13 @@ class _gated_delta_rule(_Attributes, Protocol):
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
             scale: of the outputs.
-            initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or
-                None for zeros.
-            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to ``cu_seqlens[s
-                + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no range of
-                tokens, the sequence has none. Sequences may not overlap.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for
-                v, what float32 cannot hold on the way becomes infinite or NaN.
+            initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+                for zeros.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+                range of tokens, the sequence has none. Sequences may not overlap.
+            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
+                what float32 cannot hold on the way becomes infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
             final_state: as `initial_state`, written: the states that sequences end with; or None.
             o: as `v`, written where sequences have tokens, and returned; new unless given.
@@ -6516,13 +6508,13 @@ class _gated_delta_rule(_Attributes, Protocol):
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
             scale: of the outputs.
-            initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or
-                None for zeros.
-            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to ``cu_seqlens[s
-                + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no range of
-                tokens, the sequence has none. Sequences may not overlap.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for
-                v, what float32 cannot hold on the way becomes infinite or NaN.
+            initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
+                for zeros.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+                range of tokens, the sequence has none. Sequences may not overlap.
+            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
+                what float32 cannot hold on the way becomes infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
             final_state: as `initial_state`, written: the states that sequences end with; or None.
             o: as `v`, written where sequences have tokens, and returned; new unless given.
@@ -6561,8 +6553,8 @@ class _gated_delta_rule_update(_Attributes, Protocol):
         slots of sequences differ, and a sequence names no slot twice.
 
         Args:
-            state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots
-                contiguous, of any stride.
+            state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
+                of any stride.
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
                 contiguous, tokens of one stride, as in every tensor of tokens.
             k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
@@ -6571,13 +6563,13 @@ class _gated_delta_rule_update(_Attributes, Protocol):
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
             scale: of the outputs.
-            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to ``cu_seqlens[s
-                + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no range of
-                tokens, the sequence has none. Sequences may not overlap.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+                range of tokens, the sequence has none. Sequences may not overlap.
             ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
             num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for
-                v, what float32 cannot hold on the way becomes infinite or NaN.
+            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
+                what float32 cannot hold on the way becomes infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
             o: as `v`, written where sequences are not skipped, and returned; new unless given.
 
@@ -6611,8 +6603,8 @@ class _gated_delta_rule_update(_Attributes, Protocol):
         slots of sequences differ, and a sequence names no slot twice.
 
         Args:
-            state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots
-                contiguous, of any stride.
+            state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
+                of any stride.
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
                 contiguous, tokens of one stride, as in every tensor of tokens.
             k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
@@ -6621,13 +6613,13 @@ class _gated_delta_rule_update(_Attributes, Protocol):
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
             scale: of the outputs.
-            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to ``cu_seqlens[s
-                + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no range of
-                tokens, the sequence has none. Sequences may not overlap.
+            cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
+                range of tokens, the sequence has none. Sequences may not overlap.
             ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
             num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for
-                v, what float32 cannot hold on the way becomes infinite or NaN.
+            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
+                what float32 cannot hold on the way becomes infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
             o: as `v`, written where sequences are not skipped, and returned; new unless given.
 
@@ -6683,12 +6675,12 @@ class _selective_scan_fwd(_Attributes, Protocol):
         ``block_idx_last_scheduled_token[b]``. A state is not written if its slot is `pad_slot_id` or does not exist.
 
         Args:
-            u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16;
-                tokens one after another, any other strides.
+            u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16; tokens
+                one after another, any other strides.
             delta: the same, the time steps; overwritten by the result.
             A: [dim, state_size] float32, states one after another; state_size is at most 256.
-            B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens
-                one after another. Channels ``dim / groups`` at a time share a group.
+            B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens one
+                after another. Channels ``dim / groups`` at a time share a group.
             C: the same.
             D_: [dim] float32, contiguous; or None for 0.
             z_: as `u`, a gate; overwritten by the gated result. Or None.
@@ -6698,16 +6690,19 @@ class _selective_scan_fwd(_Attributes, Protocol):
                 Sequences may not overlap. None: each row of the batch is a sequence.
             cache_indices: [batch], or [batch, columns] with slots of blocks, int32; or None: sequence b has slot b.
             has_initial_state: [batch] bool, contiguous; or None: no sequence has a state.
-            ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written.
-                No two sequences may have the same slot.
+            ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written. No
+                two sequences may have the same slot.
             pad_slot_id: the slot of a sequence that is padding.
             block_size: tokens of a block, at least 1; no meaning without `block_idx_last_scheduled_token`.
-            block_idx_first_scheduled_token: [batch] int32, contiguous; all three or none.
-            block_idx_last_scheduled_token: [batch] int32, contiguous; all three or none.
-            initial_state_idx: [batch] int32, contiguous; all three or none.
-            cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted
-                over all; only differences of adjacent elements are used. A first chunk of less than 1 or more than
-                block_size tokens counts as one of block_size.
+            block_idx_first_scheduled_token: [batch] int32, contiguous;
+                all three or none.
+            block_idx_last_scheduled_token: [batch] int32, contiguous;
+                all three or none.
+            initial_state_idx: [batch] int32, contiguous;
+                all three or none.
+            cu_chunk_seqlen: [chunks + 1] int32, contiguous: the first token of each chunk of the sequences, counted over
+                all; only differences of adjacent elements are used. A first chunk of less than 1 or more than block_size
+                tokens counts as one of block_size.
             last_chunk_indices: [batch] int32, contiguous: the last chunk of each sequence; both or none, and only with
                 block_idx_last_scheduled_token.
         """
@@ -6756,13 +6751,12 @@ class _selective_state_update(_Attributes, Protocol):
         a slot, or that has tokens that do not exist.
 
         Args:
-            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another,
-                any other strides; state_size is at most 256. Written. No sequence may read or write a slot that another
-                writes.
+            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any
+                other strides; state_size is at most 256. Written. No sequence may read or write a slot that another writes.
             x: [num_tokens, heads, head_size], float32, float16 or bfloat16, of any strides.
             dt: the same, of any of these types.
-            A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each
-                row; any other strides.
+            A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each row;
+                any other strides.
             B: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
                 at a time share a group.
             C: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
@@ -6776,8 +6770,8 @@ class _selective_state_update(_Attributes, Protocol):
             pad_slot_id: the slot of a sequence that is padding.
             out: as `x`, written. It must be given.
             num_accepted_tokens: [batch] int32, contiguous; needs `state_batch_indices` of two dimensions.
-            cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last.
-                Sequences may not overlap.
+            cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last. Sequences
+                may not overlap.
             is_blackwell: has no meaning here.
         """
     @staticmethod
@@ -6820,13 +6814,12 @@ class _selective_state_update(_Attributes, Protocol):
         a slot, or that has tokens that do not exist.
 
         Args:
-            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another,
-                any other strides; state_size is at most 256. Written. No sequence may read or write a slot that another
-                writes.
+            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any
+                other strides; state_size is at most 256. Written. No sequence may read or write a slot that another writes.
             x: [num_tokens, heads, head_size], float32, float16 or bfloat16, of any strides.
             dt: the same, of any of these types.
-            A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each
-                row; any other strides.
+            A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each row;
+                any other strides.
             B: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
                 at a time share a group.
             C: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
@@ -6839,8 +6832,8 @@ class _selective_state_update(_Attributes, Protocol):
             dst_state_batch_indices: likewise; or None: where states were read.
             pad_slot_id: the slot of a sequence that is padding.
             num_accepted_tokens: [batch] int32, contiguous; needs `state_batch_indices` of two dimensions.
-            cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last.
-                Sequences may not overlap.
+            cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last. Sequences
+                may not overlap.
             is_blackwell: has no meaning here.
 
         Returns:
@@ -6872,13 +6865,13 @@ class _moe_align_block_size(_Attributes, Protocol):
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
-                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to
-                a multiple of block_size, are enough.
+                ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+                multiple of block_size, are enough.
             experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block.
             num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows
-                are sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
+                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
         """
     @staticmethod
     def new(
@@ -6898,15 +6891,15 @@ class _moe_align_block_size(_Attributes, Protocol):
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows
-                are sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
+                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
 
         Returns:
             sorted_token_ids: one dimension, int32; capacity for the rows of any distribution: ``num_tokens * topk +
-                min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a multiple of
-                block_size, are enough.
-            experts_ids: one dimension, int32: the expert of each block of `block_size` elements of sorted_token_ids, -1
-                after the last; at least one element for each block.
+                min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
+                multiple of block_size, are enough.
+            experts_ids: one dimension, int32: the expert of each block of `block_size` elements of
+                sorted_token_ids, -1 after the last; at least one element for each block.
             num_tokens_post_pad: one int32: elements that experts take, a multiple of block_size.
         """
 
@@ -6932,10 +6925,10 @@ class _batched_moe_align_block_size(_Attributes, Protocol):
             max_tokens_per_batch: row capacity of an expert.
             block_size: rows of a block of the GEMM (its tile M).
             expert_num_tokens: [num_experts] int32, contiguous.
-            sorted_ids: [num_experts * c] int32, contiguous, written; c is max_tokens_per_batch, rounded up to a
-                multiple of block_size.
-            expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 after
-                the last.
+            sorted_ids: [num_experts * c] int32, contiguous, written; c is max_tokens_per_batch, rounded up to a multiple of
+                block_size.
+            expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 after the
+                last.
             num_tokens_post_pad: one int32, written: elements that experts take.
         """
     @staticmethod
@@ -6952,7 +6945,8 @@ class _batched_moe_align_block_size(_Attributes, Protocol):
             expert_num_tokens: [num_experts] int32, contiguous.
 
         Returns:
-            sorted_ids: [num_experts * c] int32; c is max_tokens_per_batch, rounded up to a multiple of block_size.
+            sorted_ids: [num_experts * c] int32; c is max_tokens_per_batch, rounded up to a multiple of
+                block_size.
             expert_ids: [num_experts * c / block_size] int32: the expert of each block, -1 after the last.
             num_tokens_post_pad: one int32: elements that experts take.
         """
@@ -6987,17 +6981,17 @@ class _moe_lora_align_block_size(_Attributes, Protocol):
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
             max_loras: adapters that there can be.
-            max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as
-                `moe_align_block_size` says.
+            max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as `moe_align_block_size`
+                says.
             max_num_m_blocks: blocks of an adapter.
             sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written by adapters.
-            experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 after
-                the last block.
+            experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 after the
+                last block.
             num_tokens_post_pad: [max_loras] int32, contiguous, written by adapters.
             adapter_enabled: [max_loras or more] int32, contiguous.
             lora_ids: [any] int32, contiguous; numbers of adapters, others are skipped.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows
-                are sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
+                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
         """
     @staticmethod
     def new(
@@ -7023,13 +7017,13 @@ class _moe_lora_align_block_size(_Attributes, Protocol):
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
             max_loras: adapters that there can be.
-            max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as
-                `moe_align_block_size` says.
+            max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as `moe_align_block_size`
+                says.
             max_num_m_blocks: blocks of an adapter.
             adapter_enabled: [max_loras or more] int32, contiguous.
             lora_ids: [any] int32, contiguous; numbers of adapters, others are skipped.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows
-                are sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
+                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
 
         Returns:
             sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, written by adapters.
@@ -7066,18 +7060,17 @@ class _moe_permute(_Attributes, Protocol):
             input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None:
-                ids as they are.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: ids
+                as they are.
             n_expert: how many experts there are, and on this device.
             n_local_expert: how many experts there are, and on this device.
             topk: choices of a token.
             permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
             expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert; at
                 last the number of rows of this device.
-            inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each
-                row.
-            permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index,
-                or ``num_tokens * topk`` for a row that is not of this device.
+            inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
+            permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
+                ``num_tokens * topk`` for a row that is not of this device.
         """
     @staticmethod
     def new(
@@ -7100,16 +7093,16 @@ class _moe_permute(_Attributes, Protocol):
             input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None:
-                ids as they are.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: ids
+                as they are.
             n_expert: how many experts there are, and on this device.
             n_local_expert: how many experts there are, and on this device.
             topk: choices of a token.
 
         Returns:
             permuted_input: [num_tokens * topk, hidden_size] of the same dtype.
-            expert_first_token_offset: [n_local_expert + 1] int64: the first row of each expert; at last the number of
-                rows of this device.
+            expert_first_token_offset: [n_local_expert + 1] int64: the first row of each expert; at last the number of rows of
+                this device.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape: the permuted index of each row.
             permuted_idx: [num_tokens * topk] int32, in any shape: the row at each permuted index, or ``num_tokens *
                 topk`` for a row that is not of this device.
@@ -7477,25 +7470,25 @@ class _moe_sum_experts(_Attributes, Protocol):
         """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
 
         Args:
-            input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices
-                with experts elsewhere.
+            input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
+                experts elsewhere.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
             num_experts: experts on this device.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None:
-                as they are numbered.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
+                they are numbered.
         """
     @staticmethod
     def new(input: Tensor, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
         """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
 
         Args:
-            input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices
-                with experts elsewhere.
+            input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
+                experts elsewhere.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             num_experts: experts on this device.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None:
-                as they are numbered.
+            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
+                they are numbered.
 
         Returns:
             output: [num_tokens, hidden_size] of the same dtype.
@@ -7553,20 +7546,20 @@ class _get_cutlass_moe_mm_data(_Attributes, Protocol):
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-            expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first
-                row; at last the number of rows with an expert.
-            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            input_permutation: [num_tokens * topk] int32, contiguous, written: the token of the row at each sorted
-                position; 0 after the last.
+            expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first row; at
+                last the number of rows with an expert.
+            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
+            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
+            input_permutation: [num_tokens * topk] int32, contiguous, written: the token of the row at each sorted position;
+                0 after the last.
             output_permutation: [num_tokens * topk] int32, contiguous, written: the sorted position of each row.
             num_experts: number of experts.
             n: the sizes of the layers.
             k: the sizes of the layers.
-            blockscale_offsets: [num_experts + 1] int32, contiguous, written: like expert_offsets, of rows rounded up to
-                a multiple of 128 in each expert. None: not wanted.
+            blockscale_offsets: [num_experts + 1] int32, contiguous, written: like expert_offsets, of rows rounded up to a
+                multiple of 128 in each expert. None: not wanted.
             is_gated: the first layer has 2 * n columns; otherwise n.
         """
     @staticmethod
@@ -7589,17 +7582,16 @@ class _get_cutlass_moe_mm_data(_Attributes, Protocol):
             num_experts: number of experts.
             n: the sizes of the layers.
             k: the sizes of the layers.
-            blockscale_offsets: [num_experts + 1] int32, contiguous, written: like expert_offsets, of rows rounded up to
-                a multiple of 128 in each expert. None: not wanted.
+            blockscale_offsets: [num_experts + 1] int32, contiguous, written: like expert_offsets, of rows rounded up to a
+                multiple of 128 in each expert. None: not wanted.
             is_gated: the first layer has 2 * n columns; otherwise n.
 
         Returns:
-            expert_offsets: [num_experts + 1] int32: the sorted position of each expert's first row; at last the number
-                of rows with an expert.
+            expert_offsets: [num_experts + 1] int32: the sorted position of each expert's first row; at last the
+                number of rows with an expert.
             problem_sizes1: [num_experts, 3] int32: the problem sizes of the first and of the second layer.
             problem_sizes2: [num_experts, 3] int32: the problem sizes of the first and of the second layer.
-            input_permutation: [num_tokens * topk] int32: the token of the row at each sorted position; 0 after the
-                last.
+            input_permutation: [num_tokens * topk] int32: the token of the row at each sorted position; 0 after the last.
             output_permutation: [num_tokens * topk] int32: the sorted position of each row.
         """
 
@@ -7621,10 +7613,10 @@ class _get_cutlass_moe_mm_problem_sizes(_Attributes, Protocol):
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
+            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
+            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
             num_experts: number of experts.
             n: the sizes of the layers.
             k: the sizes of the layers.
@@ -7670,12 +7662,12 @@ class _get_cutlass_moe_mm_problem_sizes_from_expert_offsets(_Attributes, Protoco
         """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
 
         Args:
-            expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has no
-                rows.
-            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
+            expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has
+                no rows.
+            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
+            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
             n: the sizes of the layers.
             k: the sizes of the layers.
             swap_ab: sizes are swapped.
@@ -7685,8 +7677,8 @@ class _get_cutlass_moe_mm_problem_sizes_from_expert_offsets(_Attributes, Protoco
         """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
 
         Args:
-            expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has no
-                rows.
+            expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has
+                no rows.
             n: the sizes of the layers.
             k: the sizes of the layers.
             swap_ab: sizes are swapped.
@@ -7716,10 +7708,10 @@ class _get_cutlass_batched_moe_mm_data(_Attributes, Protocol):
 
         Args:
             expert_offsets: [num_local_experts] int32, contiguous, written: ``e * padded_m``.
-            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
+            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
+            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
+                of the second layer.
             expert_num_tokens: [num_local_experts] int32, contiguous: rows of each expert, clamped to 0 ... padded_m.
             num_local_experts: how many experts there are on this device.
             padded_m: rows of a batch.
@@ -7768,16 +7760,22 @@ class _get_cutlass_pplx_moe_mm_data(_Attributes, Protocol):
         """`get_cutlass_batched_moe_mm_data` under the name that vLLM gave it before.
 
         Args:
-            expert_offsets: [num_local_experts] int32, contiguous, written: ``e * padded_m``.
-            problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and of the
-                second layer.
-            expert_num_tokens: [num_local_experts] int32, contiguous: rows of each expert, clamped to 0 ... padded_m.
-            num_local_experts: how many experts there are on this device.
-            padded_m: rows of a batch.
-            n: the sizes of the layers.
-            k: the sizes of the layers.
+            expert_offsets: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            problem_sizes1: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            problem_sizes2: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            expert_num_tokens: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            num_local_experts: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            padded_m: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            n: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            k: as
+                `get_cutlass_batched_moe_mm_data` takes them.
         """
     @staticmethod
     def new(
@@ -7790,11 +7788,16 @@ class _get_cutlass_pplx_moe_mm_data(_Attributes, Protocol):
         """`get_cutlass_batched_moe_mm_data` under the name that vLLM gave it before.
 
         Args:
-            expert_num_tokens: [num_local_experts] int32, contiguous: rows of each expert, clamped to 0 ... padded_m.
-            num_local_experts: how many experts there are on this device.
-            padded_m: rows of a batch.
-            n: the sizes of the layers.
-            k: the sizes of the layers.
+            expert_num_tokens: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            num_local_experts: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            padded_m: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            n: as
+                `get_cutlass_batched_moe_mm_data` takes them.
+            k: as
+                `get_cutlass_batched_moe_mm_data` takes them.
 
         Returns:
             expert_offsets: as `get_cutlass_batched_moe_mm_data` returns them.
@@ -7956,10 +7959,10 @@ class _layer_norm(_Attributes, Protocol):
             bias: [hidden_size] of the same dtype, or None for ones and zeros.
             epsilon: added to the variance.
             z: the shape and dtype of `input`, rows of one stride; or None.
-            mean: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group of
-                all rows, then of the second, and so on; or None.
-            rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group of
-                all rows, then of the second, and so on; or None.
+            mean: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
+                of all rows, then of the second, and so on; or None.
+            rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
+                of all rows, then of the second, and so on; or None.
             group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
             norm_before_gate: whether the gate multiplies the norm, and not `input`.
             activation: act of the formula: "swish", which is also called "silu", or "sigmoid".
@@ -7990,10 +7993,10 @@ class _layer_norm(_Attributes, Protocol):
             bias: [hidden_size] of the same dtype, or None for ones and zeros.
             epsilon: added to the variance.
             z: the shape and dtype of `input`, rows of one stride; or None.
-            mean: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group of
-                all rows, then of the second, and so on; or None.
-            rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group of
-                all rows, then of the second, and so on; or None.
+            mean: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
+                of all rows, then of the second, and so on; or None.
+            rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
+                of all rows, then of the second, and so on; or None.
             group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
             norm_before_gate: whether the gate multiplies the norm, and not `input`.
             activation: act of the formula: "swish", which is also called "silu", or "sigmoid".
@@ -8030,8 +8033,8 @@ class _rms_norm_gated(_Attributes, Protocol):
             epsilon: added to the mean of squares.
             z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
             bias: [hidden_size] of the same dtype, or None for zeros.
-            rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all
-                rows, then of the second, and so on; or None.
+            rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
+                then of the second, and so on; or None.
             group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
             norm_before_gate: whether the gate multiplies the norm, and not `input`.
             activation: act of the formula: "swish", which is also called "silu", or "sigmoid".
@@ -8059,8 +8062,8 @@ class _rms_norm_gated(_Attributes, Protocol):
             epsilon: added to the mean of squares.
             z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
             bias: [hidden_size] of the same dtype, or None for zeros.
-            rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all
-                rows, then of the second, and so on; or None.
+            rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
+                then of the second, and so on; or None.
             group_size: elements normalised together, a divisor of hidden_size; None for the whole row.
             norm_before_gate: whether the gate multiplies the norm, and not `input`.
             activation: act of the formula: "swish", which is also called "silu", or "sigmoid".
@@ -8145,8 +8148,8 @@ class _gemma_rms_norm(_Attributes, Protocol):
             weight: [hidden_size] of the same dtype, zero for no scaling.
             epsilon: added to the mean of squares.
             residual: the shape of `input`, of its dtype or float32; or None.
-            residual_out: the shape of `input`, written, given with `residual`; float32 if `input` is float16 or
-                `residual` is float32, else the dtype of `input`.
+            residual_out: the shape of `input`, written, given with `residual`; float32 if `input` is float16 or `residual`
+                is float32, else the dtype of `input`.
         """
     @staticmethod
     def new(
@@ -8166,8 +8169,8 @@ class _gemma_rms_norm(_Attributes, Protocol):
             weight: [hidden_size] of the same dtype, zero for no scaling.
             epsilon: added to the mean of squares.
             residual: the shape of `input`, of its dtype or float32; or None.
-            residual_out: the shape of `input`, written, given with `residual`; float32 if `input` is float16 or
-                `residual` is float32, else the dtype of `input`.
+            residual_out: the shape of `input`, written, given with `residual`; float32 if `input` is float16 or `residual`
+                is float32, else the dtype of `input`.
 
         Returns:
             out: [..., hidden_size].
@@ -8197,8 +8200,8 @@ class _fused_qk_norm_rope(_Attributes, Protocol):
         position outside the cache are left as they are.
 
         Args:
-            qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, read and
-                written; elements of a row lie together.
+            qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, read and written;
+                elements of a row lie together.
             num_heads_q: heads of each kind, in this order in a row.
             num_heads_k: heads of each kind, in this order in a row.
             num_heads_v: heads of each kind, in this order in a row.
@@ -8386,8 +8389,8 @@ class _static_scaled_fp8_quant(_Attributes, Protocol):
         Args:
             result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
             input: the same shape, float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
-            scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns,
-                as `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
+            scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
+                `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
             group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
                 Required for a scale [n] of several elements; must agree with a scale [m, n]. Groups divide the rows and
                 columns exactly.
@@ -8408,8 +8411,8 @@ class _static_scaled_fp8_quant(_Attributes, Protocol):
 
         Args:
             input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
-            scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns,
-                as `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
+            scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
+                `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
             group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
                 Required for a scale [n] of several elements; must agree with a scale [m, n]. Groups divide the rows and
                 columns exactly.
@@ -8581,10 +8584,10 @@ class _scaled_fp4_quant(_Attributes, Protocol):
         Args:
             output: [..., hidden_size / 2] uint8, written; rows of one stride.
             input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-            output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns /
-                4]. With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size /
-                16 rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else
-                [num_tokens, hidden_size / 16].
+            output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
+                With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
+                rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else [num_tokens,
+                hidden_size / 16].
             input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
             is_sf_swizzled_layout: whether scales lie in tiles.
         """
@@ -8604,10 +8607,10 @@ class _scaled_fp4_quant(_Attributes, Protocol):
 
         Returns:
             output: [..., hidden_size / 2] uint8.
-            output_scale: contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4]. With
-                is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16 rounded
-                up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else [num_tokens,
-                hidden_size / 16].
+            output_scale: contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
+                With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns
+                hidden_size / 16 rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up
+                with zeros; else [num_tokens, hidden_size / 16].
         """
 
 scaled_fp4_quant: _scaled_fp4_quant
@@ -8661,8 +8664,8 @@ class _scaled_fp4_experts_quant(_Attributes, Protocol):
 
         Args:
             output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
-            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being
-                hidden_size / 16 rounded up to 4, contiguous, written.
+            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size /
+                16 rounded up to 4, contiguous, written.
             input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
             input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
             input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
@@ -8712,13 +8715,17 @@ class _silu_and_mul_scaled_fp4_experts_quant(_Attributes, Protocol):
         The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
 
         Args:
-            output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
-            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being
-                hidden_size / 16 rounded up to 4, contiguous, written.
+            output: as
+                `scaled_fp4_experts_quant` takes them.
+            output_scale: as
+                `scaled_fp4_experts_quant` takes them.
             input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-            input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
-            input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
-            output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
+            input_global_scale: as
+                `scaled_fp4_experts_quant` takes them.
+            input_offset_by_experts: as
+                `scaled_fp4_experts_quant` takes them.
+            output_scale_offset_by_experts: as
+                `scaled_fp4_experts_quant` takes them.
         """
     @staticmethod
     def new(
@@ -8733,9 +8740,12 @@ class _silu_and_mul_scaled_fp4_experts_quant(_Attributes, Protocol):
 
         Args:
             input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-            input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
-            input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
-            output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
+            input_global_scale: as
+                `scaled_fp4_experts_quant` takes them.
+            input_offset_by_experts: as
+                `scaled_fp4_experts_quant` takes them.
+            output_scale_offset_by_experts: as
+                `scaled_fp4_experts_quant` takes them.
 
         Returns:
             output: as `scaled_fp4_experts_quant` returns them.
@@ -8845,10 +8855,10 @@ class _per_token_group_fp8_quant(_Attributes, Protocol):
                 column-major with columns padded for TMA.
             group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
+            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
+            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
             scale_ue8m0: whether scales are powers of two.
         """
     @staticmethod
@@ -8872,10 +8882,10 @@ class _per_token_group_fp8_quant(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
             group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
+            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
+            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
             scale_ue8m0: whether scales are powers of two.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -8964,15 +8974,15 @@ class _per_token_group_fp8_quant_packed(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
             output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride. It may have
                 more rows: those after the tokens become 0 up to num_tokens rounded up to 4, and others are left.
-            output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens
-                rounded up to 4): then what lies between the columns becomes 0. It may have num_tokens rounded up to 4
-                rows: rows after the tokens become 0.
+            output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
+                up to 4): then what lies between the columns becomes 0. It may have num_tokens rounded up to 4 rows: rows
+                after the tokens become 0.
             group_size: a divisor of hidden_size.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
+            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
+            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
         """
     @staticmethod
     def new(
@@ -8993,16 +9003,15 @@ class _per_token_group_fp8_quant_packed(_Attributes, Protocol):
             input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
             group_size: a divisor of hidden_size.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and 1 to
-                240, and usually -224 and 224.
+            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
+            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
+                1 to 240, and usually -224 and 224.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
         Returns:
             output_q: the shape of `input`, float8_e4m3fn or float8_e4m3fnuz.
-            output_s_packed: [num_tokens, groups / 4 rounded up] int32, for TMA of strides (1, num_tokens rounded up to
-                4).
+            output_s_packed: [num_tokens, groups / 4 rounded up] int32, for TMA of strides (1, num_tokens rounded up to 4).
         """
 
 per_token_group_fp8_quant_packed: _per_token_group_fp8_quant_packed
@@ -9032,8 +9041,7 @@ class _hadacore_transform_out(_Attributes, Protocol):
         that are finite by the formula; float16 has no such rows.
 
         Args:
-            x: [..., hidden_size], float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one
-                stride.
+            x: [..., hidden_size], float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one stride.
 
         Returns:
             out: [..., hidden_size].
@@ -9060,12 +9068,11 @@ class _mxfp4_experts_quant(_Attributes, Protocol):
 
         Args:
             output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
-            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up
-                to 4, contiguous, written.
+            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up to
+                4, contiguous, written.
             input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
             input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of
-                128.
+            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of 128.
             n_experts: experts.
         """
     @staticmethod
@@ -9085,14 +9092,13 @@ class _mxfp4_experts_quant(_Attributes, Protocol):
         Args:
             input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
             input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of
-                128.
+            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of 128.
             n_experts: experts.
 
         Returns:
             output: [num_tokens, hidden_size / 2] uint8.
-            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up
-                to 4.
+            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32
+                rounded up to 4.
         """
 
 mxfp4_experts_quant: _mxfp4_experts_quant
@@ -9112,14 +9118,17 @@ class _silu_and_mul_mxfp4_experts_quant(_Attributes, Protocol):
         The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
 
         Args:
-            output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
-            output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up
-                to 4, contiguous, written.
+            output: as
+                `mxfp4_experts_quant` takes them.
+            output_scale: as
+                `mxfp4_experts_quant` takes them.
             input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
-            input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of
-                128.
-            n_experts: experts.
+            input_offset_by_experts: as
+                `mxfp4_experts_quant` takes them.
+            output_scale_offset_by_experts: as
+                `mxfp4_experts_quant` takes them.
+            n_experts: as
+                `mxfp4_experts_quant` takes them.
         """
     @staticmethod
     def new(
@@ -9134,10 +9143,12 @@ class _silu_and_mul_mxfp4_experts_quant(_Attributes, Protocol):
 
         Args:
             input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
-            input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of
-                128.
-            n_experts: experts.
+            input_offset_by_experts: as
+                `mxfp4_experts_quant` takes them.
+            output_scale_offset_by_experts: as
+                `mxfp4_experts_quant` takes them.
+            n_experts: as
+                `mxfp4_experts_quant` takes them.
 
         Returns:
             output: as `mxfp4_experts_quant` returns them.
@@ -9246,8 +9257,7 @@ class _persistent_masked_m_silu_mul_quant(_Attributes, Protocol):
         infinite: it becomes -448, and finite elements become 0.
 
         Args:
-            input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride
-                is 1.
+            input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
             counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
             y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
             y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
@@ -9265,8 +9275,7 @@ class _persistent_masked_m_silu_mul_quant(_Attributes, Protocol):
         infinite: it becomes -448, and finite elements become 0.
 
         Args:
-            input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride
-                is 1.
+            input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
             counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
             use_ue8m0: whether scales are powers of two.
 
@@ -9305,8 +9314,8 @@ class _rotary_embedding(_Attributes, Protocol):
                 read and written; of any strides but the last.
             key: the same with num_kv_heads, which divides num_heads, or None.
             head_size: elements of a head.
-            cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least;
-                cosines in the first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
+            cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least; cosines
+                in the first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
             is_neox: which elements make a pair.
             rope_dim_offset: the first element of a head that is rotated, at most head_size - rotary_dim.
             inverse: rotate by the negative angles, ``sin`` being -sin.
@@ -9331,12 +9340,12 @@ class _flashinfer_rotary_embedding(_Attributes, Protocol):
 
         Args:
             positions: [num_tokens], int32 or int64, of any stride.
-            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or
-                bfloat16, read and written; of any strides but the last.
+            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
+                read and written; of any strides but the last.
             key: the same with num_kv_heads, which divides num_heads.
             head_size: elements of a head.
-            cos_sin_cache: [max_position, rotary_dim] float32, contiguous, of one row at least; cosines in the first
-                half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
+            cos_sin_cache: [max_position, rotary_dim] float32, contiguous, of one row at least; cosines in the first half of
+                a row, sines in the second; rotary_dim even, at most head_size and 2048.
             is_neox: whether a pair is elements (j, j + rotary_dim / 2), or else (2j, 2j + 1).
         """
 
@@ -9360,12 +9369,12 @@ class _apply_rotary_emb(_Attributes, Protocol):
 
         Args:
             out: the shape and dtype of `x`, written; may be `x` itself; of any strides but the last.
-            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but
-                the last.
-            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at most
-                head_size and 2048.
-            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at most
-                head_size and 2048.
+            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but the
+                last.
+            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+                most head_size and 2048.
+            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+                most head_size and 2048.
             is_neox: which elements make a pair.
             enable_fp32_compute: whether to compute in float32.
         """
@@ -9378,12 +9387,12 @@ class _apply_rotary_emb(_Attributes, Protocol):
         element type T, and so is every result, as in eager PyTorch; with `enable_fp32_compute` only the last one is.
 
         Args:
-            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but
-                the last.
-            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at most
-                head_size and 2048.
-            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at most
-                head_size and 2048.
+            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but the
+                last.
+            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+                most head_size and 2048.
+            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+                most head_size and 2048.
             is_neox: which elements make a pair.
             enable_fp32_compute: whether to compute in float32.
 
@@ -9418,12 +9427,12 @@ class _dual_chunk_rotary_embedding(_Attributes, Protocol):
         `cos_sin_k_cache` are copied.
 
         Args:
-            query_out: [num_tokens, 5 * num_heads * head_size], written: all heads of the first version, then of the
-                next; rows of any stride.
+            query_out: [num_tokens, 5 * num_heads * head_size], written: all heads of the first version, then of the next;
+                rows of any stride.
             key_out: the shape of `key`, written; of any strides but the last.
             positions: [num_tokens], int32 or int64, of any stride.
-            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or
-                bfloat16, as all other tensors; of any strides but the last.
+            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
+                as all other tensors; of any strides but the last.
             key: the same with num_kv_heads, which divides num_heads.
             head_size: elements of a head.
             cos_sin_k_cache: [max_position, rotary_dim], contiguous; cosines in the first half of a row, sines in the
@@ -9457,8 +9466,8 @@ class _dual_chunk_rotary_embedding(_Attributes, Protocol):
 
         Args:
             positions: [num_tokens], int32 or int64, of any stride.
-            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or
-                bfloat16, as all other tensors; of any strides but the last.
+            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
+                as all other tensors; of any strides but the last.
             key: the same with num_kv_heads, which divides num_heads.
             head_size: elements of a head.
             cos_sin_k_cache: [max_position, rotary_dim], contiguous; cosines in the first half of a row, sines in the
@@ -9498,10 +9507,10 @@ class _multimodal_rotary_embedding(_Attributes, Protocol):
         the table are left as they are.
 
         Args:
-            positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or
-                int64, of any strides.
-            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or
-                bfloat16, read and written; of any strides but the last.
+            positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,
+                of any strides.
+            query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
+                read and written; of any strides but the last.
             key: the same with num_kv_heads, which divides num_heads, or None.
             head_size: elements of a head.
             cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
@@ -9547,8 +9556,8 @@ class _top_k_top_p_sampling_from_logits(_Attributes, Protocol):
             top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
             top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
             min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less
-                among them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
+            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less among
+                them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
         """
     @staticmethod
     def new(
@@ -9579,8 +9588,8 @@ class _top_k_top_p_sampling_from_logits(_Attributes, Protocol):
             top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
             top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
             min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less
-                among them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
+            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less among
+                them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
 
         Returns:
             samples: [num_rows] int32; -1 for a row without a token that can be drawn.
@@ -9651,9 +9660,9 @@ class _softmax(_Attributes, Protocol):
         Args:
             out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
             logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0
-                among them, counts as that number: what there is goes to the largest logits. Under inf, all finite
-                logits are equal.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
+                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
+                equal.
         """
     @staticmethod
     def new(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -9663,9 +9672,9 @@ class _softmax(_Attributes, Protocol):
 
         Args:
             logits: [..., vocab_size], float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0
-                among them, counts as that number: what there is goes to the largest logits. Under inf, all finite
-                logits are equal.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
+                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
+                equal.
 
         Returns:
             out: [..., vocab_size], float32, float16 or bfloat16.
@@ -9682,9 +9691,9 @@ class _log_softmax(_Attributes, Protocol):
         Args:
             out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
             logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0
-                among them, counts as that number: what there is goes to the largest logits. Under inf, all finite
-                logits are equal.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
+                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
+                equal.
         """
     @staticmethod
     def new(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -9694,9 +9703,9 @@ class _log_softmax(_Attributes, Protocol):
 
         Args:
             logits: [..., vocab_size], float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0
-                among them, counts as that number: what there is goes to the largest logits. Under inf, all finite
-                logits are equal.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
+                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
+                equal.
 
         Returns:
             out: [..., vocab_size], float32, float16 or bfloat16.
@@ -9729,14 +9738,13 @@ class _rejection_sample(_Attributes, Protocol):
         same seed and offset it may draw a draft or the bonus token. Two tokens need different offsets.
 
         Args:
-            output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 after the last token, and in
-                place of a rejected draft if all weights are 0.
-            draft_token_ids: [num_tokens] int32, contiguous: the drafts of one request after another. Numbers that are
-                no token are rejected.
-            cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts
-                of a request beyond max_spec_len are ignored.
-            draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has
-                probability 1.
+            output_token_ids: [batch, max_spec_len + 1] int32, contiguous, written; -1 after the last token, and in place
+                of a rejected draft if all weights are 0.
+            draft_token_ids: [num_tokens] int32, contiguous: the drafts of one request after another. Numbers that are no
+                token are rejected.
+            cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
+                request beyond max_spec_len are ignored.
+            draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
             target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
             bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
             seeds: [batch] int64, contiguous.
@@ -9767,12 +9775,11 @@ class _rejection_sample(_Attributes, Protocol):
         same seed and offset it may draw a draft or the bonus token. Two tokens need different offsets.
 
         Args:
-            draft_token_ids: [num_tokens] int32, contiguous: the drafts of one request after another. Numbers that are
-                no token are rejected.
-            cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts
-                of a request beyond max_spec_len are ignored.
-            draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has
-                probability 1.
+            draft_token_ids: [num_tokens] int32, contiguous: the drafts of one request after another. Numbers that are no
+                token are rejected.
+            cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
+                request beyond max_spec_len are ignored.
+            draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
             target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
             bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
             seeds: [batch] int64, contiguous.

@@ -157,8 +157,10 @@ First line, as [`rms_norm`][pyops.rms_norm] and [`layer_norm`][pyops.layer_norm]
     x = y
 
 Args:
-    a: words that go on
-    b: words that go on
+    a: words
+        that go on
+    b: words
+        that go on
     c: more.
     sparse_d: glob; and more words.
     sparse_e: glob; and more words.

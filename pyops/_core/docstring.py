@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 _NAMES = r"[\w*]+(?:,\s+[\w*]+)*"
 _OTHERS = r"\s+(?:The )?others(?=: )"
-_WIDTH = 112
+_WIDTH = 90  # of the lines of a text that is changed
 # What the text of an output says of a tensor that a caller gives, and not of a new one: clauses, and words in others.
 _OF_GIVEN = re.compile(
     r"(rows|elements of a row|heads)( are)? (of (one|any) strides?|contiguous)|(of )?any strides?( .*)?|contiguous"
@@ -30,8 +30,8 @@ class Docstring(NamedTuple):
 
     Attributes:
         text: all before the first section.
-        parameters: {name: its text in the section Args, in one line}.
-        sections: {heading: text} of the others, such as ``Raises``.
+        parameters: {name: its text in the section Args, with the line breaks and indents that it has there}.
+        sections: {heading: text} of the others, such as ``Raises``. Text after Args without a heading has "" for one.
     """
 
     text: str
@@ -40,7 +40,7 @@ class Docstring(NamedTuple):
 
     def joined(self) -> str:
         """The docstring, in which each parameter has an entry of its own."""
-        sections = (f"{heading}:\n{text}" for heading, text in self.sections.items())
+        sections = (f"{heading}:\n{text}" if heading else text for heading, text in self.sections.items())
         return "\n\n".join(filter(None, (self.text, named("Args", self.parameters), *sections)))
 
 
@@ -48,7 +48,10 @@ def parse(function: Callable[..., Any], parameters: Sequence[str] = ()) -> Docst
     """The docstring of a function with these parameters."""
     text, *found = re.split(r"\n+(?=[A-Z]\w+:\n    \S)", f"\n{inspect.getdoc(function) or ''}")
     sections = {heading: body.rstrip() for heading, _, body in (one.partition(":\n") for one in found)}
-    texts = dict(entries(sections.pop("Args", ""), parameters))
+    args, after = _indented(sections.pop("Args", ""))
+    if after:
+        sections = {"": after, **sections}
+    texts = dict(entries(args, parameters))
     return Docstring(text.strip(), {name: texts[name] for name in parameters or texts if name in texts}, sections)
 
 
@@ -63,7 +66,14 @@ def entries(body: str, parameters: Sequence[str] = ()) -> Iterator[tuple[str, st
     others = [name for name in parameters if name not in meant]
     for names, words in parts:
         for name in others if names == ["*"] else _meant(names, parameters):
-            yield name, " ".join(words.split())
+            yield name, words
+
+
+def _indented(body: str) -> tuple[str, str]:
+    """(the lines of a section, what follows after the last of them that is indented)."""
+    lines = body.split("\n")
+    end = next((i for i, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
+    return "\n".join(lines[:end]).rstrip(), "\n".join(lines[end:])
 
 
 def _meant(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -80,11 +90,7 @@ def _parts(entry: str) -> Iterator[tuple[list[str], str]]:
 
 def named(heading: str, texts: Mapping[str, str]) -> str:
     """A section of names, each with its text; "" without names."""
-    lines = [f"{heading}:"]
-    for name, text in texts.items():
-        entry = f"    {name}: {text}"
-        lines += textwrap.wrap(entry, _WIDTH, subsequent_indent=" " * 8, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines) if texts else ""
+    return "\n".join([f"{heading}:", *(f"    {name}: {text}" for name, text in texts.items())]) if texts else ""
 
 
 def returning(
@@ -116,8 +122,9 @@ def returning(
 def of_new(text: str) -> str:
     """The text of an output without what concerns only a tensor that a caller gives."""
     sentences = []
-    for sentence in re.split(r"(?<=[.\w`\]])\. (?=[A-Z])", text.removesuffix(".")):
+    for sentence in re.split(r"(?<=[.\w`\]])\. (?=[A-Z])", " ".join(text.split()).removesuffix(".")):
         clauses = (clause for clause in sentence.split("; ") if not _OF_GIVEN.fullmatch(clause))
         sentences.append("; ".join(_WORDS_OF_GIVEN.sub("", clause) for clause in clauses))
     kept = ". ".join(filter(None, sentences)).replace("` takes them", "` returns them")
-    return f"{kept}." if kept else text
+    lines = textwrap.wrap(f"{kept}.", _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n        ".join(lines) if kept else text
