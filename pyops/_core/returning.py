@@ -127,7 +127,10 @@ def _render(declaration: Declaration, form: Declaration) -> str:
         for p in given
         if p.is_tensor
     )
-    key = ", ".join([*looks, *(p.name for p in given if p.keyed)])
+    keyed = [p.name for p in given if p.keyed]
+    if any(p.kind == "dtype" for p in given):  # by default, a dtype may be that of the device
+        keyed += [f"{form.leader}.__class__", f"getattr({form.leader}, 'is_cuda', False)"]
+    key = ", ".join([*looks, *keyed])
     results = ", ".join(outputs)
     made = [f"{'zeros' if p.partial else 'empty'}({form.leader}, *_found[{i}])" for i, p in enumerate(form.returned)]
     if declaration.returned:

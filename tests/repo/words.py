@@ -48,7 +48,7 @@ MOST: dict[str, int] = {
     "shrink": 26,
     "behind": 100,
     "beside": 168,
-    "anew": 9,
+    "anew": 8,
     "room": 74,
     "apart": 117,
     "widen": 28,
