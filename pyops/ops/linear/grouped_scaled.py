@@ -79,7 +79,7 @@ def cutlass_moe_mm(
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ b_tensors[e].double().T).float()
         scales = a_scales.reshape(-1, 1)[rows] if per_act_token else a_scales.reshape(-1)[:1]
-        out_tensors[rows] = (scales * (b_scales[e].reshape(-1) * sums)).to(out_tensors.dtype)
+        out_tensors[rows] = (scales * (b_scales.reshape(len(b_tensors), -1)[e] * sums)).to(out_tensors.dtype)
 
 
 @cutlass_moe_mm.result

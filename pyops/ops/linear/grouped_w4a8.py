@@ -88,7 +88,7 @@ def cutlass_w4a8_moe_mm(
     weights = _of_experts(b_tensors, b_group_scales, b_group_size)
     for e, rows in each_expert(out_tensors, problem_sizes, expert_offsets):
         sums = (a_tensors[rows].double() @ values(weights[e])).float()
-        scaled = a_scales.reshape(-1, 1)[rows] * (b_scales[e].reshape(-1) * sums)
+        scaled = a_scales.reshape(-1, 1)[rows] * (b_scales.reshape(len(b_tensors), -1)[e] * sums)
         out_tensors[rows] = scaled.to(out_tensors.dtype)
 
 
