@@ -20,7 +20,7 @@ from pyops._core.torch_library import Form
 from pyops.testing import same_bits
 from pyops.testing.calls import assert_same, clones, expected, named, written
 from tests import axes
-from tests.calls import DEVICES, KERNELS, example
+from tests.calls import DEVICES, KERNELS, example, inputs_of_form
 
 OPS = [pytest.param(op, id=name) for name, op in pyops.registry.items()]
 # What opcheck looks at where an op only writes. The last part of opcheck compiles the call for sizes that change, which
@@ -35,20 +35,10 @@ def _args(op: Op, device: str = "cpu") -> list[Any]:
 FORMS = [param for param in OPS if pyops.registry[param.id].form]
 
 
-# {parameter of forms alone: its value, from the outputs of an example}
-FROM_OUTPUTS: dict[str, Callable[[dict[str, Any]], int]] = {
-    "topk": lambda outputs: outputs["topk_ids"].shape[-1],
-    "max_spec_len": lambda outputs: outputs["output_token_ids"].shape[-1] - 1,
-}
-
-
 def _form(op: Op, device: str = "cpu") -> tuple[Form, tuple[Any, ...]]:
     """The form that allocates outputs, and the arguments that it takes."""
     assert op.form is not None
-    values = dict(zip((p.name for p in op.parameters), _args(op, device), strict=True))
-    given = [p for p in op.form.declaration.parameters if not p.returned]
-    values |= {p.name: FROM_OUTPUTS[p.name](values) for p in given if p.name in FROM_OUTPUTS.keys() - values}
-    return op.form, tuple(values.get(p.name, p.default) for p in given)
+    return op.form, tuple(inputs_of_form(op, _args(op, device)).values())
 
 
 def _call(form: Form, function: Callable[..., Any], inputs: Sequence[Any]) -> partial[Any]:

@@ -185,9 +185,9 @@ def _sizes(planner: Planner, form: Declaration, values: Sequence[Any]) -> tuple[
         found[p.name] = tensor.describe_new(form.name, p.name, shape, dtype, device_of_all, *column_stride)
     if not symbolic:
         planner.launches(*(found[p.name] for p in planner.declaration.parameters))
-        for new in (found[p.name] for p in form.returned):
-            if min(new.shape, default=0) < 0 or new.extent >= _MAX_BYTES:
-                raise new.error(f"no tensor has the shape {new.shape}")
+    for new in (found[p.name] for p in form.returned):
+        if any(type(size) is int and size < 0 for size in new.shape) or not (symbolic or new.extent < _MAX_BYTES):
+            raise new.error(f"no tensor has the shape {new.shape}")
     sizes = [
         (shape, dtype.name, column_stride) if column_stride else (shape, dtype.name)
         for shape, dtype, column_stride in results
