@@ -88,7 +88,7 @@ def _words(function: Callable[..., Any], names: Sequence[str]) -> str:
     """The docstring of a function with a text for each parameter, that of an op where it refers to the op."""
     found = docstring.parse(function, names)
     mentioned = re.findall(r"`(\w+)`", f"{found.text} {found.sections}")
-    texts = {}
+    texts: dict[str, str] = {}
     for name in names:
         text = found.parameters.get(name)
         if text is None:
