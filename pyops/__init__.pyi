@@ -2514,7 +2514,8 @@ class _paged_attention_rocm(_Attributes, Protocol):
             lse: [num_heads, num_rows] float32, written where `out` is.
 
         Returns:
-            out: [num_rows, num_heads, head_size]; with fp8_out_scale float8_e4m3fn or uint8.
+            out: [num_rows, num_heads, head_size]; with fp8_out_scale float8_e4m3fn or uint8. Zeros where
+                the op leaves it as it is.
         """
 
 paged_attention_rocm: _paged_attention_rocm
@@ -2607,7 +2608,8 @@ class _attention_varlen(_Attributes, Protocol):
             lse: [num_heads, num_tokens] float32, written: the logarithm of the sum of exponentials, -inf without keys.
 
         Returns:
-            out: [num_tokens, num_heads, value_size] of the queries' dtype.
+            out: [num_tokens, num_heads, value_size] of the queries' dtype. Zeros where the op leaves it as
+                it is.
         """
 
 attention_varlen: _attention_varlen
@@ -2870,7 +2872,8 @@ class _paged_attention_varlen(_Attributes, Protocol):
             out_dtype: of the output, with queries of fp8; None for bfloat16 then, and the dtype of the queries otherwise.
 
         Returns:
-            out: [num_tokens, num_heads, value_size] of the queries' dtype.
+            out: [num_tokens, num_heads, value_size] of the queries' dtype. Zeros where the op leaves it as
+                it is.
         """
 
 paged_attention_varlen: _paged_attention_varlen
@@ -4440,7 +4443,8 @@ class _grouped_gemm(_Attributes, Protocol):
                 the bias, else for bfloat16.
 
         Returns:
-            out: [num_rows, N]; float16 or bfloat16, or float32 for operands of float32.
+            out: [num_rows, N]; float16 or bfloat16, or float32 for operands of float32. Zeros where the op
+                leaves it as it is.
         """
 
 grouped_gemm: _grouped_gemm
@@ -4512,7 +4516,7 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out: [num_rows, N] float16 or bfloat16.
+            out: [num_rows, N] float16 or bfloat16. Zeros where the op leaves it as it is.
         """
 
 cutlass_fp4_group_mm: _cutlass_fp4_group_mm
@@ -4580,7 +4584,7 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out: as `cutlass_fp4_group_mm` returns them.
+            out: as `cutlass_fp4_group_mm` returns them. Zeros where the op leaves it as it is.
         """
 
 cutlass_mxfp4_group_mm: _cutlass_mxfp4_group_mm
@@ -4644,7 +4648,7 @@ class _cutlass_mxfp8_grouped_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out: as `cutlass_fp4_group_mm` returns them.
+            out: as `cutlass_fp4_group_mm` returns them. Zeros where the op leaves it as it is.
         """
 
 cutlass_mxfp8_grouped_mm: _cutlass_mxfp8_grouped_mm
@@ -4745,7 +4749,7 @@ class _grouped_gemm_packed(_Attributes, Protocol):
             b_type: the type of the quants: "uint4", "uint8", "int8" or "float4_e2m1f".
 
         Returns:
-            out: [num_rows, N]; of the dtype of a.
+            out: [num_rows, N]; of the dtype of a. Zeros where the op leaves it as it is.
         """
 
 grouped_gemm_packed: _grouped_gemm_packed
@@ -4829,7 +4833,7 @@ class _cutlass_moe_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out_tensors: [num_rows, N] float16 or bfloat16.
+            out_tensors: [num_rows, N] float16 or bfloat16. Zeros where the op leaves it as it is.
         """
 
 cutlass_moe_mm: _cutlass_moe_mm
@@ -4883,7 +4887,7 @@ class _cutlass_blockwise_scaled_grouped_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            output: [num_rows, N] float16 or bfloat16.
+            output: [num_rows, N] float16 or bfloat16. Zeros where the op leaves it as it is.
         """
 
 cutlass_blockwise_scaled_grouped_mm: _cutlass_blockwise_scaled_grouped_mm
@@ -5126,7 +5130,7 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out_tensors: [num_rows, N] bfloat16 or float16.
+            out_tensors: [num_rows, N] bfloat16 or float16. Zeros where the op leaves it as it is.
         """
 
 cutlass_w4a8_moe_mm: _cutlass_w4a8_moe_mm
@@ -5756,7 +5760,8 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             blocks_per_sm: vLLM's; they have no effect.
 
         Returns:
-            c: [M * top_k, N] of the dtype that `marlin_gemm` gives.
+            c: [M * top_k, N] of the dtype that `marlin_gemm` gives. Zeros where the op leaves it as it
+                is.
         """
 
 moe_wna16_marlin_gemm: _moe_wna16_marlin_gemm
@@ -7026,10 +7031,11 @@ class _moe_lora_align_block_size(_Attributes, Protocol):
                 sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
 
         Returns:
-            sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, written by adapters.
-            experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, written by adapters; -1 after the last
-                block.
-            num_tokens_post_pad: [max_loras] int32, written by adapters.
+            sorted_token_ids: [max_loras * max_num_tokens_padded] int32, written by adapters. Zeros where the op leaves
+                it as it is.
+            experts_ids: [max_loras * max_num_m_blocks] int32, written by adapters; -1 after the last block. Zeros
+                where the op leaves it as it is.
+            num_tokens_post_pad: [max_loras] int32, written by adapters. Zeros where the op leaves it as it is.
         """
 
 moe_lora_align_block_size: _moe_lora_align_block_size
@@ -7100,12 +7106,12 @@ class _moe_permute(_Attributes, Protocol):
             topk: choices of a token.
 
         Returns:
-            permuted_input: [num_tokens * topk, hidden_size] of the same dtype.
+            permuted_input: [num_tokens * topk, hidden_size] of the same dtype. Zeros where the op leaves it as it is.
             expert_first_token_offset: [n_local_expert + 1] int64: the first row of each expert; at last the number of rows of
                 this device.
-            inv_permuted_idx: [num_tokens, topk] int32, in any shape: the permuted index of each row.
-            permuted_idx: [num_tokens * topk] int32, in any shape: the row at each permuted index, or ``num_tokens *
-                topk`` for a row that is not of this device.
+            inv_permuted_idx: [num_tokens, topk] int32: the permuted index of each row.
+            permuted_idx: [num_tokens * topk] int32: the row at each permuted index, or ``num_tokens * topk`` for a
+                row that is not of this device.
         """
 
 moe_permute: _moe_permute
@@ -9210,8 +9216,9 @@ class _mxfp8_experts_quant(_Attributes, Protocol):
             blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
 
         Returns:
-            quant_output: [num_rows, hidden_size] float8_e4m3fn.
+            quant_output: [num_rows, hidden_size] float8_e4m3fn. Zeros where the op leaves it as it is.
             scale_factor: [rows, columns] uint8 or float8_e8m0fnu, columns being hidden_size / 32 rounded up to 4.
+                Zeros where the op leaves it as it is.
         """
 
 mxfp8_experts_quant: _mxfp8_experts_quant

@@ -21,7 +21,8 @@ _OF_GIVEN = re.compile(
     re.IGNORECASE,
 )
 _WORDS_OF_GIVEN = re.compile(
-    r"(?<! are)(?<! is)(?<! and),? (contiguous|written and returned|written|returned|and returned)(?=[,:]|$)"
+    r"(?<! are)(?<! is)(?<! and),? (contiguous|in any shape|written and returned|written|returned|and returned)"
+    r"(?=[,:]|$)"
 )
 
 
@@ -94,7 +95,7 @@ def named(heading: str, texts: Mapping[str, str]) -> str:
 
 
 def returning(
-    reference: Callable[..., Any], own: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+    reference: Callable[..., Any], own: Callable[..., Any], inputs: Sequence[str], outputs: Mapping[str, bool]
 ) -> str:
     """The docstring of the form of an op that allocates its outputs.
 
@@ -103,7 +104,7 @@ def returning(
         own: the result function. Its section Args has the texts of parameters that the op does not have, and its
             section Returns those of outputs that say less, or more, than the texts of the op.
         inputs: parameters of the form.
-        outputs: what it returns.
+        outputs: {what it returns: whether the op writes only a part of it, so that the rest are zeros}.
     """
     names = list(inspect.signature(reference).parameters)
     found, more = parse(reference, names), parse(own)
@@ -112,7 +113,8 @@ def returning(
         shape = re.match(r"\[[^]]*\]", texts.get(before, ""))
         if before in outputs and shape and name in texts:
             texts[name] = re.sub(r"^the same shape", shape[0], texts[name])
-    results = {name: of_new(texts[name]) for name in outputs if name in texts}
+    rest = {True: " Zeros where the op leaves it as it is.", False: ""}
+    results = {name: of_new(texts[name] + rest[partial]) for name, partial in outputs.items() if name in texts}
     results |= dict(entries(more.sections.get("Returns", "")))
     args = {name: texts[name] for name in inputs if name in texts}
     docstring = Docstring(found.text, args, found.sections).joined()

@@ -90,7 +90,7 @@ def make(planner: Planner, call: Callable[..., Any], result: Callable[..., Any] 
     reference, outputs = form.reference, [p.name for p in form.returned]
     given = [p.name for p in form.parameters if not p.returned or planner.declaration.returned]
     new.__module__, new.__qualname__ = reference.__module__, reference.__qualname__
-    new.__doc__ = docstring.returning(reference, result or reference, given, outputs)
+    new.__doc__ = docstring.returning(reference, result or reference, given, {p.name: p.partial for p in form.returned})
     known_kinds = {**(result.__annotations__ if result else {}), **reference.__annotations__}
     annotations = {name: known_kinds[name] for name in given}
     if planner.declaration.returned:

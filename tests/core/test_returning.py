@@ -233,7 +233,8 @@ def test_docstring_of_the_form(cast: Any) -> None:
         "`x` in another element type.\n\n"
         "Args:\n    x: [...], float32.\n    first: a row.\n    rows: of `seen`.\n"
         "    dtype: of `out`; None for float16.\n\n"
-        "Returns:\n    out: [...].\n    seen: [rows] int32, written from `first` on: ones."
+        "Returns:\n    out: [...].\n"
+        "    seen: [rows] int32, written from `first` on: ones. Zeros where the op leaves it as it is."
     )
 
 
