@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -206,6 +207,15 @@ def cast() -> Any:
     return cast
 
 
+@pytest.fixture
+def new_memory_is_filled() -> Iterator[None]:
+    """torch fills what it allocates with NaN, or with the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("new_memory_is_filled")
 def test_parameters_of_the_form_alone(cast: Any) -> None:
     """Keyword-only parameters of the result function; columns may be contiguous; partial outputs begin as zeros."""
     import inspect
