@@ -7,9 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._core.typed import Attributes as _Attributes
-from ._core import check as check
-from ._core.compiler import Compiled as Compiled
+from ._core.op.typed import Attributes as _Attributes
+from . import check as check
 from ._core.errors import CaptureError as CaptureError
 from ._core.errors import CompileError as CompileError
 from ._core.errors import DeviceFault as DeviceFault
@@ -18,10 +17,11 @@ from ._core.errors import MissingDependencyError as MissingDependencyError
 from ._core.errors import NotLoadedError as NotLoadedError
 from ._core.errors import OpError as OpError
 from ._core.errors import RankError as RankError
-from ._core.kernel import Kernel as Kernel
-from ._core.op import Op as Op
-from ._core.op import op as op
-from ._core.typed import Wrapper as Wrapper
+from ._core.launch.kernel import Kernel as Kernel
+from ._core.op.decorator import op as op
+from ._core.op.op import Op as Op
+from ._core.op.typed import Wrapper as Wrapper
+from ._core.text.compiler import Compiled as Compiled
 from .compile_ahead import warmup as warmup
 from .errors import ModelError as ModelError
 from .fused.experts import FusedMoEQuantConfig as FusedMoEQuantConfig
@@ -75,16 +75,16 @@ def copy_blocks(key_caches: Sequence[Any], value_caches: Sequence[Any], block_ma
     Each layer is a call of `copy_cache_blocks`, which says what is copied and what is skipped.
 
     Args:
-        key_caches: as many of each as there are layers, read and written; none at all does nothing.
-        value_caches: as many of each as there are layers, read and written; none at all does nothing.
+        key_caches: one of each per layer, read and written; empty lists do nothing.
+        value_caches: one of each per layer, read and written; empty lists do nothing.
         block_mapping: [num_pairs, 2] int64 or int32, on the device of the caches.
 
     Raises:
-        OpError: lists of different lengths, or what `copy_cache_blocks` refuses; no layer has been written then.
+        OpError: for lists of different lengths, and for what `copy_cache_blocks` refuses; no layer is written.
     """
 
 def copy_blocks_mla(kv_caches: Sequence[Any], block_mapping: Any) -> None:
-    """Copy blocks in the joint caches of every layer: `copy_blocks` for caches that hold keys and values in one.
+    """Copy blocks in the caches of every layer: `copy_blocks` for one cache per layer, as of latent KV.
 
     Args:
         kv_caches: one for each layer, read and written.
@@ -116,18 +116,18 @@ def swap_blocks(src: Any, dst: Any, block_size_in_bytes: int, block_mapping: Any
 def swap_blocks_batch(src_ptrs: Tensor, dst_ptrs: Tensor, sizes: Tensor, is_src_access_order_any: bool = False) -> None:
     """Copy ``sizes[i]`` bytes from address ``src_ptrs[i]`` to address ``dst_ptrs[i]``, on torch's current stream.
 
-    The driver is called once for all copies from CUDA 12.8 on, unless the stream is the default one. Addresses are
-    the caller's word: nothing says which memory they belong to, so only null is refused. On a machine without a GPU
-    the copies are done when the call returns.
+    From CUDA 12.8 on, one driver call does all copies, unless the stream is the default one. Addresses are not
+    validated, because nothing says which memory they belong to: only null is refused. On a machine without a GPU the
+    copies are done when the call returns.
 
     Args:
         src_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory.
-            No byte may be of a destination and a source, or of two destinations.
+            Destinations may not overlap each other or a source.
         dst_ptrs: [n] int64 in host memory, contiguous: addresses of device memory or of pinned host memory.
-            No byte may be of a destination and a source, or of two destinations.
+            Destinations may not overlap each other or a source.
         sizes: [n] int64 in host memory, contiguous: bytes, 0 or more.
-        is_src_access_order_any: whether sources may be read before earlier work on the stream is done, so that nothing
-            on the stream may write them.
+        is_src_access_order_any: whether sources may be read before earlier work on the stream is done; earlier work
+            may then not write them.
 
     Raises:
         OpError: tensors of other types or lengths, a null address, a negative size. Nothing has been written then.
@@ -137,12 +137,13 @@ def all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz
     """``out = sum of inp over ranks``: in float32, in the order of ranks, rounded once; the same bits on every rank.
 
     Args:
-        fa: handle of `init_custom_ar`. Every rank calls, with tensors of one dtype and size.
-        inp: float32, float16 or bfloat16; contiguous, or all that is left of its storage; a multiple of 16 bytes.
-        out: as `inp`, written; may be `inp` where that is copied or sent.
-        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, where `inp` is registered or
-            its stream is being captured. A short `inp`, a mebibyte or less of all ranks, is sent instead.
-        reg_buffer_sz_bytes: its size.
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: float32, float16 or bfloat16; contiguous, or a dense tensor that fills its storage to the end; a multiple
+            of 16 bytes.
+        out: as `inp`, written; may be `inp` unless `inp` itself is a registered buffer that peers read.
+        reg_buffer: address of a registered buffer, into which `inp` is copied; or 0, if `inp` is registered or the
+            stream is being captured. Not used if `inp` is at most 1 MiB over all ranks: it is then sent as packets.
+        reg_buffer_sz_bytes: size of that buffer.
     """
 
 def all_reduce_add_rms_norm(
@@ -156,10 +157,10 @@ def all_reduce_add_rms_norm(
     """`all_reduce` into `out`, then `fused_add_rms_norm` of `out` and `residual`, as one kernel, for short tensors.
 
     Args:
-        fa: as of `all_reduce`.
-        inp: [..., hidden_size], as of `all_reduce`; a mebibyte or less of all ranks.
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
+        inp: [..., hidden_size], as in `all_reduce`; at most 1 MiB over all ranks.
         out: as `inp`, written; may be `inp`.
-        residual: as `out`; the sum of both is written here.
+        residual: as `out`, read and written: it gets the sum of the all-reduce and the residual.
         weight: [hidden_size].
         epsilon: added to the mean of squares.
     """
@@ -176,58 +177,59 @@ def allocate_shared_buffer_and_handle(size: int) -> tuple[int, Tensor]:
     """
 
 def dispose(fa: int) -> None:
-    """Forget a communicator, and unmap what it has mapped itself: peers' buffers of graphs.
+    """Destroy a communicator, and unmap the peers' graph buffers that it mapped.
 
     Args:
         fa: the communicator, as `init_custom_ar` returns it.
     """
 
 def free_shared_buffer(ptr: int) -> None:
-    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it any more.
+    """Free memory of `allocate_shared_buffer_and_handle`. No rank may use it afterwards.
 
     Args:
         ptr: the address that `allocate_shared_buffer_and_handle` has returned.
     """
 
 def get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
-    """For the buffers of captured calls: the bytes of their allocations' handles, and the offsets in these.
+    """For the buffers of captured calls: IPC handles of their allocations, as bytes, and the offsets in these.
 
     Args:
         fa: the communicator, as `init_custom_ar` returns it.
     """
 
 def init_custom_ar(ipc_tensors: Sequence[int], rank_data: Tensor, rank: int, fully_connected: bool) -> int:
-    """A communicator; the other functions take its handle.
+    """Create a communicator; returns the handle that the other functions take.
 
     Args:
-        ipc_tensors: of each rank, the address here of `meta_size()` bytes of signals, zeroed, followed by scratch
-            memory of the size of the largest message.
-        rank_data: uint8 on the device, for the addresses of registered buffers: 64 bytes for each.
+        ipc_tensors: for each rank, the address in this process of `meta_size()` zeroed bytes of signals, followed by
+            scratch memory of the size of the largest message.
+        rank_data: uint8 on the device, for the addresses of registered buffers, 64 bytes per buffer.
         rank: the number of this rank.
-        fully_connected: whether every pair of GPUs has a direct link; otherwise more than two ranks use two shots.
+        fully_connected: whether every pair of GPUs has a direct link; if not, more than two ranks use the two-shot
+            algorithm.
     """
 
 def init_custom_qr(rank: int, world_size: int, qr_max_size: int | None = None) -> int:
-    """Memory for messages of up to `qr_max_size` bytes; None for `qr_max_size()`. Returns a handle.
+    """Allocate memory for messages of up to `qr_max_size` bytes; returns a handle.
 
     Args:
-        rank: of this process.
-        world_size: 2, 4 or 8.
-        qr_max_size: bytes of the largest message.
+        rank: the rank of this process.
+        world_size: 2, 4 or 8 ranks.
+        qr_max_size: bytes of the largest message; None for `qr_max_size()`.
     """
 
 def lost_ranks(fa: int) -> dict[int, tuple[int, int]]:
-    """{rank that a kernel has given up waiting for: (block that has waited, number of the meeting)}.
+    """{rank that a kernel gave up waiting for: (block that waited, number of the barrier)}.
 
-    A kernel gives up after 30 seconds and ends with a trap, so that every later call of the device's runtime in this
-    process is an error; calls of this library are a `RankError` then. What this function says can be read afterwards.
+    A kernel gives up after 30 seconds and ends with a trap. Every later CUDA call in this process then fails; calls of
+    this library raise a `RankError`. This function still works then.
 
     Args:
         fa: the communicator, as `init_custom_ar` returns it.
     """
 
 def meta_size() -> int:
-    """Bytes of the signals and packets of a rank, which lie before its scratch memory."""
+    """Bytes of the signals and packets of a rank, which precede its scratch memory."""
 
 def minimax_allreduce_rms(
     input: Tensor,
@@ -242,9 +244,9 @@ def minimax_allreduce_rms(
     Args:
         input: [num_tokens, hidden_size / nranks], this rank's columns; float32, float16 or bfloat16.
         norm_weight: [hidden_size / nranks], of the same dtype.
-        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of memory of each
-            rank, as vLLM's ``LamportWorkspace`` has them: 1536 bytes and 16 for each token, at first every word of it
-            equal. All ranks use the memory for these two functions alone.
+        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of each rank's
+            memory, as in vLLM's ``LamportWorkspace``: 1536 bytes plus 16 per token, initialised with equal words. The
+            memory must be used by these two functions only.
         rank: this rank of 2, 4 or 8.
         nranks: this rank of 2, 4 or 8.
         eps: added to the mean.
@@ -267,16 +269,18 @@ def minimax_allreduce_rms_qk(
         qkv: [num_tokens, q_size + kv_size or more]; the elements of a row are contiguous.
         norm_weight_q: [q_size].
         norm_weight_k: [kv_size].
-        workspace: as of `minimax_allreduce_rms`.
+        workspace: int64 on the device; elements ``2 nranks`` to ``3 nranks - 1`` are the addresses of each rank's
+            memory, as in vLLM's ``LamportWorkspace``: 1536 bytes plus 16 per token, initialised with equal words. The
+            memory must be used by these two functions only.
         q_size: columns of the two tensors.
         kv_size: columns of the two tensors.
-        rank: as of `minimax_allreduce_rms`.
-        nranks: as of `minimax_allreduce_rms`.
-        eps: as of `minimax_allreduce_rms`.
+        rank: this rank of 2, 4 or 8.
+        nranks: this rank of 2, 4 or 8.
+        eps: added to the mean.
     """
 
 def open_mem_handle(mem_handle: Tensor) -> int:
-    """The address in this process of another process's memory, by the handle that it has made.
+    """Map another process's memory by its handle; returns the address in this process.
 
     Args:
         mem_handle: uint8 [64] on the CPU.
@@ -287,16 +291,16 @@ def qr_all_reduce(fa: int, inp: Tensor, out: Tensor, quant_level: int, cast_bf2h
 
     Args:
         fa: the handle that `init_custom_qr` returns.
-        inp: float16 or bfloat16, contiguous, a multiple of 8 elements, of no more bytes than `init_custom_qr` knows.
+        inp: float16 or bfloat16, contiguous, a multiple of 8 elements, at most the bytes given to `init_custom_qr`.
         out: as `inp`, written; may be `inp`.
         quant_level: 0 for 16 bits, not quantized; 1, 2, 3 for 8, 6 and 4 bits.
         cast_bf2half: compute bfloat16 in float16, which overflows beyond 65504.
 
-    A block with an element that is not finite becomes NaN, if it is quantized.
+    A quantized block with an element that is not finite becomes NaN.
     """
 
 def qr_destroy(fa: int) -> None:
-    """Free the memory of this rank. No rank may use it any more.
+    """Free the memory of this rank. No rank may use it afterwards.
 
     Args:
         fa: the handle that `init_custom_qr` returns.
@@ -313,7 +317,7 @@ def qr_max_size() -> int:
     """Bytes of the largest message for which `init_custom_qr` allocates memory by default."""
 
 def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
-    """Map the memory of all ranks; handles are in the order of ranks. Before the first `qr_all_reduce`.
+    """Map the memory of all ranks; `handles` are in the order of ranks. Call it before the first `qr_all_reduce`.
 
     Args:
         _fa: the handle that `init_custom_qr` returns.
@@ -321,15 +325,15 @@ def qr_open_handles(_fa: int, handles: Sequence[Tensor]) -> None:
     """
 
 def register_buffer(fa: int, ipc_tensors: Sequence[int]) -> None:
-    """Tell the addresses of one buffer, of each rank's in the order of ranks, so that `all_reduce` may read it.
+    """Register a buffer for `all_reduce` by its addresses in this process, one per rank, in the order of ranks.
 
     Args:
-        fa: the communicator, as `init_custom_ar` returns it.
+        fa: handle of `init_custom_ar`. Every rank must call, with tensors of the same dtype and size.
         ipc_tensors: addresses in this process.
     """
 
 def register_graph_buffers(fa: int, handles: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]) -> None:
-    """Map what all ranks returned from `get_graph_buffer_ipc_meta`; before a graph is replayed for the first time.
+    """Map the graph buffers of all ranks (results of `get_graph_buffer_ipc_meta`), before the first replay.
 
     Args:
         fa: the communicator, as `init_custom_ar` returns it.
@@ -382,7 +386,7 @@ def cutlass_sparse_scaled_mm_supported(cuda_device_capability: int) -> bool:
     """
 
 def ggml_moe_get_block_size(quant_type: int) -> int:
-    """Rows of one expert in a block of `ggml_moe_a8`: 4, as upstream has it; 0 for a type that is not served.
+    """The block size for `ggml_moe_a8` (rows of one expert): 4, as upstream; 0 for an unsupported type.
 
     Args:
         quant_type: the type's number, as `ggml_dequantize` lists them.
@@ -445,8 +449,8 @@ def causal_conv1d_fn(
 
     Args:
         x: [dim, num_tokens], contiguous in memory along either the channels of a token or the tokens of a channel
-            (else it is copied). The result has the same layout, and the dtype of x; computed is on x in the dtype of
-            conv_states.
+            (else it is copied). The result has the same layout and the dtype of x; x is converted to the dtype of
+            conv_states first.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
         conv_states: [num_slots, dim, at least width - 1], any strides, read and written; None if no state is kept.
@@ -457,14 +461,14 @@ def causal_conv1d_fn(
         cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
         has_initial_state: [num_seqs] bool; None if no sequence has one.
         activation: "silu", "swish" or True for silu; None or False for none.
-        pad_slot_id: the slot that stands for none.
+        pad_slot_id: the slot that means no slot (a padding sequence).
         block_idx_first_scheduled_token: [num_seqs] columns.
         block_idx_last_scheduled_token: [num_seqs] columns.
         initial_state_idx: [num_seqs] columns.
         num_computed_tokens: [num_seqs] tokens of each sequence before this call; None for 0.
-        block_size_to_align: tokens of a block; with prefix caching alone.
-        metadata: accepted because vLLM has them; arguments are always checked.
-        validate_data: accepted because vLLM has them; arguments are always checked.
+        block_size_to_align: tokens of a block; only with prefix caching.
+        metadata: for compatibility with vLLM; no effect: arguments are always checked.
+        validate_data: for compatibility with vLLM; no effect: arguments are always checked.
     """
 
 def causal_conv1d_update(
@@ -485,8 +489,8 @@ def causal_conv1d_update(
     """The convolution of the new tokens of each sequence, see `causal_conv1d_decode`: x, overwritten.
 
     Args:
-        x: [num_seqs, dim] or [num_seqs, dim, seq_len]; or with query_start_loc [num_tokens, dim]. Of another dtype than
-            conv_state it keeps its elements, and the result is a new tensor.
+        x: [num_seqs, dim] or [num_seqs, dim, seq_len]; or with query_start_loc [num_tokens, dim]. If its dtype is
+            not that of conv_state, x is left unchanged, and the result is a new tensor.
         conv_state: [num_slots, dim, state_len], any strides, read and written.
         weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
         bias: [dim] of the dtype of `weight`, or None for 0.
@@ -499,12 +503,12 @@ def causal_conv1d_update(
             below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences share
             tokens: these tokens, and the states of these sequences, are undefined.
         max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
-        pad_slot_id: the slot that stands for none.
+        pad_slot_id: the slot that means no slot (a padding sequence).
         block_idx_last_scheduled_token: [num_seqs] columns of conv_state_indices for prefix caching:
-            where the state is written, and whence it is read.
+            where the state is written, and where it is read.
         initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching:
-            where the state is written, and whence it is read.
-        validate_data: accepted because vLLM has it; arguments are always checked.
+            where the state is written, and where it is read.
+        validate_data: for compatibility with vLLM; no effect: arguments are always checked.
     """
 
 def chunk_gated_delta_rule(
@@ -523,27 +527,27 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """(o, final_state) of `gated_delta_rule` for prefill, with the arguments of flash-linear-attention and vLLM.
 
-    `scale` is ``key_size**-0.5`` if None; the final state is float32, and None unless `output_final_state`. Tensors
-    have heads after tokens: `head_first` is False.
+    `scale` is ``key_size**-0.5`` if None; the final state is float32, or None without `output_final_state`. Tensors
+    are [batch, tokens, heads, ...]: `head_first` must be False.
 
     Args:
         q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-            contiguous, tokens of one stride, as in every tensor of tokens.
+            contiguous, constant token stride, as in o and the other inputs.
         k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-            contiguous, tokens of one stride, as in every tensor of tokens.
+            contiguous, constant token stride, as in o and the other inputs.
         v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
         g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
         beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-        scale: of the outputs.
+        scale: factor of the outputs.
         initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
             for zeros.
         output_final_state: whether the final state is returned.
         cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-            range of tokens, the sequence has none. Sequences may not overlap.
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+            not a valid range, the sequence has no tokens. Sequences may not overlap.
         head_first: False.
-        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-            what float32 cannot hold on the way becomes infinite or NaN.
+        use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+            v, intermediate results that overflow float32 become infinite or NaN.
         state_v_first: whether states are [..., value_size, key_size].
     """
 
@@ -568,22 +572,22 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-            contiguous, tokens of one stride, as in every tensor of tokens.
+            contiguous, constant token stride, as in o and the other inputs.
         k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-            contiguous, tokens of one stride, as in every tensor of tokens.
+            contiguous, constant token stride, as in o and the other inputs.
         v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
         g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
         beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-        scale: of the outputs.
+        scale: factor of the outputs.
         initial_state: the states in slots, `state` of `gated_delta_rule_update`.
         inplace_final_state: whether these states are updated.
         cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-            range of tokens, the sequence has none. Sequences may not overlap.
+            ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+            not a valid range, the sequence has no tokens. Sequences may not overlap.
         ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
         num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
-        use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-            what float32 cannot hold on the way becomes infinite or NaN.
+        use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+            v, intermediate results that overflow float32 become infinite or NaN.
         state_v_first: whether states are [..., value_size, key_size].
     """
 
@@ -611,14 +615,14 @@ def mamba_chunk_scan_combined_varlen(
     """`mamba_chunk_scan_varlen` with vLLM's arguments: `dt_limit` is (dt_min, dt_max). Returns the states.
 
     Args:
-        x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; this and other tensors of tokens have
-            contiguous heads and tokens of any stride.
+        x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16. In x, B, C, z and out, heads are
+            contiguous, and tokens have any stride.
         dt: [num_tokens, num_heads], float32, float16 or bfloat16, any strides.
         A: [num_heads] float32, negative.
         B: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-            num_heads, and heads of a group are neighbours.
+            num_heads, and heads of a group are adjacent.
         C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-            num_heads, and heads of a group are neighbours.
+            num_heads, and heads of a group are adjacent.
         chunk_size: tokens of a chunk, at most.
         cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
         cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
@@ -659,18 +663,18 @@ def selective_scan_fn(
 ) -> Tensor:
     """`selective_scan_fwd` for torch tensors of any strides; B and C may lack the dimension of groups.
 
-    What is not laid out as the op asks is copied. The result is `z` if it is given, else `delta`: the tensor itself, or
-    its copy.
+    Tensors with strides that the op does not take are copied. The result is `z` if it is given, else `delta`: the
+    tensor itself, or its copy.
 
     Args:
         u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16; tokens
-            one after another, any other strides.
-        ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written. No
-            two sequences may have the same slot.
+            contiguous, any other strides.
+        ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states contiguous; written. No two
+            sequences may have the same slot.
         delta: the same, the time steps; overwritten by the result.
-        A: [dim, state_size] float32, states one after another; state_size is at most 256.
-        B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens one
-            after another. Channels ``dim / groups`` at a time share a group.
+        A: [dim, state_size] float32, states contiguous; state_size is at most 256.
+        B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens
+            contiguous. ``dim / groups`` adjacent channels share a group.
         C: the same.
         D: D_, z_ and delta_bias_ of `selective_scan_fwd`.
         z: D_, z_ and delta_bias_ of `selective_scan_fwd`.
@@ -680,8 +684,8 @@ def selective_scan_fn(
             Sequences may not overlap. None: each row of the batch is a sequence.
         cache_indices: [batch], or [batch, columns] with slots of blocks, int32; or None: sequence b has slot b.
         has_initial_state: [batch] bool, contiguous; or None: no sequence has a state.
-        pad_slot_id: the slot of a sequence that is padding.
-        block_size: tokens of a block, at least 1; no meaning without `block_idx_last_scheduled_token`.
+        pad_slot_id: the slot of a padding sequence.
+        block_size: tokens of a block, at least 1; not used without `block_idx_last_scheduled_token`.
         block_idx_first_scheduled_token: [batch] int32, contiguous;
             all three or none.
         block_idx_last_scheduled_token: [batch] int32, contiguous;
@@ -757,9 +761,9 @@ def fused_experts(
 ) -> Tensor:
     """The experts of a layer: ``out[t] = sum_j weight[t, j] * (f(x[t] @ w1[e].T) @ w2[e].T)``, e the j-th of token t.
 
-    After vLLM's function of this name. Sums are float32; the activation and the result of each choice are rounded once
-    to the dtype of hidden_states, or quantised. Choices with an expert that does not exist, or that another device
-    holds, add nothing.
+    After vLLM's function of this name. Accumulation is float32; the activation and each expert's result are rounded
+    once to the dtype of hidden_states, or quantised. Experts that do not exist, or that another device holds, add
+    nothing.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
@@ -795,7 +799,7 @@ def fused_grouped_topk(
     """`grouped_topk` of logits, by their softmax or sigmoid.
 
     Args:
-        hidden_states: [num_tokens, ...]; of it only the number of tokens is used.
+        hidden_states: [num_tokens, ...]; only its number of tokens is used.
         gating_output: [num_tokens, num_experts], logits, as `scores` of grouped_topk.
         topk: as in grouped_topk.
         renormalize: as in grouped_topk.
@@ -844,24 +848,23 @@ def fused_marlin_moe(
     input_dtype: Any = None,
     inplace: bool = False,
 ) -> Tensor:
-    """The experts of a layer, `fused_experts` with weights that `moe_wna16_marlin_gemm` takes.
+    """The experts of a layer: `fused_experts` with weights in Marlin's layout, by `moe_wna16_marlin_gemm`.
 
-    After vLLM's function of this name. Choices with an expert that does not exist, or that another device holds, add
-    nothing.
+    After vLLM's function of this name. Experts that do not exist, or that another device holds, add nothing.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float16 or bfloat16; rows of one stride.
         w1: [num_experts, hidden_size / 16, intermediate_size * bits] int32: gates, then ups (interleaved for
             "swigluoai"); half the columns for activations without gates.
         w2: [num_experts, intermediate_size / 16, hidden_size * bits / 2] int32.
-        bias1: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        bias2: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        w1_scale: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        w2_scale: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
+        bias1: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        bias2: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        w1_scale: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        w2_scale: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
         topk_weights: [num_tokens, topk] float32, contiguous
         topk_ids: likewise, int32 or int64.
         quant_type_id: the type of the quantized weights, a number of `pyops.SCALAR_TYPES`.
@@ -869,37 +872,38 @@ def fused_marlin_moe(
         global_num_experts: experts on all devices; -1 for the size of expert_map or else w1.
         activation: gated: "silu", "gelu", "swigluoai" or "swiglustep"; without gates: "silu_no_mul", "gelu_no_mul" or
             "relu2_no_mul".
-        activation_func: ``(activation, out, input)`` instead of these, without gates if the name ends in "_no_mul"
-        moe_sum: ``(input, out)`` instead of the sum over the choices of a token.
+        activation_func: a function ``(activation, out, input)`` that replaces the activation; it has no gate if the
+            name ends in "_no_mul".
+        moe_sum: a function ``(input, out)`` that replaces the sum over each token's experts.
         expert_map: [global_num_experts] int32, contiguous: the local index of each expert, -1 if another device holds
             it; or None.
-        input_global_scale1: one float32 each, a factor of the row scales of int8; or None.
-        input_global_scale2: one float32 each, a factor of the row scales of int8; or None.
-        global_scale1: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        global_scale2: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        g_idx1: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        g_idx2: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
+        input_global_scale1: one float32 each, multiplies the row scales of int8; or None.
+        input_global_scale2: one float32 each, multiplies the row scales of int8; or None.
+        global_scale1: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        global_scale2: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        g_idx1: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        g_idx2: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
         sort_indices1: perm of `moe_wna16_marlin_gemm`.
         sort_indices2: perm of `moe_wna16_marlin_gemm`.
-        w1_zeros: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        w2_zeros: of w1 and
-            w2, as `moe_wna16_marlin_gemm` takes them.
-        workspace: vLLM's; it has no effect.
-        intermediate_cache13: memory of the dtype of hidden_states, overwritten: num_tokens * topk
-            rows of the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None.
-            `output` may lie in the second.
-        intermediate_cache2: memory of the dtype of hidden_states, overwritten: num_tokens * topk
-            rows of the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None.
-            `output` may lie in the second.
+        w1_zeros: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        w2_zeros: the
+            arguments of `moe_wna16_marlin_gemm` for w1 and w2.
+        workspace: accepted because vLLM has it; it has no effect.
+        intermediate_cache13: workspaces of the dtype of hidden_states: num_tokens * topk rows of
+            the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None. `output` may
+            share the memory of the second.
+        intermediate_cache2: workspaces of the dtype of hidden_states: num_tokens * topk rows of
+            the wider of both GEMMs' results, and num_tokens * topk rows of intermediate_size; or None. `output` may
+            share the memory of the second.
         is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.; no uint8b128 with int8.
         output: [num_tokens, hidden_size], written; None for a new tensor, or hidden_states if `inplace`.
-        input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs row by row, for weights as
-            `moe_wna16_marlin_gemm` takes them with 8-bit activations; or None, for inputs as they are.
+        input_dtype: int8 or float8_e4m3fn to quantise the inputs of both GEMMs per row, with weights for 8-bit
+            activations, see `moe_wna16_marlin_gemm`; or None for 16-bit inputs.
         inplace: whether the result is written to hidden_states.
 
     Returns:
@@ -923,7 +927,7 @@ def fused_moe(
     expert_map: Tensor | None = None,
     quant_config: FusedMoEQuantConfig | None = None,
 ) -> Tensor:
-    """A layer of experts: the `topk` experts of each token by its logits, and `fused_experts` of them.
+    """A layer of experts: routes each token to `topk` experts by its logits, then runs `fused_experts`.
 
     Args:
         hidden_states: [num_tokens, hidden_size] float32, float16 or bfloat16; rows of one stride.
@@ -931,8 +935,8 @@ def fused_moe(
             hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants are
             packed two to a byte along the last dimension.
         w2: [num_experts, hidden_size, intermediate_size], likewise.
-        gating_output: [num_tokens, global_num_experts], logits, torch tensors.
-        topk: experts of a token.
+        gating_output: [num_tokens, global_num_experts], the router logits.
+        topk: experts per token.
         renormalize: whether the weights of a token are divided by their sum.
         inplace: whether the result is written to hidden_states.
         activation: one of those of `grouped_gemm`.
@@ -960,12 +964,12 @@ def fused_topk(
     """The topk experts of each token, by `topk_softmax` or `topk_sigmoid`, in new tensors.
 
     Args:
-        hidden_states: [num_tokens, ...]; of it only the number of tokens is used.
+        hidden_states: [num_tokens, ...]; only its number of tokens is used.
         gating_output: [num_tokens, num_experts], logits: a torch tensor, float32, float16 or bfloat16; rows of any
             stride.
         topk: experts of a token, at most num_experts.
         renormalize: whether the weights of a token are divided by their sum.
-        indices_type: of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
+        indices_type: dtype of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
         scoring_func: "softmax" or "sigmoid".
 
     Returns:
@@ -987,14 +991,14 @@ def fused_topk_bias(
     """The topk experts of each token, ranked by score plus bias, in new tensors.
 
     Args:
-        hidden_states: [num_tokens, ...]; of it only the number of tokens is used.
+        hidden_states: [num_tokens, ...]; only its number of tokens is used.
         gating_output: [num_tokens, num_experts], logits: a torch tensor, float32, float16 or bfloat16; rows of any
             stride.
         e_score_correction_bias: [num_experts] float32, contiguous; or None.
         topk: experts of a token, at most num_experts.
         renormalize: whether the weights of a token are divided by their sum.
         scoring_func: "softmax", "sigmoid" or "sqrtsoftplus": `topk_softmax`, `topk_sigmoid` or `topk_softplus_sqrt`.
-        indices_type: of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
+        indices_type: dtype of the ids: torch.int32, torch.uint32 or torch.int64; None for int32.
         input_tokens: of topk_softplus_sqrt; None for the others.
         hash_indices_table: of topk_softplus_sqrt; None for the others.
         routed_scaling_factor: multiplies the weights, after they are renormalised.
@@ -1019,10 +1023,10 @@ def moe_align(
         topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
         block_size: rows of a block of the GEMM (its tile M).
         num_experts: number of experts.
-        expert_map: [num_experts] int32, contiguous: the number on this device of each expert, -1 if it is not here.
-        pad_sorted_ids: the size of sorted_token_ids is a multiple of block_size.
-        ignore_invalid_experts: rows of experts that are not here are skipped, and the others sorted by the numbers of
-            `expert_map`. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds ``expert_map[expert]``,
+        expert_map: [num_experts] int32, contiguous: the local index of each expert, -1 for an expert on another device.
+        pad_sorted_ids: whether the size of sorted_token_ids is rounded up to a multiple of block_size.
+        ignore_invalid_experts: whether rows of experts on other devices are skipped, and the others sorted by local
+            index. Otherwise all rows are sorted by `topk_ids`, and expert_ids holds ``expert_map[expert]``,
             which may be -1.
     """
 
@@ -1041,28 +1045,29 @@ def parallel_fused_experts(
     most_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`fused_experts` of this rank's tokens with the experts of all ranks; every rank calls.
+    """`fused_experts` for this rank's tokens with the experts of all ranks. Every rank must call it.
 
     Each rank's result for a token is rounded to the dtype of hidden_states; the sum over ranks is float32, in rank
     order, and rounded once.
 
     Args:
-        parallel: of as many experts as all ranks have, and of hidden_states' dtype and row size. With a quant_dtype,
-            quant_config has it, too, and blocks of 128 x 128.
-        hidden_states: [num_tokens, hidden_size], contiguous; as many tokens as this rank has, or none.
+        parallel: created for the total number of experts, and the dtype and row size of hidden_states. If it has a
+            quant_dtype, quant_config must have the same, and blocks of 128 x 128.
+        hidden_states: [num_tokens, hidden_size], contiguous; the tokens of this rank, possibly none.
         w1: [num_experts, 2 * intermediate_size, hidden_size], rows of one stride; [num_experts, intermediate_size,
             hidden_size] for activations without gates. Of the dtype of hidden_states, or quantised; 4-bit quants are
-            packed two to a byte along the last dimension., of the experts of this rank. A per-tensor scale of the
-            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
-        w2: [num_experts, hidden_size, intermediate_size], likewise., of the experts of this rank. A per-tensor scale of the
-            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
+            packed two to a byte along the last dimension., for the experts of this rank. A per-tensor activation
+            scale must be static (`a1_scale`), because a dynamic one would include rows without a token.
+        w2: [num_experts, hidden_size, intermediate_size], likewise., for the experts of this rank. A per-tensor activation
+            scale must be static (`a1_scale`), because a dynamic one would include rows without a token.
         topk_weights: [num_tokens, top_k] float32, contiguous.
-        topk_ids: [num_tokens, top_k] int32 or int64, contiguous, of experts of all ranks; others add nothing.
-        activation: one of those of `grouped_gemm`., of the experts of this rank. A per-tensor scale of the
-            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
-        quant_config: scales and biases; None for neither., of the experts of this rank. A per-tensor scale of the
-            activations must be given (`a1_scale`): a dynamic one would include rows that hold no token.
-        most_tokens: as of `ExpertParallel.dispatch`.
+        topk_ids: [num_tokens, top_k] int32 or int64, contiguous, indices among the experts of all ranks. Other ids add
+            nothing.
+        activation: one of those of `grouped_gemm`., for the experts of this rank. A per-tensor activation
+            scale must be static (`a1_scale`), because a dynamic one would include rows without a token.
+        quant_config: scales and biases; None for neither., for the experts of this rank. A per-tensor activation
+            scale must be static (`a1_scale`), because a dynamic one would include rows without a token.
+        most_tokens: as in `ExpertParallel.dispatch`.
         out: [num_tokens, hidden_size], contiguous, written; None for a new tensor. It may be hidden_states.
 
     Returns:
@@ -1082,8 +1087,8 @@ def mixer2_gated_rms_norm(
     once (Dao and Gu 2024, arXiv:2405.21060).
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-        gate: shape and dtype of `x`, rows of one stride.
+        x: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+        gate: shape and dtype of `x`, constant row stride.
         weight: [hidden_size] of the same dtype, or None for ones.
         eps: added to the mean of squares.
         n_groups: groups of a row that are normalised by themselves, a divisor of hidden_size.
@@ -1096,7 +1101,7 @@ def hadacore_transform(x: Tensor, inplace: bool = True) -> Tensor:
     the result is copied back.
 
     Args:
-        x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one stride.
+        x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; constant row stride.
         inplace: whether the result overwrites `x`.
     """
 
@@ -1115,9 +1120,9 @@ def nvfp4_experts_quant(
         input_global_scale: [num_experts] float32.
         expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
         blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to 128.
-        topk: experts of a token; nothing depends on it.
+        topk: experts of a token; it has no effect.
 
-    The scales are float8_e4m3fn in tiles, with rows enough for any distribution; what is no expert's is garbage.
+    The scales are float8_e4m3fn in tiles, with enough rows for any distribution; rows without an expert are undefined.
     """
 
 def nvfp4_quant(
@@ -1129,11 +1134,11 @@ def nvfp4_quant(
     """(packed e2m1 values, scales) of `scaled_fp4_quant`, for which vLLM has the same name.
 
     Args:
-        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-        input_global_scale: one float32, which is multiplied in.
+        input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
+        input_global_scale: one float32, a factor of the input.
         is_sf_swizzled_layout: scales are float8_e4m3fn in tiles, [num_tokens rounded up to 128, hidden_size / 16
             rounded up to 4]; else uint8, [num_tokens, hidden_size / 16].
-        backend: one that names "trtllm" wants tiles of 8 rows where there are no more than 32, which are not made here.
+        backend: a name with "trtllm" asks for tiles of 8 rows for at most 32 rows, which is not supported.
 
     The packed values are uint8, [num_tokens, hidden_size / 2].
     """
@@ -1151,15 +1156,15 @@ def per_token_group_quant_fp8(
     """(fp8 values, scales) with a dynamic scale per group of contiguous elements, see `per_token_group_fp8_quant`.
 
     Args:
-        x: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+        x: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
         group_size: a divisor of hidden_size.
-        eps: the least magnitude of a group.
-        dtype: torch.float8_e4m3fn, torch.float8_e4m3fnuz or None: that of `out_q`, or else the device's own,
+        eps: lower bound of the maximum of a group.
+        dtype: torch.float8_e4m3fn or torch.float8_e4m3fnuz; None for the dtype of `out_q`, or else the device's format,
             float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
-        column_major_scales: the last two dimensions of the scales are transposed in memory.
-        tma_aligned_scales: with column_major_scales, columns begin at multiples of 16 bytes; only for a matrix.
-        out_q: for the fp8 values.
-        use_ue8m0: scales are powers of two; None is False.
+        column_major_scales: whether the last two dimensions of the scales are transposed in memory.
+        tma_aligned_scales: with column_major_scales, whether columns begin at multiples of 16 bytes; only for a matrix.
+        out_q: receives the fp8 values; None for a new tensor.
+        use_ue8m0: whether scales are powers of two; None is False.
     """
 
 def per_token_group_quant_fp8_packed_for_deepgemm(
@@ -1172,14 +1177,14 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
     """(fp8 values, packed exponents of scales) of a matrix, see `per_token_group_fp8_quant_packed`.
 
     Args:
-        x: [num_tokens, hidden_size], float32, float16 or bfloat16; copied unless elements of a row lie together.
+        x: [num_tokens, hidden_size], float32, float16 or bfloat16; copied unless the elements of a row are contiguous.
         group_size: a divisor of hidden_size.
-        eps: the least magnitude of a group.
-        use_ue8m0: not False: scales are powers of two.
-        out_q: for the fp8 values.
+        eps: lower bound of the maximum of a group.
+        use_ue8m0: must not be False: scales are powers of two.
+        out_q: receives the fp8 values; None for a new tensor.
 
-    The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); what lies
-    between the columns is 0.
+    The exponents are [num_tokens, groups / 4 rounded up] int32 with strides (1, num_tokens rounded up to 4); the
+    padding between the columns is 0.
     """
 
 def scaled_fp8_quant(
@@ -1196,13 +1201,13 @@ def scaled_fp8_quant(
     Args:
         input: [num_tokens, hidden_size], float32, float16 or bfloat16.
         scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
-            `group_shape` says. [m, n]: one for each of m x n blocks of equal size., and returned as it is; None for dynamic scales.
+            `group_shape` says. [m, n]: one for each of m x n blocks of equal size., returned unchanged; None for dynamic scales.
         num_token_padding: minimum number of rows of the fp8 values, and of per-token scales; rows after the tokens are
             undefined.
         scale_ub: bounds the magnitude for per-token scales, see `dynamic_per_token_scaled_fp8_quant`.
         use_per_token_if_dynamic: dynamic scales are per token, [rows, 1]; else per tensor, [1].
-        output: float8_e4m3fn or float8_e4m3fnuz, written; not with num_token_padding. None: the device's own,
-            float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
+        output: float8_e4m3fn or float8_e4m3fnuz, written; not with num_token_padding. None: the device's
+            format, float8_e4m3fnuz on gfx942, float8_e4m3fn elsewhere.
         group_shape: see `static_scaled_fp8_quant`.
     """
 
@@ -1215,11 +1220,11 @@ def scaled_int8_quant(
     """(int8 values, scale, zero point or None), with static ones, or with dynamic ones per token.
 
     Args:
-        input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride if `scale` is given, else copied
+        input: [..., hidden_size], float32, float16 or bfloat16; constant row stride if `scale` is given, else copied
             unless contiguous or a matrix with contiguous rows.
-        scale: one float32., and returned as they are; None for dynamic, [rows, 1].
-        azp: one int32, the code of 0, which may lie outside int8; or None for 0., and returned as they are; None for dynamic, [rows, 1].
-        symmetric: whether the zero point is 0. With `scale`, it says that there is no `azp`.
+        scale: one float32., returned unchanged; None for dynamic ones, [rows, 1].
+        azp: one int32, the zero point, which may lie outside int8; or None for 0., returned unchanged; None for dynamic ones, [rows, 1].
+        symmetric: whether the zero point is 0. With `scale` it must agree with `azp`.
     """
 
 def silu_and_mul_nvfp4_experts_quant(
@@ -1238,7 +1243,7 @@ def silu_and_mul_nvfp4_experts_quant(
         input_global_scale: [num_experts] float32.
         expert_offsets: [num_experts + 1] int32, where the rows of each expert begin.
         blockscale_offsets: [num_experts + 1] int32, the first rows of scales: cumulative rows, each rounded up to 128.
-        topk: experts of a token; nothing depends on it.
+        topk: experts of a token; it has no effect.
     """
 
 class _gelu(_Attributes, Protocol):
@@ -1248,8 +1253,8 @@ class _gelu(_Attributes, Protocol):
         Computed in float32 and rounded once.
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1258,7 +1263,7 @@ class _gelu(_Attributes, Protocol):
         Computed in float32 and rounded once.
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [...].
@@ -1271,21 +1276,23 @@ class _gelu_new(_Attributes, Protocol):
         """GELU as GPT-2 writes it: ``out = x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x^3)))``.
 
         Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-        results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+        results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+        differences.
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
         """GELU as GPT-2 writes it: ``out = x / 2 * (1 + tanh(0.79788456 * (x + 0.044715 * x^3)))``.
 
         Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-        results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+        results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+        differences.
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [...].
@@ -1298,21 +1305,23 @@ class _gelu_fast(_Attributes, Protocol):
         """GELU with the cube factored out: ``out = x / 2 * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x * x)))``.
 
         Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-        results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+        results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+        differences.
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
         """GELU with the cube factored out: ``out = x / 2 * (1 + tanh(0.79788456 * x * (1 + 0.044715 * x * x)))``.
 
         Every operation rounds to the element type, as in eager PyTorch (Hendrycks and Gimpel 2016, arXiv:1606.08415), and
-        results equal eager's bit for bit. Merely close results would not do: 1 + tanh cancels and magnifies a difference.
+        results equal eager's bit for bit. An approximation would not be close: 1 + tanh cancels, which magnifies
+        differences.
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [...].
@@ -1327,8 +1336,8 @@ class _gelu_quick(_Attributes, Protocol):
         Computed in float32 and rounded once (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1337,7 +1346,7 @@ class _gelu_quick(_Attributes, Protocol):
         Computed in float32 and rounded once (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [...].
@@ -1350,15 +1359,15 @@ class _relu2(_Attributes, Protocol):
         """Squared ReLU: ``out = T(max(x, 0)^2)``; NaN stays NaN (So et al. 2021, arXiv:2109.08668).
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
         """Squared ReLU: ``out = T(max(x, 0)^2)``; NaN stays NaN (So et al. 2021, arXiv:2109.08668).
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [...].
@@ -1373,8 +1382,8 @@ class _silu(_Attributes, Protocol):
         Computed in float32 and rounded once.
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1383,7 +1392,7 @@ class _silu(_Attributes, Protocol):
         Computed in float32 and rounded once.
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [...].
@@ -1408,8 +1417,8 @@ class _xielu(_Attributes, Protocol):
         Every operation rounds to it, too, as in eager PyTorch.
 
         Args:
-            out: [...], written; may be `input` itself; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            out: [...], written; may be `input` itself; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
             alpha_p: [1] of the same dtype, the learned values before softplus.
             alpha_n: [1] of the same dtype, the learned values before softplus.
             beta: slope at zero
@@ -1424,7 +1433,7 @@ class _xielu(_Attributes, Protocol):
         Every operation rounds to it, too, as in eager PyTorch.
 
         Args:
-            input: [...], float32, float16 or bfloat16; rows of one stride.
+            input: [...], float32, float16 or bfloat16; constant row stride.
             alpha_p: [1] of the same dtype, the learned values before softplus.
             alpha_n: [1] of the same dtype, the learned values before softplus.
             beta: slope at zero
@@ -1443,8 +1452,8 @@ class _silu_and_mul(_Attributes, Protocol):
         After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1453,7 +1462,7 @@ class _silu_and_mul(_Attributes, Protocol):
         After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [..., hidden_size].
@@ -1465,23 +1474,23 @@ class _silu_and_mul_with_clamp(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, limit: float) -> None:
         """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
 
-        l is `limit`, rounded to the element type; NaN is no limit, and below 0 every u becomes -l. NaN stays NaN. Equal to
-        eager PyTorch on the same device, bit for bit.
+        l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
+        stays NaN. Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            result: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest gate and largest magnitude of u.
         """
     @staticmethod
     def new(input: Tensor, limit: float) -> Tensor:
         """SwiGLU of clamped halves: ``result = T(T(silu(min(g, l))) * max(min(u, l), -l))`` for ``input = [g, u]``.
 
-        l is `limit`, rounded to the element type; NaN is no limit, and below 0 every u becomes -l. NaN stays NaN. Equal to
-        eager PyTorch on the same device, bit for bit.
+        l is `limit`, rounded to the element type. A NaN limit means no limit; with a limit below 0 every u becomes -l. NaN
+        stays NaN. Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest gate and largest magnitude of u.
 
         Returns:
@@ -1497,8 +1506,8 @@ class _mul_and_silu(_Attributes, Protocol):
         Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1507,7 +1516,7 @@ class _mul_and_silu(_Attributes, Protocol):
         Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [..., hidden_size].
@@ -1522,8 +1531,8 @@ class _gelu_and_mul(_Attributes, Protocol):
         After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1532,7 +1541,7 @@ class _gelu_and_mul(_Attributes, Protocol):
         After Shazeer 2020, arXiv:2002.05202. Equal to eager PyTorch on the same device, bit for bit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [..., hidden_size].
@@ -1548,8 +1557,8 @@ class _gelu_tanh_and_mul(_Attributes, Protocol):
         bit.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
@@ -1559,7 +1568,7 @@ class _gelu_tanh_and_mul(_Attributes, Protocol):
         bit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
 
         Returns:
             out: [..., hidden_size].
@@ -1575,8 +1584,8 @@ class _fatrelu_and_mul(_Attributes, Protocol):
         activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             threshold: elements of g up to it count as 0.
         """
     @staticmethod
@@ -1587,7 +1596,7 @@ class _fatrelu_and_mul(_Attributes, Protocol):
         activation sparsity", ICML). Equal to eager PyTorch on the same GPU, bit for bit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             threshold: elements of g up to it count as 0.
 
         Returns:
@@ -1598,26 +1607,26 @@ fatrelu_and_mul: _fatrelu_and_mul
 
 class _swigluoai_and_mul(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
-        """Clamped SwiGLU of neighbouring elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
+        """Clamped SwiGLU of adjacent elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
 
         g is the even elements of `input`, clamped to at most `limit`; u is the odd ones, clamped to +-`limit`. NaN counts
         as `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             alpha: slope of the sigmoid
             limit: largest gate and largest magnitude of u.
         """
     @staticmethod
     def new(input: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-        """Clamped SwiGLU of neighbouring elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
+        """Clamped SwiGLU of adjacent elements: ``out = T((u + 1) * g / (1 + exp(-alpha * g)))``.
 
         g is the even elements of `input`, clamped to at most `limit`; u is the odd ones, clamped to +-`limit`. NaN counts
         as `limit`. Computed in float32 and rounded once. The gate of the gpt-oss models (OpenAI 2025, arXiv:2508.10925).
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             alpha: slope of the sigmoid
             limit: largest gate and largest magnitude of u.
 
@@ -1631,23 +1640,23 @@ class _swiglustep_and_mul(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, limit: float = 7.0) -> None:
         """SwiGLU with both factors clamped: ``out = T(min(silu(g), limit) * min(max(u, -limit), limit))``.
 
-        g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a limit of NaN is
-        none.
+        g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a NaN limit means
+        no limit.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest activated gate and largest magnitude of u.
         """
     @staticmethod
     def new(input: Tensor, limit: float = 7.0) -> Tensor:
         """SwiGLU with both factors clamped: ``out = T(min(silu(g), limit) * min(max(u, -limit), limit))``.
 
-        g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a limit of NaN is
-        none.
+        g and u are the halves ``input = [g, u]``. Computed in float32 and rounded once; NaN stays NaN; a NaN limit means
+        no limit.
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             limit: largest activated gate and largest magnitude of u.
 
         Returns:
@@ -1664,8 +1673,8 @@ class _silu_and_mul_quant(_Attributes, Protocol):
         fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+            input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride.
             scale: one float32 element, of any sign.
         """
     @staticmethod
@@ -1676,7 +1685,7 @@ class _silu_and_mul_quant(_Attributes, Protocol):
         fp8 value. `static_scaled_fp8_quant` says what happens if the reciprocal of the scale is not finite.
 
         Args:
-            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride.
             scale: one float32 element, of any sign.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -1696,16 +1705,16 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
         scale_ub: Tensor | None = None,
         is_scale_transposed: bool = False,
     ) -> None:
-        """`silu_and_mul` written as int8 or fp8, with one scale per group of neighbouring elements, computed from it.
+        """`silu_and_mul` written as int8 or fp8, with one dynamic scale per group of adjacent elements.
 
         ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
-        group, ``out = code(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest
-        1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the maximum
-        and becomes the largest fp8 code or int8 0. What `silu_and_mul` and a quantisation of its result give.
+        group, ``out = quantized(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8;
+        smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the
+        maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
 
         Args:
-            out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
+            out: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+            input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
             scales: [num_tokens, hidden_size / group_size] float32, written; any strides.
             group_size: 64 or 128.
             scale_ub: one float32 that bounds every scale; only with fp8.
@@ -1720,15 +1729,15 @@ class _silu_and_mul_per_block_quant(_Attributes, Protocol):
         *,
         quant_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`silu_and_mul` written as int8 or fp8, with one scale per group of neighbouring elements, computed from it.
+        """`silu_and_mul` written as int8 or fp8, with one dynamic scale per group of adjacent elements.
 
         ``y = T(T(silu(g)) * u)`` for ``input = [g, u]``, ``scales = max(min(max|y| / largest, scale_ub), smallest)`` over a
-        group, ``out = code(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest
-        1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the maximum
-        and becomes the largest fp8 code or int8 0. What `silu_and_mul` and a quantisation of its result give.
+        group, ``out = quantized(y / scales)``. largest is 448 for float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8;
+        smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies by the reciprocal of the scale. NaN is ignored by the
+        maximum and becomes the largest fp8 value or int8 0. Equal to `silu_and_mul` and a quantization of its result.
 
         Args:
-            input: [..., 2 * hidden_size], float16 or bfloat16; rows of one stride; hidden_size a multiple of group_size.
+            input: [..., 2 * hidden_size], float16 or bfloat16; constant row stride; hidden_size a multiple of group_size.
             group_size: 64 or 128.
             scale_ub: one float32 that bounds every scale; only with fp8.
             is_scale_transposed: `scales` may then also be [hidden_size / group_size, num_tokens], contiguous.
@@ -1751,8 +1760,8 @@ class _gelu_and_mul_sparse(_Attributes, Protocol):
         is rounded to T. The statistical top-k of Gemma 3n (You et al. 2025, arXiv:2506.06644).
 
         Args:
-            out: [..., hidden_size], written; rows of one stride.
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
             approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
         """
@@ -1766,7 +1775,7 @@ class _gelu_and_mul_sparse(_Attributes, Protocol):
         is rounded to T. The statistical top-k of Gemma 3n (You et al. 2025, arXiv:2506.06644).
 
         Args:
-            input: [..., 2 * hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., 2 * hidden_size], float32, float16 or bfloat16; constant row stride.
             activation_sparsity: the fraction of a normally distributed row to cut, above 0 and below 1.
             approximate: "none" for the error function, "tanh" for the hyperbolic tangent.
 
@@ -1814,14 +1823,14 @@ class _paged_attention_v1(_Attributes, Protocol):
 
         in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). With an fp8 cache and 16-bit queries, p_i is
         rounded to float16. Token i lies in block ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token
-        with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token change
-        nothing, whatever they hold. An infinite value of a token that is attended to gives infinity or NaN, and so does a
-        logit that is no float32. Sums of the largest values do not overflow; a mean of float32 within 2^-16 of the largest
-        float may be rounded to infinity.
+        with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token
+        are ignored, whatever they contain. An infinite value of an attended token gives infinity or NaN, and so does a
+        logit that overflows float32. Accumulating the largest finite values does not overflow; a float32 result within
+        2^-16 of the largest float may be rounded to infinity.
 
         Args:
             out: [num_seqs, num_heads, head_size], written; heads contiguous.
-            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride.
+            query: the same shape, float32, float16 or bfloat16; heads contiguous, any row stride.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
                 flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
                 that of the queries, or for fp8 uint8 or a float8.
@@ -1832,7 +1841,7 @@ class _paged_attention_v1(_Attributes, Protocol):
             seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
                 ones are left out, which is an error only with ``PYOPS_CHECK=1``.
             block_size: slots of a block.
-            max_seq_len: changes nothing here; there is no limit to the length.
+            max_seq_len: for compatibility with vLLM; no effect: the length is not limited.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
             k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
@@ -1900,13 +1909,13 @@ class _paged_attention_v1(_Attributes, Protocol):
 
         in float32 (PagedAttention: Kwon et al. 2023, arXiv:2309.06180). With an fp8 cache and 16-bit queries, p_i is
         rounded to float16. Token i lies in block ``block_tables[s, i // block_size]``, slot ``i % block_size``. A token
-        with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token change
-        nothing, whatever they hold. An infinite value of a token that is attended to gives infinity or NaN, and so does a
-        logit that is no float32. Sums of the largest values do not overflow; a mean of float32 within 2^-16 of the largest
-        float may be rounded to infinity.
+        with a block number out of range contributes nothing. An empty sequence gives zeros. Slots without a token
+        are ignored, whatever they contain. An infinite value of an attended token gives infinity or NaN, and so does a
+        logit that overflows float32. Accumulating the largest finite values does not overflow; a float32 result within
+        2^-16 of the largest float may be rounded to infinity.
 
         Args:
-            query: [num_seqs, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+            query: [num_seqs, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
                 flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
                 that of the queries, or for fp8 uint8 or a float8.
@@ -1917,7 +1926,7 @@ class _paged_attention_v1(_Attributes, Protocol):
             seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
                 ones are left out, which is an error only with ``PYOPS_CHECK=1``.
             block_size: slots of a block.
-            max_seq_len: changes nothing here; there is no limit to the length.
+            max_seq_len: for compatibility with vLLM; no effect: the length is not limited.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409).
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
             k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
@@ -1972,8 +1981,8 @@ class _merge_attn_states(_Attributes, Protocol):
         ``a = exp(prefix_lse - m), b = exp(suffix_lse - m), m = max(prefix_lse, suffix_lse)``, in float32, and ``output_lse
         = log(a + b) + m`` (section 2.2 of Ye et al. 2025, arXiv:2501.01005). A part whose lse is +inf or -inf is empty: the
         other part is copied, whatever it contains. If both parts are empty, the prefix is copied and output_lse is -inf. An
-        infinite element of a part whose weight float32 rounds to 0 gives NaN. With `output_scale`, output is ``fp8(result *
-        (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
+        infinite element gives NaN if float32 rounds the weight of its part to 0. With `output_scale`, output is
+        ``fp8(result * (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
 
         Args:
             output: [num_tokens, num_heads, head_size], written, the dtype of prefix_output; may be `prefix_output`. With
@@ -2006,8 +2015,8 @@ class _merge_attn_states(_Attributes, Protocol):
         ``a = exp(prefix_lse - m), b = exp(suffix_lse - m), m = max(prefix_lse, suffix_lse)``, in float32, and ``output_lse
         = log(a + b) + m`` (section 2.2 of Ye et al. 2025, arXiv:2501.01005). A part whose lse is +inf or -inf is empty: the
         other part is copied, whatever it contains. If both parts are empty, the prefix is copied and output_lse is -inf. An
-        infinite element of a part whose weight float32 rounds to 0 gives NaN. With `output_scale`, output is ``fp8(result *
-        (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
+        infinite element gives NaN if float32 rounds the weight of its part to 0. With `output_scale`, output is
+        ``fp8(result * (1 / output_scale))`` of the result in float32, saturating as in `static_scaled_fp8_quant`.
 
         Args:
             prefix_output: the shape of output, float32, float16 or bfloat16. All three may have any strides
@@ -2056,9 +2065,10 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
 
         in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
         lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
-        contributes nothing. An empty sequence gives zeros. Slots without a token change nothing, whatever they hold. An
-        infinite element of a token's latent KV gives infinity or NaN, and so does a logit that is no float32. Sums of the
-        largest elements do not overflow; a mean of float32 within 2^-16 of the largest float may be rounded to infinity.
+        contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
+        infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
+        Accumulating the largest finite values does not overflow; a float32 result within 2^-16 of the largest float may be
+        rounded to infinity.
         Nothing is returned.
 
         Args:
@@ -2107,9 +2117,10 @@ class _sm100_cutlass_mla_decode(_Attributes, Protocol):
 
         in float32; ``exp(l_i - m)`` is rounded to 16 bits before it multiplies c_i, unless the queries are float32. Token i
         lies in page ``page_table[s, i // page_size]``, slot ``i % page_size``. A token with a page number out of range
-        contributes nothing. An empty sequence gives zeros. Slots without a token change nothing, whatever they hold. An
-        infinite element of a token's latent KV gives infinity or NaN, and so does a logit that is no float32. Sums of the
-        largest elements do not overflow; a mean of float32 within 2^-16 of the largest float may be rounded to infinity.
+        contributes nothing. An empty sequence gives zeros. Slots without a token are ignored, whatever they contain. An
+        infinite element of an attended latent KV gives infinity or NaN, and so does a logit that overflows float32.
+        Accumulating the largest finite values does not overflow; a float32 result within 2^-16 of the largest float may be
+        rounded to infinity.
         Nothing is returned.
 
         Args:
@@ -2173,7 +2184,7 @@ class _paged_attention_v2(_Attributes, Protocol):
         Partition p of a head writes its row max m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`, and its
         own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with ``w_p =
         z_p exp(m_p - m)``; a sink is added to both sums when partitions are combined. Memory of partitions after the end of
-        a sequence, or before its window, is left as it is.
+        a sequence, or before its window, is left unchanged.
 
         Args:
             out: [num_seqs, num_heads, head_size], written; heads contiguous. Tokens beyond max_partitions * 512 are left out, like those beyond the
@@ -2181,7 +2192,7 @@ class _paged_attention_v2(_Attributes, Protocol):
             exp_sums: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
-            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            query: the same shape, float32, float16 or bfloat16; heads contiguous, any row stride. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
                 flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
@@ -2200,7 +2211,7 @@ class _paged_attention_v2(_Attributes, Protocol):
                 block table.
             block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            max_seq_len: for compatibility with vLLM; no effect: the length is not limited. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
@@ -2280,13 +2291,13 @@ class _paged_attention_v2(_Attributes, Protocol):
         Partition p of a head writes its row max m_p to `max_logits`, ``z_p = sum_i exp(l_i - m_p)`` to `exp_sums`, and its
         own attention, rounded to T, to `tmp_out`. Then ``out = T(sum_p w_p tmp_out_p / (sum_p w_p + 1e-6))`` with ``w_p =
         z_p exp(m_p - m)``; a sink is added to both sums when partitions are combined. Memory of partitions after the end of
-        a sequence, or before its window, is left as it is.
+        a sequence, or before its window, is left unchanged.
 
         Args:
             exp_sums: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             max_logits: [num_seqs, num_heads, max_partitions] float32, contiguous, written.
             tmp_out: [num_seqs, num_heads, max_partitions, head_size] of the queries' dtype, contiguous, written.
-            query: the same shape, float32, float16 or bfloat16; heads contiguous, rows of any stride. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            query: the same shape, float32, float16 or bfloat16; heads contiguous, any row stride. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
                 flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
@@ -2305,7 +2316,7 @@ class _paged_attention_v2(_Attributes, Protocol):
                 block table.
             block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            max_seq_len: for compatibility with vLLM; no effect: the length is not limited. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
@@ -2415,7 +2426,7 @@ class _paged_attention_rocm(_Attributes, Protocol):
                 s has row s.
             block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            max_seq_len: for compatibility with vLLM; no effect: the length is not limited. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
@@ -2491,7 +2502,7 @@ class _paged_attention_rocm(_Attributes, Protocol):
                 s has row s.
             block_size: slots of a block. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
-            max_seq_len: changes nothing here; there is no limit to the length. Tokens beyond max_partitions * 512 are left out, like those beyond the
+            max_seq_len: for compatibility with vLLM; no effect: the length is not limited. Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
             alibi_slopes: [num_heads] float32, or None (Press et al. 2021, arXiv:2108.12409). Tokens beyond max_partitions * 512 are left out, like those beyond the
                 block table.
@@ -2545,17 +2556,17 @@ class _attention_varlen(_Attributes, Protocol):
         the last of its n tokens, and token i attends to the keys ``j <= n - m + i``; otherwise it attends to all n keys.
         The formula and its rounding are those of `paged_attention_varlen`, which takes keys and values from a cache.
 
-        A query without keys gives zeros; rows of `out` that belong to no sequence are left as they are. NaN or infinity
+        A query without keys gives zeros; rows of `out` that belong to no sequence are left unchanged. NaN or infinity
         among the values that one query of a sequence attends to may reach the sequence's other queries, and no others.
 
         Args:
             out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
-            key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
+            key: [num_keys, num_kv_heads, head_size] of the queries' dtype; any row and head strides. num_heads is a
                 multiple of num_kv_heads.
             value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
-            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-                they are.
+            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+                unchanged.
             cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence has no keys if its rows are not in `key`.
             scale: factor of the logits.
             causal: whether a token attends to no later token.
@@ -2588,16 +2599,16 @@ class _attention_varlen(_Attributes, Protocol):
         the last of its n tokens, and token i attends to the keys ``j <= n - m + i``; otherwise it attends to all n keys.
         The formula and its rounding are those of `paged_attention_varlen`, which takes keys and values from a cache.
 
-        A query without keys gives zeros; rows of `out` that belong to no sequence are left as they are. NaN or infinity
+        A query without keys gives zeros; rows of `out` that belong to no sequence are left unchanged. NaN or infinity
         among the values that one query of a sequence attends to may reach the sequence's other queries, and no others.
 
         Args:
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
-            key: [num_keys, num_kv_heads, head_size] of the queries' dtype; rows and heads of any stride. num_heads is a
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
+            key: [num_keys, num_kv_heads, head_size] of the queries' dtype; any row and head strides. num_heads is a
                 multiple of num_kv_heads.
             value: [num_keys, num_kv_heads, value_size] with value_size <= head_size, likewise.
-            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-                they are.
+            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+                unchanged.
             cu_seqlens_k: [num_seqs + 1] int32 or int64, ascending; a sequence has no keys if its rows are not in `key`.
             scale: factor of the logits.
             causal: whether a token attends to no later token.
@@ -2764,18 +2775,18 @@ class _paged_attention_varlen(_Attributes, Protocol):
         """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
         The query tokens of sequence s are rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, the last ones
-        of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
-        the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
+        of its ``seq_lens[s]`` tokens; the cache already holds the keys and values of all of them. Of n query tokens, token
+        i attends to the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
         `paged_attention_v1`. Weights are rounded to the element type, accumulation is in float32 (Dao 2023,
         arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
         a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14
         bits. A token with a block number out of range contributes nothing; a query without keys gives zeros; rows that
-        belong to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to
+        belong to no sequence are left unchanged. NaN or infinity among the values that one query of a sequence attends to
         may reach its other queries.
 
         Args:
             out: [num_tokens, num_heads, value_size] of the queries' dtype, written; heads contiguous.
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
                 Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
                 flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
@@ -2788,8 +2799,8 @@ class _paged_attention_varlen(_Attributes, Protocol):
             block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
             seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
                 ones are left out, which is an error only with ``PYOPS_CHECK=1``.
-            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-                they are.
+            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+                unchanged.
             block_size: slots of a block.
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
             k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
@@ -2831,17 +2842,17 @@ class _paged_attention_varlen(_Attributes, Protocol):
         """Attention of the newest tokens of each sequence over all its tokens in a paged key-value cache.
 
         The query tokens of sequence s are rows ``cu_seqlens_q[s]`` up to ``cu_seqlens_q[s + 1]`` of `query`, the last ones
-        of its ``seq_lens[s]`` tokens, whose keys and values the cache holds already. Of n query tokens, token i attends to
-        the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
+        of its ``seq_lens[s]`` tokens; the cache already holds the keys and values of all of them. Of n query tokens, token
+        i attends to the tokens ``j <= seq_lens[s] - n + i``, or to all of them if not `causal`, with the formula of
         `paged_attention_v1`. Weights are rounded to the element type, accumulation is in float32 (Dao 2023,
         arXiv:2307.08691). With e4m3 queries and keys, fp8 values are multiplied: the largest weight of a row becomes 256 or
         a little more, and weights are then rounded to e4m3; on Hopper, accumulators of a head and of a KV tile have 14
         bits. A token with a block number out of range contributes nothing; a query without keys gives zeros; rows that
-        belong to no sequence are left as they are. NaN or infinity among the values that one query of a sequence attends to
+        belong to no sequence are left unchanged. NaN or infinity among the values that one query of a sequence attends to
         may reach its other queries.
 
         Args:
-            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, rows of any stride.
+            query: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; heads contiguous, any row stride.
                 Or float8_e4m3fn with e4m3 caches; `out` then has one of the other dtypes.
             key_cache: packed, [num_blocks, num_kv_heads, head_size / x, block_size, x] with x elements in 16 bytes, or
                 flash, [num_blocks, block_size, num_kv_heads, head_size]. The number of dimensions tells which. Its dtype is
@@ -2854,8 +2865,8 @@ class _paged_attention_varlen(_Attributes, Protocol):
             block_tables: [num_seqs, max_blocks], int32 or int64, any strides.
             seq_lens: [num_seqs], int32 or int64, any stride; at most max_blocks * block_size tokens count: later
                 ones are left out, which is an error only with ``PYOPS_CHECK=1``.
-            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left as
-                they are.
+            cu_seqlens_q: [num_seqs + 1] int32 or int64, ascending; where it is not, rows of any sequence may be left
+                unchanged.
             block_size: slots of a block.
             kv_cache_dtype: "auto" (that of the queries), "fp8" or "fp8_e4m3", "fp8_e5m2".
             k_scale: factors of the keys and values of an fp8 cache: a number, or a tensor's first float32, or
@@ -2911,12 +2922,12 @@ class _concat_and_cache_mla(_Attributes, Protocol):
         unspecified which one is kept.
 
         With "fp8_ds_mla" an entry is 656 bytes: 512 e4m3 values of `kv_c`; four float32, the scales of its tiles of 128
-        elements, ``max(max|x| / 448, 2^-126)``, where the maximum ignores NaN; and 64 elements of `k_pe` as they are
-        (readers take them for bfloat16).
+        elements, ``max(max|x| / 448, 2^-126)``, where the maximum ignores NaN; and 64 elements of `k_pe`, copied
+        (readers interpret them as bfloat16).
 
         Args:
-            kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any stride of tokens.
-            k_pe: [at least num_tokens, rope_size], of the same dtype; any stride of tokens.
+            kv_c: [at least num_tokens, latent_size], float32, float16 or bfloat16; any token stride.
+            k_pe: [at least num_tokens, rope_size], of the same dtype; any token stride.
             kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
                 of the dtype of `kv_c`, or uint8 or float8. For "fp8_ds_mla" [num_blocks, block_size, 656] uint8,
                 latent_size 512, rope_size 64 and a dtype of two bytes.
@@ -2952,11 +2963,11 @@ class _concat_and_cache_mla_rope_fused(_Attributes, Protocol):
             positions: [at least num_tokens] int64 or int32, any stride.
             q_pe: [at least num_tokens, num_heads, rope_size], float32, float16 or bfloat16, read and written; any strides
                 of tokens and heads.
-            k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any stride of tokens.
-            kv_c: [at least num_tokens, latent_size] of the same dtype; any stride of tokens.
+            k_pe: [at least num_tokens, rope_size] of the same dtype, read and written; any token stride.
+            kv_c: [at least num_tokens, latent_size] of the same dtype; any token stride.
             cos_sin_cache: [max_position, rope_size] of the same dtype, or float32, which is rounded to it; contiguous:
                 cosines in the first half of a row, sines in the second.
-            is_neox: whether pairs are of the two halves of a row, or adjacent elements.
+            is_neox: whether a pair has one element in each half of a row, or two adjacent elements.
             slot_mapping: [num_tokens] int64 or int32, any stride. Nothing is written of tokens after the last slot.
             kv_cache: [num_blocks, block_size, latent_size + rope_size], written where slots say; any strides but the last;
                 of the same dtype, or uint8 or float8.
@@ -2970,7 +2981,7 @@ class _concat_mla_q(_Attributes, Protocol):
     def __call__(self, ql_nope: Tensor, q_pe: Tensor, q_out: Tensor) -> None:
         """Concatenate the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.
 
-        Queries of multi-head latent attention are so laid out for its decode (DeepSeek-AI 2024, arXiv:2405.04434).
+        This is the layout of queries in the decode of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
         Args:
             ql_nope: [num_tokens, num_heads, latent_size], float32, float16 or bfloat16; any strides but the last.
@@ -2981,7 +2992,7 @@ class _concat_mla_q(_Attributes, Protocol):
     def new(ql_nope: Tensor, q_pe: Tensor) -> Tensor:
         """Concatenate the two parts of query heads: ``q_out[t, h] = [ql_nope[t, h], q_pe[t, h]]``, bits copied.
 
-        Queries of multi-head latent attention are so laid out for its decode (DeepSeek-AI 2024, arXiv:2405.04434).
+        This is the layout of queries in the decode of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
         Args:
             ql_nope: [num_tokens, num_heads, latent_size], float32, float16 or bfloat16; any strides but the last.
@@ -2997,15 +3008,15 @@ class _convert_fp8(_Attributes, Protocol):
     def __call__(self, output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = 'fp8') -> None:
         """Convert a cache to fp8, ``e4m3(input / scale)``, or from fp8 to floats, ``T(input * scale)``.
 
-        The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
+        The quotient is a true division in float32, rounded to the nearest fp8 value; it saturates, and NaN stays NaN.
 
         Args:
             output: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-                have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
-                which then pair up in the order of memory: caches of different packing. `output` is written.
+                have the same shape and the same order of dimensions in memory; or both are contiguous, with the same number
+                of elements, which are converted in memory order (caches of different packing). `output` is written.
             input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-                have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
-                which then pair up in the order of memory: caches of different packing. `output` is written.
+                have the same shape and the same order of dimensions in memory; or both are contiguous, with the same number
+                of elements, which are converted in memory order (caches of different packing). `output` is written.
             scale: the scale of the fp8 values.
             kv_dtype: "fp8" or "fp8_e4m3".
         """
@@ -3019,12 +3030,12 @@ class _convert_fp8(_Attributes, Protocol):
     ) -> Tensor:
         """Convert a cache to fp8, ``e4m3(input / scale)``, or from fp8 to floats, ``T(input * scale)``.
 
-        The quotient is a true division in float32, rounded to the nearest code; it saturates, and NaN stays NaN.
+        The quotient is a true division in float32, rounded to the nearest fp8 value; it saturates, and NaN stays NaN.
 
         Args:
             input: one of them float32, float16 or bfloat16, the other uint8, float8_e4m3fn or float8_e4m3fnuz. They
-                have one shape and one order of dimensions in memory, or are both contiguous and of equally many elements,
-                which then pair up in the order of memory: caches of different packing. `output` is written.
+                have the same shape and the same order of dimensions in memory; or both are contiguous, with the same number
+                of elements, which are converted in memory order (caches of different packing). `output` is written.
             scale: the scale of the fp8 values.
             kv_dtype: "fp8" or "fp8_e4m3".
             out_dtype: of the output; None for bfloat16 of fp8 values, and for the e4m3 of the device of others.
@@ -3047,14 +3058,14 @@ class _cp_gather_and_upconvert_fp8_kv_cache(_Attributes, Protocol):
     ) -> None:
         """Gather the 656-byte entries of sequences (see `concat_and_cache_mla`) from a paged cache as bfloat16 rows.
 
-        ``dst[workspace_starts[b] + j, i] = bfloat16(code[i] * scale[i // 128])`` for i < 512, and the 64 elements after
-        them as they are, of the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
-        batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, keeps its bits. If
+        ``dst[workspace_starts[b] + j, i] = bfloat16(fp8[i] * scale[i // 128])`` for i < 512, and the 64 elements after
+        them are copied, from the entry ``src_cache[block_table[b, j // block_size], j % block_size]``, for every b below
+        batch_size and j below ``seq_lens[b]``. A row of no sequence, or without an existing entry, is left unchanged. If
         sequences overlap, a row belongs to the first of them.
 
         Args:
             src_cache: [num_blocks, block_size, 656] uint8; any strides but the last.
-            dst: [num_rows, 576] bfloat16, written row by row; any stride of rows.
+            dst: [num_rows, 576] bfloat16, written row by row; any row stride.
             block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
             seq_lens: [at least batch_size] int32 or int64: tokens of each sequence.
             workspace_starts: [at least batch_size] int32 or int64: the row of `dst` at which each sequence begins.
@@ -3085,7 +3096,7 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         float32, rounded to T at the end.
 
         A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
-        float8_e4m3fn of ``key / scale`` and the 64 rotated ones as they are, followed by cache_block_size entries of 8
+        float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
         bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
         of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
 
@@ -3094,8 +3105,8 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
 
         Args:
             q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
-            kv: [num_tokens, 512] of the same dtype; any stride of tokens.
-            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any stride of blocks.
+            kv: [num_tokens, 512] of the same dtype; any token stride.
+            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
             slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
             position_ids: [num_tokens] int64 or int32, any stride.
             cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
@@ -3129,7 +3140,7 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
         float32, rounded to T at the end.
 
         A block of the cache holds cache_block_size entries of 576 bytes, the first 448 elements of the key as
-        float8_e4m3fn of ``key / scale`` and the 64 rotated ones as they are, followed by cache_block_size entries of 8
+        float8_e4m3fn of ``key / scale`` and the 64 rotated ones unquantized, followed by cache_block_size entries of 8
         bytes: the exponents of the scales of 7 groups of 64 elements, biased by 127, and a 0. A scale is the smallest power
         of two not below ``max(max|key|, 1e-4) / 448``. NaN is ignored by the maximum and becomes -448.
 
@@ -3138,8 +3149,8 @@ class _fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(_Attributes, Protocol):
 
         Args:
             q_in: [num_tokens, num_heads, 512], float16 or bfloat16; any strides but the last.
-            kv: [num_tokens, 512] of the same dtype; any stride of tokens.
-            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any stride of blocks.
+            kv: [num_tokens, 512] of the same dtype; any token stride.
+            k_cache: [num_blocks, at least 584 * cache_block_size] uint8, written where slots say; any block stride.
             slot_mapping: [at most num_tokens] int64 or int32, any stride: the slots of the first tokens.
             position_ids: [num_tokens] int64 or int32, any stride.
             cos_sin_cache: [max_position, 64] float32, contiguous, of one row at least: 32 cosines, then 32 sines.
@@ -3170,17 +3181,17 @@ class _gather_and_maybe_dequant_cache(_Attributes, Protocol):
     ) -> None:
         """Gather the entries of sequences from a paged cache into rows, and dequantize fp8.
 
-        ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(codes * scale)`` in float32, with
+        ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(fp8 * scale)`` in float32, with
         ``b = token_to_seq[t]`` and ``p = t - cu_seq_lens[b] + seq_starts[b]``, for t below num_tokens. A row t outside its
-        sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
+        sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist is left unchanged.
 
         Args:
             src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
                 float8.
-            dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any stride of rows.
+            dst: [at least num_tokens, entry_size], float32, float16 or bfloat16, written row by row; any row stride.
             block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
-            token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number: no sequence.
+            token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; out of range: no sequence.
             num_tokens: rows to fill.
             kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
             scale: one float32, or a number; not read for "auto".
@@ -3202,16 +3213,16 @@ class _gather_and_maybe_dequant_cache(_Attributes, Protocol):
     ) -> Tensor:
         """Gather the entries of sequences from a paged cache into rows, and dequantize fp8.
 
-        ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(codes * scale)`` in float32, with
+        ``dst[t] = src_cache[block_table[b, p // block_size], p % block_size]``, or ``T(fp8 * scale)`` in float32, with
         ``b = token_to_seq[t]`` and ``p = t - cu_seq_lens[b] + seq_starts[b]``, for t below num_tokens. A row t outside its
-        sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist keeps its bits.
+        sequence (``t >= cu_seq_lens[b + 1]``), of no sequence, or with an entry that does not exist is left unchanged.
 
         Args:
             src_cache: [num_blocks, block_size, entry_size]; any strides but the last; of the dtype of `dst`, or uint8 or
                 float8.
             block_table: [at least num_seqs, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [num_seqs + 1] int32 or int64: the row at which each sequence begins, and the end of the last.
-            token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; any other number: no sequence.
+            token_to_seq: [at least num_tokens] int32 or int64: the sequence of each row; out of range: no sequence.
             num_tokens: rows to fill.
             kv_cache_dtype: "auto", "fp8", "fp8_e4m3" or "fp8_e5m2".
             scale: one float32, or a number; not read for "auto".
@@ -3239,12 +3250,12 @@ class _cp_gather_cache(_Attributes, Protocol):
 
         ``dst[cu_seq_lens[b] + j] = src_cache[block_table[b, p // block_size], p % block_size]`` with
         ``p = j + seq_starts[b]``, for every b below batch_size and j below ``cu_seq_lens[b + 1] - cu_seq_lens[b]``. A row
-        of no sequence, or with an entry that does not exist, keeps its bits.
+        of no sequence, or with an entry that does not exist, is left unchanged.
 
         Args:
             src_cache: [num_blocks, block_size, ...] of any supported dtype of 1, 2 or 4 bytes; contiguous entries, any
                 strides of blocks and slots.
-            dst: [num_rows, ...] of the same dtype, written row by row; any stride of rows.
+            dst: [num_rows, ...] of the same dtype, written row by row; any row stride.
             block_table: [at least batch_size, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [at least batch_size + 1] int32 or int64, ascending: the row at which each sequence begins.
             batch_size: sequences to gather.
@@ -3263,7 +3274,7 @@ class _indexer_k_quant_and_cache(_Attributes, Protocol):
         quant_block_size: int,
         kv_cache_dtype: str,
     ) -> None:
-        """Quantise the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
+        """Quantize the indexer's keys by groups and write them into its paged cache (sparse attention of DeepSeek V3.2).
 
         The scale of a group x of `quant_block_size` elements is ``s = max(max|x|, 1e-4) / 448``, where the maximum ignores
         NaN, rounded up to a power of two for "ue8m0". The keys are ``e4m3(x / s)``, saturating; NaN stays NaN. A block of
@@ -3272,10 +3283,10 @@ class _indexer_k_quant_and_cache(_Attributes, Protocol):
         negative or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
         Args:
-            k: [num_tokens, head_size], float32, float16 or bfloat16; any stride of tokens. Tokens beyond the shorter of `k`
+            k: [num_tokens, head_size], float32, float16 or bfloat16; any token stride. Tokens beyond the shorter of `k`
                 and `slot_mapping` are not written.
             kv_cache: [num_blocks, block_size, head_size + 4 * head_size / quant_block_size] uint8, blocks contiguous, any
-                stride of blocks; written where slots say.
+                block stride; written where slots say.
             slot_mapping: [num_tokens] int64 or int32, any stride.
             quant_block_size: elements under one scale, a divisor of head_size.
             kv_cache_dtype: the format of scales: "ue8m0" or any other name.
@@ -3292,17 +3303,17 @@ class _cp_gather_indexer_k_quant_cache(_Attributes, Protocol):
         block_table: Tensor,
         cu_seq_lens: Tensor,
     ) -> None:
-        """Gather the quantised keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
+        """Gather the quantized keys of sequences and their scales from the indexer's cache (`indexer_k_quant_and_cache`).
 
         Row ``t`` of `dst_k` and `dst_scale` are the key and the scales in slot ``j % block_size`` of the block
         ``block_table[b, j // block_size]``, with ``j = t - cu_seq_lens[b]`` and b the sequence for which
-        ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, keeps its bits.
+        ``cu_seq_lens[b] <= t < cu_seq_lens[b + 1]``. A row of no sequence, or without an existing slot, is left unchanged.
 
         Args:
             kv_cache: [num_blocks, block_size, head_size + scale_size] uint8, blocks contiguous: the keys of all slots,
-                then the scales of all slots; any stride of blocks.
-            dst_k: [num_rows, head_size] uint8 or float8, written row by row; any stride of rows.
-            dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any stride of rows.
+                then the scales of all slots; any block stride.
+            dst_k: [num_rows, head_size] uint8 or float8, written row by row; any row stride.
+            dst_scale: [num_rows, scale_size] uint8, the bytes of float32 scales, written row by row; any row stride.
             block_table: [num_seqs, max_blocks] int32 or int64, any strides.
             cu_seq_lens: [num_seqs + 1] int32 or int64, ascending.
         """
@@ -3328,8 +3339,8 @@ class _reshape_and_cache(_Attributes, Protocol):
         or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
         Args:
-            key: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
-            value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any stride of tokens.
+            key: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token stride.
+            value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token stride.
             key_cache: [num_blocks, num_heads, head_size / x, block_size, x], contiguous, written where slots say; of the
                 dtype of `key`, or uint8 or float8.
             value_cache: [num_blocks, num_heads, head_size, block_size], likewise.
@@ -3360,10 +3371,10 @@ class _reshape_and_cache_flash(_Attributes, Protocol):
         or after the last. Among tokens with the same slot, it is unspecified which one is kept.
 
         Args:
-            key: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any strides of tokens and
-                heads.
-            value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any strides of tokens and
-                heads.
+            key: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token and
+                head strides.
+            value: [at least num_tokens, num_heads, head_size], float32, float16 or bfloat16; any token and
+                head strides.
             key_cache: [num_blocks, block_size, num_heads, head_size], written where slots say; each of any
                 strides but that of the last dimension, so that heads may come before slots in memory and both caches may be
                 slices of one buffer; of the dtype of `key`, or uint8 or float8.
@@ -3380,31 +3391,31 @@ reshape_and_cache_flash: _reshape_and_cache_flash
 
 class _skinny_linear(_Attributes, Protocol):
     def __call__(self, out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """A linear layer for few rows: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
+        """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
-        Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-        a GEMM on tensor cores is faster (`linear`). Each lane of a warp accumulates a part of a dot product; then the
-        partial sums are added. If the magnitudes of the products add up to more than the largest float32, the result may be
-        right, infinite or NaN: a partial sum may be infinite where the whole is not.
+        It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
+        faster. The weight is read once for every four rows of `input`. Each lane of a warp accumulates a part of a dot
+        product; then the partial sums are added. If the magnitudes of the products add up to more than the largest float32,
+        the result may be right, infinite or NaN: a partial sum may be infinite where the whole is not.
 
         Args:
-            out: [..., output_size], written; rows of one stride.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            weight: [output_size, hidden_size] of the same dtype; rows of one stride.
+            out: [..., output_size], written; constant row stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            weight: [output_size, hidden_size] of the same dtype; constant row stride.
             bias: of the same dtype, contiguous, output_size elements; or None.
         """
     @staticmethod
     def new(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer for few rows: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
+        """A linear layer for small M: ``out = input @ weight.T + bias``, accumulated in float32 and rounded once.
 
-        Made for the decode step of one sequence or two. The weight is read once for every four rows of `input`: with four,
-        a GEMM on tensor cores is faster (`linear`). Each lane of a warp accumulates a part of a dot product; then the
-        partial sums are added. If the magnitudes of the products add up to more than the largest float32, the result may be
-        right, infinite or NaN: a partial sum may be infinite where the whole is not.
+        It is meant for the decode step of one or two sequences: from four rows on, a GEMM on tensor cores (`linear`) is
+        faster. The weight is read once for every four rows of `input`. Each lane of a warp accumulates a part of a dot
+        product; then the partial sums are added. If the magnitudes of the products add up to more than the largest float32,
+        the result may be right, infinite or NaN: a partial sum may be infinite where the whole is not.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            weight: [output_size, hidden_size] of the same dtype; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            weight: [output_size, hidden_size] of the same dtype; constant row stride.
             bias: of the same dtype, contiguous, output_size elements; or None.
 
         Returns:
@@ -3438,8 +3449,8 @@ class _cutlass_scaled_mm(_Attributes, Protocol):
 
         Args:
             out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
-            a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, of any strides; row-major is fast.
-            b: [K, N] of the same dtype, of any strides; column-major is fast.
+            a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, any strides; row-major is fast.
+            b: [K, N] of the same dtype, any strides; column-major is fast.
             a_scales: float32, contiguous, M or 1 elements; or [M, ceil(K / 128)] of any strides.
             b_scales: float32, contiguous, N or 1 elements; or [ceil(K / 128), ceil(N / 128)] of any strides.
             bias: of the dtype of out, contiguous, N elements; or None, as it must be with block scales.
@@ -3468,8 +3479,8 @@ class _cutlass_scaled_mm(_Attributes, Protocol):
         bfloat16 for 1024 elements, 2.2 times for 4096 and 2.5 times for 14336.
 
         Args:
-            a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, of any strides; row-major is fast.
-            b: [K, N] of the same dtype, of any strides; column-major is fast.
+            a: [M, K] int8, float8_e4m3fn, float8_e4m3fnuz or float8_e5m2, any strides; row-major is fast.
+            b: [K, N] of the same dtype, any strides; column-major is fast.
             a_scales: float32, contiguous, M or 1 elements; or [M, ceil(K / 128)] of any strides.
             b_scales: float32, contiguous, N or 1 elements; or [ceil(K / 128), ceil(N / 128)] of any strides.
             bias: of the dtype of out, contiguous, N elements; or None, as it must be with block scales.
@@ -3500,8 +3511,8 @@ class _cutlass_scaled_mm_azp(_Attributes, Protocol):
 
         Args:
             out: [M, N] float16 or bfloat16, written; elements of a row are contiguous.
-            a: [M, K] int8, of any strides; row-major is fast.
-            b: [K, N] int8, of any strides; column-major is fast.
+            a: [M, K] int8, any strides; row-major is fast.
+            b: [K, N] int8, any strides; column-major is fast.
             a_scales: float32, contiguous, M or 1 elements
             b_scales: likewise, N or 1.
             azp_adj: int32, contiguous, N elements: the sum of each column of b, times the zero point if azp is None.
@@ -3526,8 +3537,8 @@ class _cutlass_scaled_mm_azp(_Attributes, Protocol):
         int32, with wraparound.
 
         Args:
-            a: [M, K] int8, of any strides; row-major is fast.
-            b: [K, N] int8, of any strides; column-major is fast.
+            a: [M, K] int8, any strides; row-major is fast.
+            b: [K, N] int8, any strides; column-major is fast.
             a_scales: float32, contiguous, M or 1 elements
             b_scales: likewise, N or 1.
             azp_adj: int32, contiguous, N elements: the sum of each column of b, times the zero point if azp is None.
@@ -3563,11 +3574,11 @@ class _rearrange_kn_weight_as_n32k16_order(_Attributes, Protocol):
         Args:
             b_qweight: [K, N] uint8, contiguous; K a multiple of 16.
             b_scales: [1, N] float16 or bfloat16, contiguous.
-            b_zeros: the same, with has_zp; else None, or left alone.
-            has_zp: there are zero points.
+            b_zeros: the same, with has_zp; else None, or not read.
+            has_zp: whether there are zero points.
             b_qweight_reorder: [N_32align, K] uint8, contiguous, written.
             b_scales_reorder: [1, N_32align] of the dtype of b_scales, contiguous, written.
-            b_zeros_reorder: the same, written with has_zp; else None, or left alone.
+            b_zeros_reorder: the same, written with has_zp; else None, or not written.
             K: the size of the weight.
             N: the size of the weight.
             N_32align: N, rounded up to a multiple of 32.
@@ -3591,9 +3602,9 @@ class _rearrange_kn_weight_as_n32k16_order(_Attributes, Protocol):
         Args:
             b_qweight: [K, N] uint8, contiguous; K a multiple of 16.
             b_scales: [1, N] float16 or bfloat16, contiguous.
-            b_zeros: the same, with has_zp; else None, or left alone.
-            has_zp: there are zero points.
-            b_zeros_reorder: the same, written with has_zp; else None, or left alone.
+            b_zeros: the same, with has_zp; else None, or not read.
+            has_zp: whether there are zero points.
+            b_zeros_reorder: the same, written with has_zp; else None, or not written.
             K: the size of the weight.
             N: the size of the weight.
             N_32align: N, rounded up to a multiple of 32.
@@ -3628,17 +3639,17 @@ class _allspark_w8a16_gemm(_Attributes, Protocol):
         rounded once.
 
         Args:
-            a: [M, K] float16 or bfloat16; rows of one stride; K a multiple of 16.
+            a: [M, K] float16 or bfloat16; constant row stride; K a multiple of 16.
             b_qweight: [n rounded up to 32, K] uint8, contiguous, as `rearrange_kn_weight_as_n32k16_order` writes it.
             b_scales: [1, n rounded up to 32] of the dtype of a, contiguous, in that order.
             b_qzeros: the same, with has_zp; else None.
             n: columns of the weight.
-            group_size: -1: a column has one scale.
-            sm_count: vLLM's; they have no effect.
-            sm_version: vLLM's; they have no effect.
-            CUBLAS_M_THRESHOLD: vLLM's; they have no effect.
-            has_zp: there are zero points.
-            n32k16_reorder: True: the weight is in that order.
+            group_size: must be -1: a column has one scale.
+            sm_count: for compatibility with vLLM; no effect.
+            sm_version: for compatibility with vLLM; no effect.
+            CUBLAS_M_THRESHOLD: for compatibility with vLLM; no effect.
+            has_zp: whether there are zero points.
+            n32k16_reorder: must be True: the weight is in that order.
             out: [M, n] of the dtype of a, returned; elements of a row are contiguous; new unless given.
 
         Returns:
@@ -3666,17 +3677,17 @@ class _allspark_w8a16_gemm(_Attributes, Protocol):
         rounded once.
 
         Args:
-            a: [M, K] float16 or bfloat16; rows of one stride; K a multiple of 16.
+            a: [M, K] float16 or bfloat16; constant row stride; K a multiple of 16.
             b_qweight: [n rounded up to 32, K] uint8, contiguous, as `rearrange_kn_weight_as_n32k16_order` writes it.
             b_scales: [1, n rounded up to 32] of the dtype of a, contiguous, in that order.
             b_qzeros: the same, with has_zp; else None.
             n: columns of the weight.
-            group_size: -1: a column has one scale.
-            sm_count: vLLM's; they have no effect.
-            sm_version: vLLM's; they have no effect.
-            CUBLAS_M_THRESHOLD: vLLM's; they have no effect.
-            has_zp: there are zero points.
-            n32k16_reorder: True: the weight is in that order.
+            group_size: must be -1: a column has one scale.
+            sm_count: for compatibility with vLLM; no effect.
+            sm_version: for compatibility with vLLM; no effect.
+            CUBLAS_M_THRESHOLD: for compatibility with vLLM; no effect.
+            has_zp: whether there are zero points.
+            n32k16_reorder: must be True: the weight is in that order.
             out: [M, n] of the dtype of a, returned; elements of a row are contiguous; new unless given.
 
         Returns:
@@ -3702,11 +3713,11 @@ class _awq_gemm(_Attributes, Protocol):
         holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
 
         Args:
-            input: [M, K] float16 or bfloat16; rows of one stride.
+            input: [M, K] float16 or bfloat16; constant row stride.
             qweight: [K, N / 8] int32, contiguous.
             scales: [num_groups, N] of the dtype of `input`, contiguous; num_groups divides K.
-            qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as they are stored.
-            split_k_iters: vLLM's; it has no effect.
+            qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as stored.
+            split_k_iters: for compatibility with vLLM; no effect.
             out: [M, N] of the dtype of `input`, returned; elements of a row are contiguous; new unless given.
 
         Returns:
@@ -3728,11 +3739,11 @@ class _awq_gemm(_Attributes, Protocol):
         holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023, arXiv:2306.00978).
 
         Args:
-            input: [M, K] float16 or bfloat16; rows of one stride.
+            input: [M, K] float16 or bfloat16; constant row stride.
             qweight: [K, N / 8] int32, contiguous.
             scales: [num_groups, N] of the dtype of `input`, contiguous; num_groups divides K.
-            qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as they are stored.
-            split_k_iters: vLLM's; it has no effect.
+            qzeros: [num_groups, N / 8] int32, packed as the weight, contiguous; used as stored.
+            split_k_iters: for compatibility with vLLM; no effect.
             out: [M, N] of the dtype of `input`, returned; elements of a row are contiguous; new unless given.
 
         Returns:
@@ -3763,14 +3774,14 @@ class _gptq_gemm(_Attributes, Protocol):
         of `a` for it.
 
         Args:
-            a: [M, K] float16 or bfloat16; rows of one stride.
+            a: [M, K] float16 or bfloat16; constant row stride.
             b_q_weight: [K * bit / 32, N] int32, contiguous.
             b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
             b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.
             b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With use_exllama
                 row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is ``b_g_idx[k]``.
-            use_exllama: the weight is as `gptq_shuffle` leaves it.
-            use_v2_format: a zero point is used as it is stored; otherwise 1 is added to it.
+            use_exllama: whether the weight comes from `gptq_shuffle` (layout exllama).
+            use_v2_format: whether zero points are used as they are stored; otherwise 1 is added to them.
             bit: bits of a quant: 2, 3, 4 or 8.
             out: [M, N] of the dtype of `a`, returned; elements of a row are contiguous; new unless given.
 
@@ -3798,14 +3809,14 @@ class _gptq_gemm(_Attributes, Protocol):
         of `a` for it.
 
         Args:
-            a: [M, K] float16 or bfloat16; rows of one stride.
+            a: [M, K] float16 or bfloat16; constant row stride.
             b_q_weight: [K * bit / 32, N] int32, contiguous.
             b_gptq_qzeros: [num_groups, N * bit / 32] int32, contiguous.
             b_gptq_scales: [num_groups, N] of the dtype of `a`, contiguous.
             b_g_idx: [K] int32, contiguous; empty or None: rows are in order, in groups of K / num_groups. With use_exllama
                 row k of the weight multiplies column ``b_g_idx[k]`` of `a`; otherwise its group is ``b_g_idx[k]``.
-            use_exllama: the weight is as `gptq_shuffle` leaves it.
-            use_v2_format: a zero point is used as it is stored; otherwise 1 is added to it.
+            use_exllama: whether the weight comes from `gptq_shuffle` (layout exllama).
+            use_v2_format: whether zero points are used as they are stored; otherwise 1 is added to them.
             bit: bits of a quant: 2, 3, 4 or 8.
             out: [M, N] of the dtype of `a`, returned; elements of a row are contiguous; new unless given.
 
@@ -3830,10 +3841,10 @@ class _linear(_Attributes, Protocol):
         for ``[gate, up] = input @ weight.T + bias``; neither is rounded before.
 
         Args:
-            out: [..., output_size], written; rows of one stride.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., output_size], written; constant row stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
-                rows of one stride.
+                constant row stride.
             bias: of the same dtype, contiguous, an element for each row of weight; or None.
             activation: "none"; "gelu", by the error function; or "silu_and_mul".
         """
@@ -3845,9 +3856,9 @@ class _linear(_Attributes, Protocol):
         for ``[gate, up] = input @ weight.T + bias``; neither is rounded before.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [output_size, hidden_size] of the same dtype, or [2 * output_size, hidden_size] with "silu_and_mul";
-                rows of one stride.
+                constant row stride.
             bias: of the same dtype, contiguous, an element for each row of weight; or None.
             activation: "none"; "gelu", by the error function; or "silu_and_mul".
 
@@ -3861,12 +3872,12 @@ class _LLMM1(_Attributes, Protocol):
     def __call__(self, in_a: Tensor, in_b: Tensor, rows_per_block: int, *, out: Tensor | None = None) -> Tensor:
         """A GEMM for one token: ``out = in_b @ in_a.T``, accumulated in float32 and rounded once.
 
-        Several tokens are served, too.
+        More tokens are supported, too.
 
         Args:
-            in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
-            rows_per_block: upstream's geometry; any integer, which changes nothing.
+            rows_per_block: launch parameter of upstream's kernel; any integer, no effect.
             out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
 
         Returns:
@@ -3876,12 +3887,12 @@ class _LLMM1(_Attributes, Protocol):
     def new(in_a: Tensor, in_b: Tensor, rows_per_block: int, *, out: Tensor | None = None) -> Tensor:
         """A GEMM for one token: ``out = in_b @ in_a.T``, accumulated in float32 and rounded once.
 
-        Several tokens are served, too.
+        More tokens are supported, too.
 
         Args:
-            in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
-            rows_per_block: upstream's geometry; any integer, which changes nothing.
+            rows_per_block: launch parameter of upstream's kernel; any integer, no effect.
             out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
 
         Returns:
@@ -3902,13 +3913,13 @@ class _wvSplitK(_Attributes, Protocol):
     ) -> Tensor:
         """A linear layer for one to four tokens: ``out = in_b @ in_a.T + in_bias``, accumulated in float32, rounded once.
 
-        More tokens are served, too.
+        More tokens are supported, too.
 
         Args:
-            in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
             in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
-            CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+            CuCount: number of compute units for upstream's kernel; any integer, no effect.
             out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
 
         Returns:
@@ -3918,13 +3929,13 @@ class _wvSplitK(_Attributes, Protocol):
     def new(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *, out: Tensor | None = None) -> Tensor:
         """A linear layer for one to four tokens: ``out = in_b @ in_a.T + in_bias``, accumulated in float32, rounded once.
 
-        More tokens are served, too.
+        More tokens are supported, too.
 
         Args:
-            in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
             in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
-            CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+            CuCount: number of compute units for upstream's kernel; any integer, no effect.
             out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
 
         Returns:
@@ -3945,13 +3956,13 @@ class _wvSplitKrc(_Attributes, Protocol):
     ) -> Tensor:
         """A linear layer for 9 to 128 tokens: ``out = in_b @ in_a.T + in_bias``, accumulated in float32 and rounded once.
 
-        Any number of tokens is served.
+        Any number of tokens is supported.
 
         Args:
-            in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
             in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
-            CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+            CuCount: number of compute units for upstream's kernel; any integer, no effect.
             out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
 
         Returns:
@@ -3961,13 +3972,13 @@ class _wvSplitKrc(_Attributes, Protocol):
     def new(in_a: Tensor, in_b: Tensor, in_bias: Tensor | None, CuCount: int, *, out: Tensor | None = None) -> Tensor:
         """A linear layer for 9 to 128 tokens: ``out = in_b @ in_a.T + in_bias``, accumulated in float32 and rounded once.
 
-        Any number of tokens is served.
+        Any number of tokens is supported.
 
         Args:
-            in_a: the weight, [outputs, K] float16 or bfloat16, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float16 or bfloat16, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
             in_bias: [outputs] or [tokens, outputs] of the same dtype, elements of a row contiguous; or None.
-            CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+            CuCount: number of compute units for upstream's kernel; any integer, no effect.
             out: [tokens, outputs] of the same dtype, returned; elements of a row are contiguous.
 
         Returns:
@@ -3989,16 +4000,16 @@ class _wvSplitKQ(_Attributes, Protocol):
     ) -> None:
         """A linear layer of fp8 for one to four tokens: ``out_c = scale_b * (scale_a * (in_b @ in_a.T)) + in_bias``.
 
-        Accumulation and scales are in float32; the result is rounded once. More tokens are served, too.
+        Accumulation and scales are in float32; the result is rounded once. More tokens are supported, too.
 
         Args:
-            in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
             in_bias: [outputs] or [tokens, outputs] of the dtype of out_c, elements of a row contiguous; or None.
             out_c: [tokens, outputs] float16 or bfloat16, written; elements of a row are contiguous.
             scale_a: scale of the weight, one float32
             scale_b: scale of the tokens, likewise.
-            CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+            CuCount: number of compute units for upstream's kernel; any integer, no effect.
         """
     @staticmethod
     def new(
@@ -4013,15 +4024,15 @@ class _wvSplitKQ(_Attributes, Protocol):
     ) -> Tensor:
         """A linear layer of fp8 for one to four tokens: ``out_c = scale_b * (scale_a * (in_b @ in_a.T)) + in_bias``.
 
-        Accumulation and scales are in float32; the result is rounded once. More tokens are served, too.
+        Accumulation and scales are in float32; the result is rounded once. More tokens are supported, too.
 
         Args:
-            in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, of any strides; row-major is fast.
+            in_a: the weight, [outputs, K] float8_e4m3fn or float8_e4m3fnuz, any strides; row-major is fast.
             in_b: the tokens, [tokens, K] of the same dtype, likewise.
             in_bias: [outputs] or [tokens, outputs] of the dtype of out_c, elements of a row contiguous; or None.
             scale_a: scale of the weight, one float32
             scale_b: scale of the tokens, likewise.
-            CuCount: compute units, by upstream's reckoning; any integer, which changes nothing.
+            CuCount: number of compute units for upstream's kernel; any integer, no effect.
             out_dtype: of the output; None for bfloat16, or the dtype of the bias.
 
         Returns:
@@ -4036,16 +4047,16 @@ class _dsv3_fused_a_gemm(_Attributes, Protocol):
 
         Args:
             output: [tokens, outputs] bfloat16, written; elements of a row are contiguous.
-            mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
-            mat_b: the weight, [K, outputs] bfloat16, of any strides; column-major is fast.
+            mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
+            mat_b: the weight, [K, outputs] bfloat16, any strides; column-major is fast.
         """
     @staticmethod
     def new(mat_a: Tensor, mat_b: Tensor) -> Tensor:
         """DeepSeek-V3's first projections of queries and latents: ``output = mat_a @ mat_b``, accumulated in float32.
 
         Args:
-            mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
-            mat_b: the weight, [K, outputs] bfloat16, of any strides; column-major is fast.
+            mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
+            mat_b: the weight, [K, outputs] bfloat16, any strides; column-major is fast.
 
         Returns:
             output: [tokens, outputs] bfloat16.
@@ -4059,7 +4070,7 @@ class _dsv3_router_gemm(_Attributes, Protocol):
 
         Args:
             output: [tokens, experts] float32 or bfloat16, written; elements of a row are contiguous.
-            mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
+            mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
             mat_b: the weight, [experts, K] bfloat16, likewise.
         """
     @staticmethod
@@ -4067,7 +4078,7 @@ class _dsv3_router_gemm(_Attributes, Protocol):
         """DeepSeek-V3's router: ``output = mat_a @ mat_b.T``, accumulated in float32 and rounded once, if at all.
 
         Args:
-            mat_a: the tokens, [tokens, K] bfloat16, of any strides; row-major is fast.
+            mat_a: the tokens, [tokens, K] bfloat16, any strides; row-major is fast.
             mat_b: the weight, [experts, K] bfloat16, likewise.
             out_dtype: of the output; None for float32.
 
@@ -4135,17 +4146,17 @@ cutlass_scaled_fp4_mm: _cutlass_scaled_fp4_mm
 
 class _ggml_mul_mat_vec_a8(_Attributes, Protocol):
     def __call__(self, W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor | None = None) -> Tensor:
-        """A linear layer with a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
+        """A linear layer with a GGUF weight, for small M: ``out = X @ W.T``, rounded once.
 
-        The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
-        X is multiplied as it is, where upstream rounds it to 8 bits; but elements of a single token may be rounded by up to
-        2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
-        served. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
+        The weight is dequantized as by `ggml_dequantize`, to float32; for more than 32 tokens it is then rounded to the
+        dtype of X. X is not quantized to 8 bits as upstream does; but with a single token its elements may be rounded by up
+        to 2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
+        supported. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
-                blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+            W: uint8, contiguous: the blocks of all rows, in any shape; or [row, bytes of a row], where rows may have more
+                blocks than K elements need; these are ignored.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4155,17 +4166,17 @@ class _ggml_mul_mat_vec_a8(_Attributes, Protocol):
         """
     @staticmethod
     def new(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor | None = None) -> Tensor:
-        """A linear layer with a weight of a GGUF file, for few tokens: ``out = X @ W.T``, rounded once.
+        """A linear layer with a GGUF weight, for small M: ``out = X @ W.T``, rounded once.
 
-        The weight is that of `ggml_dequantize`, in float32; for more than 32 tokens it is first rounded to the dtype of X.
-        X is multiplied as it is, where upstream rounds it to 8 bits; but elements of a single token may be rounded by up to
-        2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
-        served. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
+        The weight is dequantized as by `ggml_dequantize`, to float32; for more than 32 tokens it is then rounded to the
+        dtype of X. X is not quantized to 8 bits as upstream does; but with a single token its elements may be rounded by up
+        to 2^-21 of the largest of the 32, or 16, that share a scale. Accumulation is in float32. Any number of tokens is
+        supported. Scales multiply partial sums of a few elements: an infinity in X may give NaN instead of infinity.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
-                blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+            W: uint8, contiguous: the blocks of all rows, in any shape; or [row, bytes of a row], where rows may have more
+                blocks than K elements need; these are ignored.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4178,14 +4189,14 @@ ggml_mul_mat_vec_a8: _ggml_mul_mat_vec_a8
 
 class _ggml_mul_mat_a8(_Attributes, Protocol):
     def __call__(self, W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor | None = None) -> Tensor:
-        """A linear layer with a weight of a GGUF file: ``out = X @ W.T``, accumulated in float32, rounded once.
+        """A linear layer with a GGUF weight: ``out = X @ W.T``, accumulated in float32, rounded once.
 
         The same as `ggml_mul_mat_vec_a8`.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
-                blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+            W: uint8, contiguous: the blocks of all rows, in any shape; or [row, bytes of a row], where rows may have more
+                blocks than K elements need; these are ignored.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4195,14 +4206,14 @@ class _ggml_mul_mat_a8(_Attributes, Protocol):
         """
     @staticmethod
     def new(W: Tensor, X: Tensor, quant_type: int, row: int, *, out: Tensor | None = None) -> Tensor:
-        """A linear layer with a weight of a GGUF file: ``out = X @ W.T``, accumulated in float32, rounded once.
+        """A linear layer with a GGUF weight: ``out = X @ W.T``, accumulated in float32, rounded once.
 
         The same as `ggml_mul_mat_vec_a8`.
 
         Args:
-            W: uint8, contiguous: the blocks of the rows, in any shape; or [row, bytes of a row], where a row may hold more
-                blocks than X has columns for: those are not multiplied.
-            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; rows of one stride.
+            W: uint8, contiguous: the blocks of all rows, in any shape; or [row, bytes of a row], where rows may have more
+                blocks than K elements need; these are ignored.
+            X: the tokens, [tokens, K] float32, float16 or bfloat16, K a multiple of the type's block; constant row stride.
             quant_type: the type's number, as `ggml_dequantize` lists them.
             row: rows of the weight.
             out: [tokens, row] of the dtype of X, returned; elements of a row are contiguous.
@@ -4233,10 +4244,10 @@ class _ggml_moe_a8(_Attributes, Protocol):
         Choice c is one of the top_k of token ``c // top_k``. Four slots of `sorted_token_ids` belong to the expert in one
         element of `expert_ids`, as `moe_align_block_size` sorts them for `ggml_moe_get_block_size`. Accumulation is in
         float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice of an expert that W does not have gets
-        zeros; rows of out that no slot names are left as they are.
+        zeros; rows of out that no slot names are left unchanged.
 
         Args:
-            X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+            X: [tokens, K] float32, float16 or bfloat16; constant row stride.
             W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
             sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
                 of range is padding, and so are slots after the last block of four.
@@ -4270,10 +4281,10 @@ class _ggml_moe_a8(_Attributes, Protocol):
         Choice c is one of the top_k of token ``c // top_k``. Four slots of `sorted_token_ids` belong to the expert in one
         element of `expert_ids`, as `moe_align_block_size` sorts them for `ggml_moe_get_block_size`. Accumulation is in
         float32, rounded once; X and W are those of `ggml_mul_mat_a8`. A choice of an expert that W does not have gets
-        zeros; rows of out that no slot names are left as they are.
+        zeros; rows of out that no slot names are left unchanged.
 
         Args:
-            X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+            X: [tokens, K] float32, float16 or bfloat16; constant row stride.
             W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
             sorted_token_ids: [slots] int32 or int64, contiguous, at least one slot for each choice: choices; a number out
                 of range is padding, and so are slots after the last block of four.
@@ -4309,7 +4320,7 @@ class _ggml_moe_a8_vec(_Attributes, Protocol):
         As `ggml_moe_a8`, without sorted lists. A choice of an expert that W does not have gets zeros.
 
         Args:
-            X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+            X: [tokens, K] float32, float16 or bfloat16; constant row stride.
             W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
             topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token.
             top_k: choices of a token.
@@ -4338,7 +4349,7 @@ class _ggml_moe_a8_vec(_Attributes, Protocol):
         As `ggml_moe_a8`, without sorted lists. A choice of an expert that W does not have gets zeros.
 
         Args:
-            X: [tokens, K] float32, float16 or bfloat16; rows of one stride.
+            X: [tokens, K] float32, float16 or bfloat16; constant row stride.
             W: [experts, row, bytes of a row] uint8, contiguous; rows may hold more blocks than X has columns for.
             topk_ids: tokens * top_k elements in any shape, int32 or int64, contiguous: the experts of each token.
             top_k: choices of a token.
@@ -4374,11 +4385,11 @@ class _grouped_gemm(_Attributes, Protocol):
 
         e is the expert of row t. Accumulation is exact for int8 and in float32 for other dtypes, with scales as
         `cutlass_scaled_mm` applies them; the epilogue is computed in float32 and rounded once. Rows that the lists do not
-        name, and rows of experts that do not exist, are left as they are.
+        name, and rows of experts that do not exist, are left unchanged.
 
         Args:
-            out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Rows of one stride.
-            a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
+            out: [num_rows, N], written; float16 or bfloat16, or float32 for operands of float32. Constant row stride.
+            a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; constant row stride.
             b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
                 one stride.
             sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
@@ -4418,10 +4429,10 @@ class _grouped_gemm(_Attributes, Protocol):
 
         e is the expert of row t. Accumulation is exact for int8 and in float32 for other dtypes, with scales as
         `cutlass_scaled_mm` applies them; the epilogue is computed in float32 and rounded once. Rows that the lists do not
-        name, and rows of experts that do not exist, are left as they are.
+        name, and rows of experts that do not exist, are left unchanged.
 
         Args:
-            a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; rows of one stride.
+            a: [num_rows / top_k, K] float32, float16, bfloat16, int8 or float8; constant row stride.
             b: [num_experts, N, K] of the same dtype, or [num_experts, 2 N, K] for an activation with gates and ups; rows of
                 one stride.
             sorted_token_ids: [slots] int32, contiguous: rows of out, block by block; any other number for padding.
@@ -4465,13 +4476,13 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
         """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
         A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-        experts must not be the same. After vLLM's op of this name.
+        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
+        not share rows. Modelled on vLLM's op of this name.
 
         Args:
-            out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
-                of one stride.
+            out: [num_rows, N] float16 or bfloat16, written; constant row stride.
+            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; constant
+                row stride.
             b: [num_experts, N, K / 2] uint8, likewise.
             a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
                 scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
@@ -4498,12 +4509,12 @@ class _cutlass_fp4_group_mm(_Attributes, Protocol):
         """Grouped GEMM of NVFP4 rows with the weights of their experts: ``out[t] = alphas[e] * (A[t] @ B[e].T)``.
 
         A and B are the quantized values times their scales: they are dequantized to bfloat16, exactly, in a workspace.
-        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-        experts must not be the same. After vLLM's op of this name.
+        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
+        not share rows. Modelled on vLLM's op of this name.
 
         Args:
-            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; rows
-                of one stride.
+            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 16; constant
+                row stride.
             b: [num_experts, N, K / 2] uint8, likewise.
             a_blockscale: float8_e4m3fn or uint8, contiguous, [rows, K / 16 rounded up to 4], a multiple of 128 rows: the
                 scales of each expert in tiles (see `_shared/fp4_tiles.py`), as `scaled_fp4_experts_quant` writes them.
@@ -4537,12 +4548,13 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
 
         As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
         bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-        weights in its main loop, not to memory. Rows of two experts must not be the same. After vLLM's op of this name.
+        weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
+        name.
 
         Args:
-            out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
-                of one stride.
+            out: [num_rows, N] float16 or bfloat16, written; constant row stride.
+            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant
+                row stride.
             b: [num_experts, N, K / 2] uint8, likewise.
             a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
                 tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
@@ -4568,11 +4580,12 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
 
         As `cutlass_fp4_group_mm`, without alphas and with scales that are powers of two. Dequantized values are rounded to
         bfloat16: those of 2^128 and more become infinite. For small M and an `out` of bfloat16, the kernel dequantizes
-        weights in its main loop, not to memory. Rows of two experts must not be the same. After vLLM's op of this name.
+        weights in its main loop, not to memory. Experts must not share rows. Modelled on vLLM's op of this
+        name.
 
         Args:
-            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; rows
-                of one stride.
+            a: [num_rows, K / 2] uint8, two e2m1 values to a byte, the first in its lower half; K a multiple of 32; constant
+                row stride.
             b: [num_experts, N, K / 2] uint8, likewise.
             a_blockscale: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in
                 tiles as `mxfp4_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
@@ -4584,7 +4597,7 @@ class _cutlass_mxfp4_group_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out: as `cutlass_fp4_group_mm` returns them. Zeros where the op leaves it as it is.
+            out: as in `cutlass_fp4_group_mm`. Zeros where the op leaves it as it is.
         """
 
 cutlass_mxfp4_group_mm: _cutlass_mxfp4_group_mm
@@ -4603,17 +4616,17 @@ class _cutlass_mxfp8_grouped_mm(_Attributes, Protocol):
     ) -> None:
         """Grouped GEMM of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-        As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. After vLLM's op of this
-        name.
+        As `cutlass_mxfp4_group_mm`, for e4m3 values. Experts must not share rows. Modelled on vLLM's op of
+        this name.
 
         Args:
-            a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
-            b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
+            a: [num_rows, K] float8_e4m3fn, K a multiple of 32; constant row stride.
+            b: [num_experts, N, K] float8_e4m3fn, constant row stride; or a view of it, [num_experts, K, N].
             sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
                 `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
             sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
                 of it with its last two dimensions transposed.
-            out: [num_rows, N] float16 or bfloat16, written; rows of one stride.
+            out: [num_rows, N] float16 or bfloat16, written; constant row stride.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
             blockscale_offsets: as sf_offsets of `cutlass_fp4_group_mm`.
@@ -4632,12 +4645,12 @@ class _cutlass_mxfp8_grouped_mm(_Attributes, Protocol):
     ) -> Tensor:
         """Grouped GEMM of MXFP8 rows with the weights of their experts: ``out[t] = A[t] @ B[e].T``.
 
-        As `cutlass_mxfp4_group_mm`, for e4m3 values. Rows of two experts must not be the same. After vLLM's op of this
-        name.
+        As `cutlass_mxfp4_group_mm`, for e4m3 values. Experts must not share rows. Modelled on vLLM's op of
+        this name.
 
         Args:
-            a: [num_rows, K] float8_e4m3fn, K a multiple of 32; rows of one stride.
-            b: [num_experts, N, K] float8_e4m3fn, rows of one stride; or a view of it, [num_experts, K, N].
+            a: [num_rows, K] float8_e4m3fn, K a multiple of 32; constant row stride.
+            b: [num_experts, N, K] float8_e4m3fn, constant row stride; or a view of it, [num_experts, K, N].
             sfa: uint8 or float8_e8m0fnu, contiguous, [rows, K / 32 rounded up to 4], a multiple of 128 rows, in tiles as
                 `mxfp8_experts_quant` writes them. A byte s is the scale ``2^(s - 127)``; 255 is NaN.
             sfb: likewise, [num_experts, N rounded up to 128, K / 32 rounded up to 4], in tiles for each expert; or a view
@@ -4648,7 +4661,7 @@ class _cutlass_mxfp8_grouped_mm(_Attributes, Protocol):
             out_dtype: of the output; None for bfloat16.
 
         Returns:
-            out: as `cutlass_fp4_group_mm` returns them. Zeros where the op leaves it as it is.
+            out: as in `cutlass_fp4_group_mm`. Zeros where the op leaves it as it is.
         """
 
 cutlass_mxfp8_grouped_mm: _cutlass_mxfp8_grouped_mm
@@ -4674,12 +4687,12 @@ class _grouped_gemm_packed(_Attributes, Protocol):
         """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
         ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-        float32, the rest is as in `grouped_gemm`. Up to 64 rows per expert, with 4 bits on Hopper 512, are multiplied by a
-        kernel with fused dequantization; for more rows the weights are dequantized to a workspace first.
+        float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
+        to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
 
         Args:
-            out: [num_rows, N], written; of the dtype of a. Rows of one stride.
-            a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
+            out: [num_rows, N], written; of the dtype of a. Constant row stride.
+            a: [num_rows / top_k, K] float16 or bfloat16; constant row stride.
             b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
                 gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
             b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"
@@ -4721,11 +4734,11 @@ class _grouped_gemm_packed(_Attributes, Protocol):
         """Grouped GEMM with quantized weights: ``out[t] = f(weight[t] * (a[t // top_k] @ w[e].T + bias[e]))``.
 
         ``w = scale * (quant - zero)``, rounded once to the dtype of a. e is the expert of row t; accumulation is in
-        float32, the rest is as in `grouped_gemm`. Up to 64 rows per expert, with 4 bits on Hopper 512, are multiplied by a
-        kernel with fused dequantization; for more rows the weights are dequantized to a workspace first.
+        float32, the rest is as in `grouped_gemm`. A kernel with fused dequantization serves up to 64 rows per expert, or up
+        to 512 with 4 bits on Hopper; for more rows the weights are dequantized to a workspace first.
 
         Args:
-            a: [num_rows / top_k, K] float16 or bfloat16; rows of one stride.
+            a: [num_rows / top_k, K] float16 or bfloat16; constant row stride.
             b: [num_experts, rows, K * bits / 8], contiguous: int8, or uint8; rows are N, or 2 N for an activation with
                 gates and ups. With 4 bits the first of two quants is in the lower half of a byte.
             b_scales: contiguous; for "uint4" and "uint8" [num_experts, rows, K / group size] of the dtype of a; for "int8"
@@ -4772,14 +4785,14 @@ class _cutlass_moe_mm(_Attributes, Protocol):
     ) -> None:
         """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
-        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-        experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). After vLLM's op of
-        this name.
+        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
+        not share rows. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
+        op of this name.
 
         Args:
-            out_tensors: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-            a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
-            b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
+            out_tensors: [num_rows, N] float16 or bfloat16, written; constant row stride.
+            a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
+            b_tensors: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
             a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
             b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
             expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
@@ -4811,13 +4824,13 @@ class _cutlass_moe_mm(_Attributes, Protocol):
     ) -> Tensor:
         """Grouped GEMM of fp8 rows and weights: ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ b[e].T))``.
 
-        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left as they are; rows of two
-        experts must not be the same. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). After vLLM's op of
-        this name.
+        Expert e has the rows ``expert_offsets[e] + i`` for i below its size. Other rows are left unchanged; experts must
+        not share rows. Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`). Modelled on vLLM's
+        op of this name.
 
         Args:
-            a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
-            b_tensors: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
+            a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
+            b_tensors: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
             a_scales: float32, contiguous, one for each row if `per_act_token`; else the first of any number of elements.
             b_scales: float32, contiguous, [num_experts, 1], or [num_experts, N] if `per_out_ch`, or with a last size of 1.
             expert_offsets: [num_experts] int64 or int32, contiguous: the first row of each expert.
@@ -4851,14 +4864,14 @@ class _cutlass_blockwise_scaled_grouped_mm(_Attributes, Protocol):
     ) -> None:
         """`cutlass_moe_mm` with block scales: 128 elements of a row of a, and blocks of 128 x 128 of a weight.
 
-        Rows of two experts must not be the same.
+        Experts must not share rows.
 
         Args:
-            output: [num_rows, N] float16 or bfloat16, written; rows of one stride.
-            a: [num_rows, K] float8_e4m3fn; rows of one stride.
-            b: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-            scales_a: [num_rows, ceil(K / 128)] float32, of any strides.
-            scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, of any strides.
+            output: [num_rows, N] float16 or bfloat16, written; constant row stride.
+            a: [num_rows, K] float8_e4m3fn; constant row stride.
+            b: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
+            scales_a: [num_rows, ceil(K / 128)] float32, any strides.
+            scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, any strides.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
         """
@@ -4875,13 +4888,13 @@ class _cutlass_blockwise_scaled_grouped_mm(_Attributes, Protocol):
     ) -> Tensor:
         """`cutlass_moe_mm` with block scales: 128 elements of a row of a, and blocks of 128 x 128 of a weight.
 
-        Rows of two experts must not be the same.
+        Experts must not share rows.
 
         Args:
-            a: [num_rows, K] float8_e4m3fn; rows of one stride.
-            b: [num_experts, N, K] of the same dtype, rows of one stride; or a view of it, [num_experts, K, N].
-            scales_a: [num_rows, ceil(K / 128)] float32, of any strides.
-            scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, of any strides.
+            a: [num_rows, K] float8_e4m3fn; constant row stride.
+            b: [num_experts, N, K] of the same dtype, constant row stride; or a view of it, [num_experts, K, N].
+            scales_a: [num_rows, ceil(K / 128)] float32, any strides.
+            scales_b: [num_experts, ceil(N / 128), ceil(K / 128)] float32, any strides.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K), or (N, rows, K).
             expert_offsets: [num_experts] int32 or int64, contiguous: the first row of each expert.
             out_dtype: of the output; None for bfloat16.
@@ -4897,7 +4910,7 @@ class _cutlass_encode_and_reorder_int4b(_Attributes, Protocol):
         """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
         Args:
-            B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+            B: [K / 8, N] int32, any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
                 at the lowest bits of its first word.
             out: of the shape of B, int32, contiguous, returned; new unless given.
 
@@ -4909,7 +4922,7 @@ class _cutlass_encode_and_reorder_int4b(_Attributes, Protocol):
         """A signed 4-bit weight as `cutlass_w4a8_mm` takes it.
 
         Args:
-            B: [K / 8, N] int32, of any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
+            B: [K / 8, N] int32, any strides; K a multiple of 32, N of 16. Each column has consecutive quants, starting
                 at the lowest bits of its first word.
             out: of the shape of B, int32, contiguous, returned; new unless given.
 
@@ -4990,7 +5003,7 @@ class _cutlass_w4a8_mm(_Attributes, Protocol):
         Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`); the result is rounded once.
 
         Args:
-            A: [M, K] float8_e4m3fn; rows of one stride.
+            A: [M, K] float8_e4m3fn; constant row stride.
             B: [K / 8, N] int32, contiguous, as `cutlass_encode_and_reorder_int4b` returns it.
             group_scales: [K / group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as `cutlass_pack_scale_fp8`
                 returns them.
@@ -4999,7 +5012,7 @@ class _cutlass_w4a8_mm(_Attributes, Protocol):
             token_scales: likewise, M or 1.
             out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
                 bfloat16.
-            maybe_schedule: None, or a name of vLLM's; it has no effect.
+            maybe_schedule: None, or a name of for compatibility with vLLM; no effect.
             out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
 
         Returns:
@@ -5025,7 +5038,7 @@ class _cutlass_w4a8_mm(_Attributes, Protocol):
         Accumulation is that of fp8 tensor cores (`fp8_accumulation.py`); the result is rounded once.
 
         Args:
-            A: [M, K] float8_e4m3fn; rows of one stride.
+            A: [M, K] float8_e4m3fn; constant row stride.
             B: [K / 8, N] int32, contiguous, as `cutlass_encode_and_reorder_int4b` returns it.
             group_scales: [K / group_size, N, 8] float8_e4m3fn, in any shape, contiguous, as `cutlass_pack_scale_fp8`
                 returns them.
@@ -5034,7 +5047,7 @@ class _cutlass_w4a8_mm(_Attributes, Protocol):
             token_scales: likewise, M or 1.
             out_type: dtype of a new out: bfloat16 or float16, with a slower accumulation (`fp8_accumulation.py`); None for
                 bfloat16.
-            maybe_schedule: None, or a name of vLLM's; it has no effect.
+            maybe_schedule: None, or a name of for compatibility with vLLM; no effect.
             out: [M, N] bfloat16 or float16, returned; elements of a row are contiguous; new unless given.
 
         Returns:
@@ -5064,12 +5077,12 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
         ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. After
-        vLLM's op of this name.
+        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+        on vLLM's op of this name.
 
         Args:
-            out_tensors: [num_rows, N] bfloat16 or float16, written; rows of one stride.
-            a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
+            out_tensors: [num_rows, N] bfloat16 or float16, written; constant row stride.
+            a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
             b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
             a_scales: [num_rows, 1] float32, contiguous
             b_scales: [num_experts, N, 1], likewise.
@@ -5084,7 +5097,7 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
             c_strides: [num_experts] int64
             group_scale_strides: [num_experts, ...]; or None. They are
                 not read: the tensors have their own strides.
-            maybe_schedule: vLLM's; it has no effect.
+            maybe_schedule: for compatibility with vLLM; no effect.
         """
     @staticmethod
     def new(
@@ -5107,11 +5120,11 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
         """`cutlass_w4a8_mm` of rows and the weights of their experts: a grouped GEMM.
 
         ``out[t] = a_scales[t] * (b_scales[e] * (a[t] @ e4m3(quant * scale)))``, e the expert of row t. The weights are
-        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; rows of two experts must not be the same. After
-        vLLM's op of this name.
+        dequantized to a workspace. Rows are those of `cutlass_moe_mm`; experts must not share rows. Modelled
+        on vLLM's op of this name.
 
         Args:
-            a_tensors: [num_rows, K] float8_e4m3fn; rows of one stride.
+            a_tensors: [num_rows, K] float8_e4m3fn; constant row stride.
             b_tensors: [num_experts, N, K / 8] int32, contiguous, as `cutlass_encode_and_reorder_int4b_experts` returns it.
             a_scales: [num_rows, 1] float32, contiguous
             b_scales: [num_experts, N, 1], likewise.
@@ -5126,7 +5139,7 @@ class _cutlass_w4a8_moe_mm(_Attributes, Protocol):
             c_strides: [num_experts] int64
             group_scale_strides: [num_experts, ...]; or None. They are
                 not read: the tensors have their own strides.
-            maybe_schedule: vLLM's; it has no effect.
+            maybe_schedule: for compatibility with vLLM; no effect.
             out_dtype: of the output; None for bfloat16.
 
         Returns:
@@ -5156,12 +5169,12 @@ class _moe_wna16_gemm(_Attributes, Protocol):
         """Grouped GEMM with 4- or 8-bit weights: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``.
 
         e is the expert of row t. ``W = (quant - zero) * scale``, rounded to the dtype of input; as in
-        `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. After
+        `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. Modelled on
         vLLM's op of this name.
 
         Args:
-            input: [num_tokens, K] float16 or bfloat16; rows of one stride.
-            output: [..., N] of the same dtype, num_tokens * top_k rows of one stride, written.
+            input: [num_tokens, K] float16 or bfloat16; constant row stride.
+            output: [..., N] of the same dtype, num_tokens * top_k constant row stride, written.
             b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the lower
                 half of a byte.
             b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.
@@ -5176,7 +5189,7 @@ class _moe_wna16_gemm(_Attributes, Protocol):
             experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block. writes them for blocks of
                 BLOCK_SIZE_M.
-            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size. writes them for blocks of
+            num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size. writes them for blocks of
                 BLOCK_SIZE_M.
             top_k: rows of output that share a row of input.
             BLOCK_SIZE_M: slots of a block, any number; multiples of 16 need no second lists.
@@ -5203,11 +5216,11 @@ class _moe_wna16_gemm(_Attributes, Protocol):
         """Grouped GEMM with 4- or 8-bit weights: ``output[t] = weight[t] * (input[t // top_k] @ W[e].T)``.
 
         e is the expert of row t. ``W = (quant - zero) * scale``, rounded to the dtype of input; as in
-        `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. After
+        `grouped_gemm_packed`. Rows that the lists do not name, and rows of experts that do not exist, become 0. Modelled on
         vLLM's op of this name.
 
         Args:
-            input: [num_tokens, K] float16 or bfloat16; rows of one stride.
+            input: [num_tokens, K] float16 or bfloat16; constant row stride.
             b_qweight: [num_experts, N, K * bit / 8] uint8, contiguous; with 4 bits the first of two quants is in the lower
                 half of a byte.
             b_scales: [num_experts, N, K / group size] of the dtype of input, contiguous.
@@ -5222,7 +5235,7 @@ class _moe_wna16_gemm(_Attributes, Protocol):
             experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block. writes them for blocks of
                 BLOCK_SIZE_M.
-            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size. writes them for blocks of
+            num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size. writes them for blocks of
                 BLOCK_SIZE_M.
             top_k: rows of output that share a row of input.
             BLOCK_SIZE_M: slots of a block, any number; multiples of 16 need no second lists.
@@ -5249,7 +5262,7 @@ class _machete_prepack_B(_Attributes, Protocol):
         """A GPTQ weight in Marlin's tiles and in its own shape, as `machete_mm` takes it.
 
         Args:
-            B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
+            B: [K * bits / 32, N] int32, any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
                 starting at the lowest bit of its first word.
             a_type: dtype of the activations, float16 or bfloat16; None for either.
             b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
@@ -5272,7 +5285,7 @@ class _machete_prepack_B(_Attributes, Protocol):
         """A GPTQ weight in Marlin's tiles and in its own shape, as `machete_mm` takes it.
 
         Args:
-            B: [K * bits / 32, N] int32, of any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
+            B: [K * bits / 32, N] int32, any strides; K a multiple of 16, N of 64. Each column has consecutive quants,
                 starting at the lowest bit of its first word.
             a_type: dtype of the activations, float16 or bfloat16; None for either.
             b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8, uint8b128, uint4 or
@@ -5308,7 +5321,7 @@ class _machete_mm(_Attributes, Protocol):
         scale. Accumulation is in float32; the result is rounded once.
 
         Args:
-            A: [M, K] float16 or bfloat16; rows of one stride.
+            A: [M, K] float16 or bfloat16; constant row stride.
             B: [K * bits / 32, N] int32, contiguous, as `machete_prepack_B` returns it.
             b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
                 group_zeros, uint4 or uint8 with them.
@@ -5345,7 +5358,7 @@ class _machete_mm(_Attributes, Protocol):
         scale. Accumulation is in float32; the result is rounded once.
 
         Args:
-            A: [M, K] float16 or bfloat16; rows of one stride.
+            A: [M, K] float16 or bfloat16; constant row stride.
             B: [K * bits / 32, N] int32, contiguous, as `machete_prepack_B` returns it.
             b_type: type of the quants, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`): uint4b8 or uint8b128 without
                 group_zeros, uint4 or uint8 with them.
@@ -5386,13 +5399,13 @@ class _gptq_marlin_24_gemm(_Attributes, Protocol):
         (marlin_24). If b_meta has the same position for both rows of a group of four, the second row counts.
 
         Args:
-            a: [M, K] float16 or bfloat16; rows of one stride.
+            a: [M, K] float16 or bfloat16; constant row stride.
             b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
             b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
                 rows.
             b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
                 permuted.
-            workspace: vLLM's; it has no effect.
+            workspace: for compatibility with vLLM; no effect.
             b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
             size_m: M, N, K.
             size_n: M, N, K.
@@ -5423,13 +5436,13 @@ class _gptq_marlin_24_gemm(_Attributes, Protocol):
         (marlin_24). If b_meta has the same position for both rows of a group of four, the second row counts.
 
         Args:
-            a: [M, K] float16 or bfloat16; rows of one stride.
+            a: [M, K] float16 or bfloat16; constant row stride.
             b_q_weight: [K / 32, N * bits / 2] int32, contiguous; K a multiple of 32, N of 64.
             b_meta: [K / 32, 2 N] int16, contiguous: four bits for a group of four rows, the positions of its two stored
                 rows.
             b_scales: [num_groups, N] of the dtype of a, contiguous; num_groups divides K. With several groups, columns are
                 permuted.
-            workspace: vLLM's; it has no effect.
+            workspace: for compatibility with vLLM; no effect.
             b_q_type: uint4b8 or uint8b128, a number of vLLM's scalar types (`pyops.SCALAR_TYPES`).
             size_m: M, N, K.
             size_n: M, N, K.
@@ -5497,7 +5510,7 @@ class _marlin_gemm(_Attributes, Protocol):
         An e4m3 weight that is NaN, which no checkpoint has, counts as 480 with its sign.
 
         Args:
-            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
+            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
             b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
                 multiple of 64.
             b_bias: of the dtype of c, contiguous, N elements, permuted; or None.
@@ -5509,14 +5522,14 @@ class _marlin_gemm(_Attributes, Protocol):
                 ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
             perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
                 ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
-            workspace: vLLM's; they have no effect.
+            workspace: for compatibility with vLLM; no effect.
             b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.
             size_m: M, N, K.
             size_n: M, N, K.
             size_k: M, N, K.
             is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.
-            use_atomic_add: vLLM's; they have no effect.
-            use_fp32_reduce: vLLM's; they have no effect.
+            use_atomic_add: for compatibility with vLLM; no effect.
+            use_fp32_reduce: for compatibility with vLLM; no effect.
             is_zp_float: zero points are floats.
             c: [M, N], returned; elements of a row are contiguous; new unless given. Its dtype is that of a; with 8-bit
                 activations that of b_scales; with e8m0 scales either 16-bit float, by default bfloat16.
@@ -5579,7 +5592,7 @@ class _marlin_gemm(_Attributes, Protocol):
         An e4m3 weight that is NaN, which no checkpoint has, counts as 480 with its sign.
 
         Args:
-            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
+            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
             b_q_weight: [K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit activations; N a
                 multiple of 64.
             b_bias: of the dtype of c, contiguous, N elements, permuted; or None.
@@ -5591,14 +5604,14 @@ class _marlin_gemm(_Attributes, Protocol):
                 ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
             perm: [K] int32, contiguous; both empty or None, or both given: row k of the weight multiplies column
                 ``perm[k]`` of a, and its group is ``g_idx[k]`` unless is_k_full. An index out of range counts as zeros.
-            workspace: vLLM's; they have no effect.
+            workspace: for compatibility with vLLM; no effect.
             b_type_id: the type of the quants, a number of vLLM's scalar types: `pyops.SCALAR_TYPES` has them by name.
             size_m: M, N, K.
             size_n: M, N, K.
             size_k: M, N, K.
             is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.
-            use_atomic_add: vLLM's; they have no effect.
-            use_fp32_reduce: vLLM's; they have no effect.
+            use_atomic_add: for compatibility with vLLM; no effect.
+            use_fp32_reduce: for compatibility with vLLM; no effect.
             is_zp_float: zero points are floats.
             c: [M, N], returned; elements of a row are contiguous; new unless given. Its dtype is that of a; with 8-bit
                 activations that of b_scales; with e8m0 scales either 16-bit float, by default bfloat16.
@@ -5646,12 +5659,13 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
         """Grouped GEMM with weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
         e is the expert of row t. The rules of `marlin_gemm` for weights, scales and zero points hold for every expert. Rows
-        that the lists do not name, and rows of experts that do not exist, are left as they are. With 8-bit activations the
-        weights are dequantized to a workspace, with all of their scales, in the dtype of c. After vLLM's op of this name.
+        that the lists do not name, and rows of experts that do not exist, are left unchanged. With 8-bit activations the
+        weights are dequantized to a workspace, with all of their scales, in the dtype of c. Modelled on vLLM's op of this
+        name.
 
         Args:
-            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
-            c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; rows of one stride.
+            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
+            c: [M * top_k, N] of the dtype that `marlin_gemm` gives, written; constant row stride.
             b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit
                 activations, N of 64.
             b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.
@@ -5661,7 +5675,8 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             b_zeros: [num_experts, num_groups, ...], contiguous; or None.
             g_idx: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
             perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
-            workspace: vLLM's; they have no effect.
+            workspace: for compatibility with vLLM; no
+                effect.
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
                 ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
                 multiple of block_size, are enough. writes them for blocks of
@@ -5679,12 +5694,17 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             size_n: M, N, K.
             size_k: M, N, K.
             is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.; no uint8b128 with int8.
-            use_atomic_add: vLLM's; they have no effect.
-            use_fp32_reduce: vLLM's; they have no effect.
+            use_atomic_add: for compatibility with vLLM; no
+                effect.
+            use_fp32_reduce: for compatibility with vLLM; no
+                effect.
             is_zp_float: zero points are floats.; no uint8b128 with int8.
-            thread_k: vLLM's; they have no effect.
-            thread_n: vLLM's; they have no effect.
-            blocks_per_sm: vLLM's; they have no effect.
+            thread_k: for compatibility with vLLM; no
+                effect.
+            thread_n: for compatibility with vLLM; no
+                effect.
+            blocks_per_sm: for compatibility with vLLM; no
+                effect.
         """
     @staticmethod
     def new(
@@ -5720,11 +5740,12 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
         """Grouped GEMM with weights in Marlin's layout: ``c[t] = weight[t] * (a[t // top_k] @ w[e] + b_bias[e])``.
 
         e is the expert of row t. The rules of `marlin_gemm` for weights, scales and zero points hold for every expert. Rows
-        that the lists do not name, and rows of experts that do not exist, are left as they are. With 8-bit activations the
-        weights are dequantized to a workspace, with all of their scales, in the dtype of c. After vLLM's op of this name.
+        that the lists do not name, and rows of experts that do not exist, are left unchanged. With 8-bit activations the
+        weights are dequantized to a workspace, with all of their scales, in the dtype of c. Modelled on vLLM's op of this
+        name.
 
         Args:
-            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; rows of one stride.
+            a: [M, K] float16, bfloat16, int8 or float8_e4m3fn; constant row stride.
             b_q_weight: [num_experts, K / 16, N * bits / 2] int32, contiguous; K a multiple of 16, or of 32 with 8-bit
                 activations, N of 64.
             b_bias: [num_experts, N] of the dtype of c, contiguous, permuted; or None.
@@ -5734,7 +5755,8 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             b_zeros: [num_experts, num_groups, ...], contiguous; or None.
             g_idx: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
             perm: [num_experts, K] int32, contiguous; both empty or None, as with 8-bit activations, or both given.
-            workspace: vLLM's; they have no effect.
+            workspace: for compatibility with vLLM; no
+                effect.
             sorted_token_ids: one dimension, int32, contiguous, written; capacity for the rows of any distribution:
                 ``num_tokens * topk + min(num_experts, num_tokens * topk) * (block_size - 1)`` elements, rounded down to a
                 multiple of block_size, are enough. writes them for blocks of
@@ -5752,12 +5774,17 @@ class _moe_wna16_marlin_gemm(_Attributes, Protocol):
             size_n: M, N, K.
             size_k: M, N, K.
             is_k_full: groups are consecutive; otherwise the weight is a shard, and g_idx has the groups of its rows.; no uint8b128 with int8.
-            use_atomic_add: vLLM's; they have no effect.
-            use_fp32_reduce: vLLM's; they have no effect.
+            use_atomic_add: for compatibility with vLLM; no
+                effect.
+            use_fp32_reduce: for compatibility with vLLM; no
+                effect.
             is_zp_float: zero points are floats.; no uint8b128 with int8.
-            thread_k: vLLM's; they have no effect.
-            thread_n: vLLM's; they have no effect.
-            blocks_per_sm: vLLM's; they have no effect.
+            thread_k: for compatibility with vLLM; no
+                effect.
+            thread_n: for compatibility with vLLM; no
+                effect.
+            blocks_per_sm: for compatibility with vLLM; no
+                effect.
 
         Returns:
             c: [M * top_k, N] of the dtype that `marlin_gemm` gives. Zeros where the op leaves it as it
@@ -5977,7 +6004,7 @@ class _awq_marlin_moe_repack(_Attributes, Protocol):
 
         Args:
             b_q_weight: [num_experts, K, N * num_bits / 32] int32, contiguous.
-            perm: vLLM's; it has no effect.
+            perm: for compatibility with vLLM; no effect.
             size_k: K, N.
             size_n: K, N.
             num_bits: bits of a quant: 4 or 8.
@@ -6002,7 +6029,7 @@ class _awq_marlin_moe_repack(_Attributes, Protocol):
 
         Args:
             b_q_weight: [num_experts, K, N * num_bits / 32] int32, contiguous.
-            perm: vLLM's; it has no effect.
+            perm: for compatibility with vLLM; no effect.
             size_k: K, N.
             size_n: K, N.
             num_bits: bits of a quant: 4 or 8.
@@ -6029,9 +6056,9 @@ class _cutlass_sparse_compress(_Attributes, Protocol):
         fewer. A byte of a_meta has the positions of four kept elements, two bits each, the first in the lowest bits.
 
         Args:
-            a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; rows of one stride.
-            a_nzs: [R, K / 2] of the same dtype, returned; rows of one stride.
-            a_meta: [R, K / 8] uint8, returned; rows of one stride.
+            a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; constant row stride.
+            a_nzs: [R, K / 2] of the same dtype, returned; constant row stride.
+            a_meta: [R, K / 8] uint8, returned; constant row stride.
 
         Returns:
             a_nzs: [R, K / 2] of the same dtype.
@@ -6045,9 +6072,9 @@ class _cutlass_sparse_compress(_Attributes, Protocol):
         fewer. A byte of a_meta has the positions of four kept elements, two bits each, the first in the lowest bits.
 
         Args:
-            a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; rows of one stride.
-            a_nzs: [R, K / 2] of the same dtype, returned; rows of one stride.
-            a_meta: [R, K / 8] uint8, returned; rows of one stride.
+            a: [R, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8; constant row stride.
+            a_nzs: [R, K / 2] of the same dtype, returned; constant row stride.
+            a_meta: [R, K / 8] uint8, returned; constant row stride.
 
         Returns:
             a_nzs: [R, K / 2] of the same dtype.
@@ -6076,8 +6103,8 @@ class _cutlass_scaled_sparse_mm(_Attributes, Protocol):
         Args:
             out: [M, N] written, of the dtype of a if that has 16 bits, else float16 or bfloat16; elements of a row are
                 contiguous.
-            a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, of any strides; row-major is fast.
-            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; rows of one stride.
+            a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, any strides; row-major is fast.
+            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; constant row stride.
             bt_meta: [N, K / 8] uint8, likewise.
             a_scales: float32, contiguous, M or 1 elements
             b_scales: likewise, N or 1.
@@ -6101,8 +6128,8 @@ class _cutlass_scaled_sparse_mm(_Attributes, Protocol):
         elements of a group, which compression never writes, the second element counts.
 
         Args:
-            a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, of any strides; row-major is fast.
-            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; rows of one stride.
+            a: [M, K] bfloat16, float16, float8_e4m3fn or int8, K a multiple of 8, any strides; row-major is fast.
+            bt_nzs: [N, K / 2] of the same dtype, as `cutlass_sparse_compress` writes it for B [N, K]; constant row stride.
             bt_meta: [N, K / 8] uint8, likewise.
             a_scales: float32, contiguous, M or 1 elements
             b_scales: likewise, N or 1.
@@ -6131,15 +6158,15 @@ class _causal_conv1d_decode(_Attributes, Protocol):
         block_idx_last_scheduled_token: Tensor | None = None,
         initial_state_idx: Tensor | None = None,
     ) -> None:
-        """Convolve the new tokens of each sequence in place, going on from the state of the sequence.
+        """Convolve the new tokens of each sequence in place, continuing from the sequence's state.
 
         ``x[t, d] = T(act(bias[d] + sum_k weight[d, k] * (history, x)[t + k, d]))`` in float32, rounded once. The history is
         the first ``width - 1`` inputs of the state, the newest last. The state becomes the last ``width - 1`` of history
         and new inputs.
 
-        With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later, or at
-        the nearest that exists, and the state becomes the last ``width - 2`` of the history and then all new inputs, as far
-        as state_len goes. So the next call can begin after any of these tokens.
+        With num_accepted_tokens (speculative decoding) the history begins ``num_accepted_tokens - 1`` inputs later (clamped
+        to the state), and the state becomes the last ``width - 2`` inputs of the history and all new inputs, up to
+        state_len. The next call can then continue after any of these tokens.
 
         A sequence without tokens, or with a slot that is pad_slot_id or does not exist, is skipped: neither its tokens nor
         a state is written. Slots of different sequences must differ.
@@ -6151,7 +6178,7 @@ class _causal_conv1d_decode(_Attributes, Protocol):
                 width - 1, and with num_accepted_tokens at least width - 2 and the tokens of a sequence.
             weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
             bias: [dim] of the dtype of `weight`, or None for 0.
-            activation: act of the formula: "silu", which is also called "swish", or None.
+            activation: act of the formula: "silu" or its other name "swish", or None.
             conv_state_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; without prefix caching, only
                 column 0 counts; None for slots 0, 1, 2, ... This and all other indices are int32, or all are int64.
             num_accepted_tokens: [num_seqs], at least 1: how many tokens of the last call are kept; None without
@@ -6160,11 +6187,11 @@ class _causal_conv1d_decode(_Attributes, Protocol):
                 below 0 is taken for 0, one after the tokens for their end. Where starts do not ascend, sequences share
                 tokens: these tokens, and the states of these sequences, are undefined.
             max_query_len: at least the tokens of each sequence, with query_start_loc; -1 if not known.
-            pad_slot_id: the slot that stands for none.
+            pad_slot_id: the slot that means no slot (a padding sequence).
             block_idx_last_scheduled_token: [num_seqs] columns of conv_state_indices for prefix caching:
-                where the state is written, and whence it is read.
+                where the state is written, and where it is read.
             initial_state_idx: [num_seqs] columns of conv_state_indices for prefix caching:
-                where the state is written, and whence it is read.
+                where the state is written, and where it is read.
         """
 
 causal_conv1d_decode: _causal_conv1d_decode
@@ -6191,25 +6218,25 @@ class _causal_conv1d_prefill(_Attributes, Protocol):
     ) -> None:
         """Convolve each channel over the last tokens of its sequence; keep the last inputs of sequences in a cache.
 
-        ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. What lies
-        before the first token of a sequence is its state if has_initial_state, else 0. The state becomes the last
-        ``width - 1`` inputs of the sequence, the newest last, with those of the former state where the sequence is shorter.
+        ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. The
+        inputs before the first token of a sequence are its state if has_initial_state, else 0. The state becomes the last
+        ``width - 1`` inputs of the sequence, the newest last; a shorter sequence keeps inputs of the former state.
         (The convolution of Mamba: Gu and Dao 2023, arXiv:2312.00752.)
 
         A sequence without tokens changes nothing. A sequence with a slot that is pad_slot_id or does not exist has no
         state: it begins with 0, and none is written. A token of no sequence gets 0. Slots of sequences must differ.
 
         Prefix caching is on where the three block indices are given. A sequence then has a row of slots. Its state comes
-        from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. Columns from
-        block_idx_first_scheduled_token up to the one before the last get the inputs before block boundaries: the column
-        before the last those before the last boundary that lies before the end of the sequence, the column before it those
-        one block earlier, and so on. A boundary that does not come after a token of this call is left out.
+        from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. The columns from
+        block_idx_first_scheduled_token up to block_idx_last_scheduled_token - 1 get the inputs before block boundaries: the
+        last of them those before the last boundary inside the sequence, each earlier column those before the boundary one
+        block earlier. A boundary that is not after a token of this call is skipped.
 
         Args:
-            out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Rows of one stride.
+            out: [num_tokens, dim], written; or [dim, num_tokens] without channel_last. Constant row stride.
             conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
                 written. None if no state is kept.
-            x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
+            x: shape and dtype of `out`, float32, float16 or bfloat16; constant row stride.
             weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
             bias: [dim] of the dtype of `weight`, or None for 0.
             query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
@@ -6218,13 +6245,13 @@ class _causal_conv1d_prefill(_Attributes, Protocol):
                 of these sequences, are undefined.
             cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
             has_initial_state: [num_seqs] bool; None if no sequence has one.
-            activation: act of the formula: "silu", which is also called "swish", or None.
-            pad_slot_id: the slot that stands for none.
+            activation: act of the formula: "silu" or its other name "swish", or None.
+            pad_slot_id: the slot that means no slot (a padding sequence).
             block_idx_first_scheduled_token: [num_seqs] columns.
             block_idx_last_scheduled_token: [num_seqs] columns.
             initial_state_idx: [num_seqs] columns.
             num_computed_tokens: [num_seqs] tokens of each sequence before this call; None for 0.
-            block_size_to_align: tokens of a block; with prefix caching alone.
+            block_size_to_align: tokens of a block; only with prefix caching.
             channel_last: whether the channels of a token are contiguous in memory.
         """
     @staticmethod
@@ -6247,24 +6274,24 @@ class _causal_conv1d_prefill(_Attributes, Protocol):
     ) -> Tensor:
         """Convolve each channel over the last tokens of its sequence; keep the last inputs of sequences in a cache.
 
-        ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. What lies
-        before the first token of a sequence is its state if has_initial_state, else 0. The state becomes the last
-        ``width - 1`` inputs of the sequence, the newest last, with those of the former state where the sequence is shorter.
+        ``out[t, d] = T(act(bias[d] + sum_k weight[d, k] * x[t - (width - 1) + k, d]))`` in float32, rounded once. The
+        inputs before the first token of a sequence are its state if has_initial_state, else 0. The state becomes the last
+        ``width - 1`` inputs of the sequence, the newest last; a shorter sequence keeps inputs of the former state.
         (The convolution of Mamba: Gu and Dao 2023, arXiv:2312.00752.)
 
         A sequence without tokens changes nothing. A sequence with a slot that is pad_slot_id or does not exist has no
         state: it begins with 0, and none is written. A token of no sequence gets 0. Slots of sequences must differ.
 
         Prefix caching is on where the three block indices are given. A sequence then has a row of slots. Its state comes
-        from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. Columns from
-        block_idx_first_scheduled_token up to the one before the last get the inputs before block boundaries: the column
-        before the last those before the last boundary that lies before the end of the sequence, the column before it those
-        one block earlier, and so on. A boundary that does not come after a token of this call is left out.
+        from column initial_state_idx, and its last inputs go to column block_idx_last_scheduled_token. The columns from
+        block_idx_first_scheduled_token up to block_idx_last_scheduled_token - 1 get the inputs before block boundaries: the
+        last of them those before the last boundary inside the sequence, each earlier column those before the boundary one
+        block earlier. A boundary that is not after a token of this call is skipped.
 
         Args:
             conv_states: [num_slots, state_len, dim] of the dtype of x, state_len at least width - 1, any strides; read and
                 written. None if no state is kept.
-            x: shape and dtype of `out`, float32, float16 or bfloat16; rows of one stride.
+            x: shape and dtype of `out`, float32, float16 or bfloat16; constant row stride.
             weight: [dim, width], contiguous, float32, float16 or bfloat16, width 2 to 8.
             bias: [dim] of the dtype of `weight`, or None for 0.
             query_start_loc: [num_seqs + 1], ascending: the first token of each sequence, and the end of the last. This and
@@ -6273,13 +6300,13 @@ class _causal_conv1d_prefill(_Attributes, Protocol):
                 of these sequences, are undefined.
             cache_indices: [num_seqs] slots of sequences, or [num_seqs, max_blocks]; None for slots 0, 1, 2, ...
             has_initial_state: [num_seqs] bool; None if no sequence has one.
-            activation: act of the formula: "silu", which is also called "swish", or None.
-            pad_slot_id: the slot that stands for none.
+            activation: act of the formula: "silu" or its other name "swish", or None.
+            pad_slot_id: the slot that means no slot (a padding sequence).
             block_idx_first_scheduled_token: [num_seqs] columns.
             block_idx_last_scheduled_token: [num_seqs] columns.
             initial_state_idx: [num_seqs] columns.
             num_computed_tokens: [num_seqs] tokens of each sequence before this call; None for 0.
-            block_size_to_align: tokens of a block; with prefix caching alone.
+            block_size_to_align: tokens of a block; only with prefix caching.
             channel_last: whether the channels of a token are contiguous in memory.
 
         Returns:
@@ -6317,27 +6344,26 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
         """The prefill scan of Mamba-2: ``h = exp(A dt) h + dt x B^T``, ``out = h C + D x``, token by token.
 
         `dt` is first ``clamp(softplus(dt + dt_bias), dt_min, dt_max)``, softplus only with `dt_softplus`; `out` is
-        multiplied by ``silu(z)`` at last. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
+        multiplied by ``silu(z)`` at the end. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
         possible, with operands that are rounded to the element type: the state that is multiplied by C, x weighted by its
         decay, and the decayed ``C . B``. In float16 the three must stay below 65520. (Dao and Gu 2024,
         arXiv:2405.21060)
 
         Chunk c holds the tokens ``cu_chunk_seqlens[c]`` up to ``cu_chunk_seqlens[c + 1]`` of sequence ``seq_idx[c]``, and
         begins where the chunk before it ended if that is of the same sequence, else with the initial state. A chunk without
-        tokens leaves the state as it is; so does one whose numbers are out of range: that is longer than `chunk_size`, or
-        does not lie within the tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. A sequence whose last
-        chunk is none of its own returns its initial state. How a sequence is cut into chunks and calls affects only
-        rounding.
+        tokens leaves the state unchanged. So does an invalid chunk: one longer than `chunk_size`, or not within the tokens
+        ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. If the last chunk of a sequence belongs to another
+        sequence, the result is the initial state. The division of a sequence into chunks and calls affects only rounding.
 
         Args:
-            x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; this and other tensors of tokens have
-                contiguous heads and tokens of any stride.
+            x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16. In x, B, C, z and out, heads are
+                contiguous, and tokens have any stride.
             dt: [num_tokens, num_heads], float32, float16 or bfloat16, any strides.
             A: [num_heads] float32, negative.
             B: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-                num_heads, and heads of a group are neighbours.
+                num_heads, and heads of a group are adjacent.
             C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-                num_heads, and heads of a group are neighbours.
+                num_heads, and heads of a group are adjacent.
             chunk_size: tokens of a chunk, at most.
             cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
             cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
@@ -6387,27 +6413,26 @@ class _mamba_chunk_scan_varlen(_Attributes, Protocol):
         """The prefill scan of Mamba-2: ``h = exp(A dt) h + dt x B^T``, ``out = h C + D x``, token by token.
 
         `dt` is first ``clamp(softplus(dt + dt_bias), dt_min, dt_max)``, softplus only with `dt_softplus`; `out` is
-        multiplied by ``silu(z)`` at last. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
+        multiplied by ``silu(z)`` at the end. Accumulators and the state h are float32. float16 and bfloat16 use MMAs where
         possible, with operands that are rounded to the element type: the state that is multiplied by C, x weighted by its
         decay, and the decayed ``C . B``. In float16 the three must stay below 65520. (Dao and Gu 2024,
         arXiv:2405.21060)
 
         Chunk c holds the tokens ``cu_chunk_seqlens[c]`` up to ``cu_chunk_seqlens[c + 1]`` of sequence ``seq_idx[c]``, and
         begins where the chunk before it ended if that is of the same sequence, else with the initial state. A chunk without
-        tokens leaves the state as it is; so does one whose numbers are out of range: that is longer than `chunk_size`, or
-        does not lie within the tokens ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. A sequence whose last
-        chunk is none of its own returns its initial state. How a sequence is cut into chunks and calls affects only
-        rounding.
+        tokens leaves the state unchanged. So does an invalid chunk: one longer than `chunk_size`, or not within the tokens
+        ``cu_seqlens[s]`` to ``cu_seqlens[s + 1]`` of its sequence s. If the last chunk of a sequence belongs to another
+        sequence, the result is the initial state. The division of a sequence into chunks and calls affects only rounding.
 
         Args:
-            x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16; this and other tensors of tokens have
-                contiguous heads and tokens of any stride.
+            x: [num_tokens, num_heads, head_size], float32, float16 or bfloat16. In x, B, C, z and out, heads are
+                contiguous, and tokens have any stride.
             dt: [num_tokens, num_heads], float32, float16 or bfloat16, any strides.
             A: [num_heads] float32, negative.
             B: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-                num_heads, and heads of a group are neighbours.
+                num_heads, and heads of a group are adjacent.
             C: [num_tokens, num_groups, state_size] of the dtype of `x`, state_size up to 256; num_groups divides
-                num_heads, and heads of a group are neighbours.
+                num_heads, and heads of a group are adjacent.
             chunk_size: tokens of a chunk, at most.
             cu_seqlens: [num_seqs + 1] int32 or int64, first token of each sequence. The four index tensors have one dtype.
             cu_chunk_seqlens: [num_chunks + 1], first token of each chunk, ascending.
@@ -6454,27 +6479,27 @@ class _gated_delta_rule(_Attributes, Protocol):
         With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of squares plus 1e-6 first. Heads of q
         and k are shared by groups of adjacent heads of v. Accumulators and the state are float32. float16 and bfloat16 use
         MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
-        state, the errors ``v - S^T k``, the changes ``beta (v - S^T k)`` and what relates two tokens. (Yang et al. 2024,
-        arXiv:2412.06464, as flash-linear-attention computes it)
+        state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
+        2024, arXiv:2412.06464, as flash-linear-attention computes it).
 
         Args:
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-            scale: of the outputs.
+            scale: factor of the outputs.
             initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
                 for zeros.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-                range of tokens, the sequence has none. Sequences may not overlap.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-                what float32 cannot hold on the way becomes infinite or NaN.
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
-            final_state: as `initial_state`, written: the states that sequences end with; or None.
+            final_state: as `initial_state`, written: the state of each sequence after its last token; or None.
             o: as `v`, written where sequences have tokens, and returned; new unless given.
 
         Returns:
@@ -6501,27 +6526,27 @@ class _gated_delta_rule(_Attributes, Protocol):
         With `use_qk_l2norm_in_kernel`, q and k are divided by the root of their sum of squares plus 1e-6 first. Heads of q
         and k are shared by groups of adjacent heads of v. Accumulators and the state are float32. float16 and bfloat16 use
         MMAs where possible, 32 tokens at a time, with operands that are rounded to the element type: the
-        state, the errors ``v - S^T k``, the changes ``beta (v - S^T k)`` and what relates two tokens. (Yang et al. 2024,
-        arXiv:2412.06464, as flash-linear-attention computes it)
+        state, the errors ``v - S^T k``, the updates ``beta (v - S^T k)`` and the dot products of token pairs (Yang et al.
+        2024, arXiv:2412.06464, as flash-linear-attention computes it).
 
         Args:
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-            scale: of the outputs.
+            scale: factor of the outputs.
             initial_state: [num_seqs, value_heads, key_size, value_size], float32, float16 or bfloat16, contiguous; or None
                 for zeros.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-                range of tokens, the sequence has none. Sequences may not overlap.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-                what float32 cannot hold on the way becomes infinite or NaN.
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
-            final_state: as `initial_state`, written: the states that sequences end with; or None.
+            final_state: as `initial_state`, written: the state of each sequence after its last token; or None.
             o: as `v`, written where sequences have tokens, and returned; new unless given.
 
         Returns:
@@ -6548,33 +6573,33 @@ class _gated_delta_rule_update(_Attributes, Protocol):
         *,
         o: Tensor | None = None,
     ) -> Tensor:
-        """`gated_delta_rule` for a token or a few of each sequence, with states in slots that are updated in place.
+        """`gated_delta_rule` for a few tokens of each sequence, with states in slots that are updated in place.
 
-        Everything is computed in float32.
-        Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its last state there. With two
-        dimensions (speculative decoding), it begins with slot ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the
-        state after its token t in slot ``[s, t]``. A sequence without tokens, or with its first slot out of range (-1 for a
-        padded one), is skipped: its outputs are left as they are. A state with a slot out of range is not stored. The
-        slots of sequences differ, and a sequence names no slot twice.
+        Everything is computed in float32. Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its
+        last state there. With two dimensions (speculative decoding), it begins with slot
+        ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the state after its token t in slot ``[s, t]``. A sequence
+        without tokens, or with its first slot out of range (-1 for a padded one), is skipped: its outputs are left
+        unchanged. A state with a slot out of range is not stored. The slots of sequences differ, and a sequence names no
+        slot twice.
 
         Args:
             state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
-                of any stride.
+                any slot stride.
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-            scale: of the outputs.
+            scale: factor of the outputs.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-                range of tokens, the sequence has none. Sequences may not overlap.
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
             ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
             num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-                what float32 cannot hold on the way becomes infinite or NaN.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
             o: as `v`, written where sequences are not skipped, and returned; new unless given.
 
@@ -6598,33 +6623,33 @@ class _gated_delta_rule_update(_Attributes, Protocol):
         *,
         o: Tensor | None = None,
     ) -> Tensor:
-        """`gated_delta_rule` for a token or a few of each sequence, with states in slots that are updated in place.
+        """`gated_delta_rule` for a few tokens of each sequence, with states in slots that are updated in place.
 
-        Everything is computed in float32.
-        Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its last state there. With two
-        dimensions (speculative decoding), it begins with slot ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the
-        state after its token t in slot ``[s, t]``. A sequence without tokens, or with its first slot out of range (-1 for a
-        padded one), is skipped: its outputs are left as they are. A state with a slot out of range is not stored. The
-        slots of sequences differ, and a sequence names no slot twice.
+        Everything is computed in float32. Sequence s begins with the state in slot ``ssm_state_indices[s]`` and leaves its
+        last state there. With two dimensions (speculative decoding), it begins with slot
+        ``[s, max(num_accepted_tokens[s], 1) - 1]`` and leaves the state after its token t in slot ``[s, t]``. A sequence
+        without tokens, or with its first slot out of range (-1 for a padded one), is skipped: its outputs are left
+        unchanged. A state with a slot out of range is not stored. The slots of sequences differ, and a sequence names no
+        slot twice.
 
         Args:
             state: [num_slots, value_heads, key_size, value_size], float32, float16 or bfloat16, updated; slots contiguous,
-                of any stride.
+                any slot stride.
             q: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             k: [batch, num_tokens, key_heads, key_size], float32, float16 or bfloat16, key_size up to 256; heads
-                contiguous, tokens of one stride, as in every tensor of tokens.
+                contiguous, constant token stride, as in o and the other inputs.
             v: [batch, num_tokens, value_heads, value_size] of the same dtype; key_heads divides value_heads.
             g: [batch, num_tokens, value_heads], float32, float16 or bfloat16: logarithms of decays.
             beta: as `g`, of any of its dtypes, or None for ones: how much of the error is corrected.
-            scale: of the outputs.
+            scale: factor of the outputs.
             cu_seqlens: [num_seqs + 1] int32 or int64: sequence s has the tokens ``cu_seqlens[s]`` up to
-                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. Where the numbers are no
-                range of tokens, the sequence has none. Sequences may not overlap.
+                ``cu_seqlens[s + 1]``, and batch is 1. None: every row of the batch is a sequence. If the two numbers are
+                not a valid range, the sequence has no tokens. Sequences may not overlap.
             ssm_state_indices: [num_seqs] or [num_seqs, tokens] int32 or int64, or None: sequence s has slot s.
             num_accepted_tokens: [num_seqs] int32 or int64, or None for ones; only with two dimensions of slots.
-            use_qk_l2norm_in_kernel: whether q and k are normalised, which serves any finite rows. Without it, and for v,
-                what float32 cannot hold on the way becomes infinite or NaN.
+            use_qk_l2norm_in_kernel: whether q and k are normalised. Any finite q and k are then safe; without it, and for
+                v, intermediate results that overflow float32 become infinite or NaN.
             state_v_first: whether states are [..., value_size, key_size].
             o: as `v`, written where sequences are not skipped, and returned; new unless given.
 
@@ -6674,18 +6699,18 @@ class _selective_scan_fwd(_Attributes, Protocol):
 
         With `block_idx_last_scheduled_token`, a state is kept for every block of `block_size` tokens. Blocks are counted
         from the first token of the call. With chunks, the first block has the tokens of the sequence's first chunk, so that
-        a sequence may go on within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins from
-        the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
+        a sequence may continue within a block. Row b of `cache_indices` has the slots of sequence b. The sequence begins
+        from the slot in column ``initial_state_idx[b]``. The state after its block i goes to the slot in column
         ``block_idx_first_scheduled_token[b] + i``, and the state after its last block to the slot in column
         ``block_idx_last_scheduled_token[b]``. A state is not written if its slot is `pad_slot_id` or does not exist.
 
         Args:
             u: [batch, dim, num_tokens], or [dim, num_tokens] with `query_start_loc`; float32, float16 or bfloat16; tokens
-                one after another, any other strides.
+                contiguous, any other strides.
             delta: the same, the time steps; overwritten by the result.
-            A: [dim, state_size] float32, states one after another; state_size is at most 256.
-            B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens one
-                after another. Channels ``dim / groups`` at a time share a group.
+            A: [dim, state_size] float32, states contiguous; state_size is at most 256.
+            B: [batch, groups, state_size, num_tokens] or [groups, state_size, num_tokens] of the dtype of `u`; tokens
+                contiguous. ``dim / groups`` adjacent channels share a group.
             C: the same.
             D_: [dim] float32, contiguous; or None for 0.
             z_: as `u`, a gate; overwritten by the gated result. Or None.
@@ -6695,10 +6720,10 @@ class _selective_scan_fwd(_Attributes, Protocol):
                 Sequences may not overlap. None: each row of the batch is a sequence.
             cache_indices: [batch], or [batch, columns] with slots of blocks, int32; or None: sequence b has slot b.
             has_initial_state: [batch] bool, contiguous; or None: no sequence has a state.
-            ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states one after another; written. No
-                two sequences may have the same slot.
-            pad_slot_id: the slot of a sequence that is padding.
-            block_size: tokens of a block, at least 1; no meaning without `block_idx_last_scheduled_token`.
+            ssm_states: [num_slots, dim, state_size], float32 or of the dtype of `u`, states contiguous; written. No two
+                sequences may have the same slot.
+            pad_slot_id: the slot of a padding sequence.
+            block_size: tokens of a block, at least 1; not used without `block_idx_last_scheduled_token`.
             block_idx_first_scheduled_token: [batch] int32, contiguous;
                 all three or none.
             block_idx_last_scheduled_token: [batch] int32, contiguous;
@@ -6744,40 +6769,40 @@ class _selective_state_update(_Attributes, Protocol):
             y = sum(h * C[t]) + D[p] * x[t, p]
             out[t, p] = y * silu(z[t, p])
 
-        computed in float32. `heads` may be missing from all shapes, with `groups`. Without `cu_seqlens` sequence i has one
-        token, number i.
+        computed in float32. The dimensions `heads` and `groups` may be missing, from all tensors. Without `cu_seqlens`
+        sequence i has one token, number i.
 
         The state is read from slot ``state_batch_indices[i]``, and the state after the last token is written to slot
-        ``dst_state_batch_indices[i]``. Of indices with several columns, these are the first. With `num_accepted_tokens` the
-        tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of the sequence's slots, and
-        the state after its token t is written to column t.
+        ``dst_state_batch_indices[i]``. If the indices have several columns, the first one is used. With
+        `num_accepted_tokens` the tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of
+        the sequence's slots, and the state after its token t is written to column t.
 
         A slot that is `pad_slot_id` or does not exist is not written. Nothing is written of a sequence that would read such
         a slot, or that has tokens that do not exist.
 
         Args:
-            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any
+            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states contiguous, any
                 other strides; state_size is at most 256. Written. No sequence may read or write a slot that another writes.
-            x: [num_tokens, heads, head_size], float32, float16 or bfloat16, of any strides.
+            x: [num_tokens, heads, head_size], float32, float16 or bfloat16, any strides.
             dt: the same, of any of these types.
-            A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each row;
+            A: [heads, head_size, state_size] float32; states contiguous, or expanded from one number for each row;
                 any other strides.
-            B: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
-                at a time share a group.
-            C: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
-                at a time share a group.
+            B: [num_tokens, groups, state_size] of the dtype of `x`; states contiguous. ``heads / groups`` adjacent
+                heads share a group.
+            C: [num_tokens, groups, state_size] of the dtype of `x`; states contiguous. ``heads / groups`` adjacent
+                heads share a group.
             D: [heads, head_size], of any floating type and any strides; or None for 0.
             z: as `x`; or None: out is y.
             dt_bias: [heads, head_size], of any floating type and any strides; or None for 0.
             dt_softplus: whether time steps are softplus(dt + dt_bias).
             state_batch_indices: [batch] or [batch, columns] int32; or None: sequence i has slot i.
-            dst_state_batch_indices: likewise; or None: where states were read.
-            pad_slot_id: the slot of a sequence that is padding.
+            dst_state_batch_indices: likewise; or None: states are written to the slots from which they were read.
+            pad_slot_id: the slot of a padding sequence.
             out: as `x`, written. It must be given.
             num_accepted_tokens: [batch] int32, contiguous; needs `state_batch_indices` of two dimensions.
             cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last. Sequences
                 may not overlap.
-            is_blackwell: has no meaning here.
+            is_blackwell: for compatibility with vLLM; no effect.
         """
     @staticmethod
     def new(
@@ -6807,39 +6832,39 @@ class _selective_state_update(_Attributes, Protocol):
             y = sum(h * C[t]) + D[p] * x[t, p]
             out[t, p] = y * silu(z[t, p])
 
-        computed in float32. `heads` may be missing from all shapes, with `groups`. Without `cu_seqlens` sequence i has one
-        token, number i.
+        computed in float32. The dimensions `heads` and `groups` may be missing, from all tensors. Without `cu_seqlens`
+        sequence i has one token, number i.
 
         The state is read from slot ``state_batch_indices[i]``, and the state after the last token is written to slot
-        ``dst_state_batch_indices[i]``. Of indices with several columns, these are the first. With `num_accepted_tokens` the
-        tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of the sequence's slots, and
-        the state after its token t is written to column t.
+        ``dst_state_batch_indices[i]``. If the indices have several columns, the first one is used. With
+        `num_accepted_tokens` the tokens are drafts: the state is read from column ``max(num_accepted_tokens[i] - 1, 0)`` of
+        the sequence's slots, and the state after its token t is written to column t.
 
         A slot that is `pad_slot_id` or does not exist is not written. Nothing is written of a sequence that would read such
         a slot, or that has tokens that do not exist.
 
         Args:
-            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states one after another, any
+            state: [num_slots, heads, head_size, state_size], float32, float16 or bfloat16; states contiguous, any
                 other strides; state_size is at most 256. Written. No sequence may read or write a slot that another writes.
-            x: [num_tokens, heads, head_size], float32, float16 or bfloat16, of any strides.
+            x: [num_tokens, heads, head_size], float32, float16 or bfloat16, any strides.
             dt: the same, of any of these types.
-            A: [heads, head_size, state_size] float32; states one after another, or expanded from one number for each row;
+            A: [heads, head_size, state_size] float32; states contiguous, or expanded from one number for each row;
                 any other strides.
-            B: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
-                at a time share a group.
-            C: [num_tokens, groups, state_size] of the dtype of `x`; states one after another. ``heads / groups`` heads
-                at a time share a group.
+            B: [num_tokens, groups, state_size] of the dtype of `x`; states contiguous. ``heads / groups`` adjacent
+                heads share a group.
+            C: [num_tokens, groups, state_size] of the dtype of `x`; states contiguous. ``heads / groups`` adjacent
+                heads share a group.
             D: [heads, head_size], of any floating type and any strides; or None for 0.
             z: as `x`; or None: out is y.
             dt_bias: [heads, head_size], of any floating type and any strides; or None for 0.
             dt_softplus: whether time steps are softplus(dt + dt_bias).
             state_batch_indices: [batch] or [batch, columns] int32; or None: sequence i has slot i.
-            dst_state_batch_indices: likewise; or None: where states were read.
-            pad_slot_id: the slot of a sequence that is padding.
+            dst_state_batch_indices: likewise; or None: states are written to the slots from which they were read.
+            pad_slot_id: the slot of a padding sequence.
             num_accepted_tokens: [batch] int32, contiguous; needs `state_batch_indices` of two dimensions.
             cu_seqlens: [batch + 1] int32, contiguous: the first token of each sequence, and the end of the last. Sequences
                 may not overlap.
-            is_blackwell: has no meaning here.
+            is_blackwell: for compatibility with vLLM; no effect.
 
         Returns:
             out: as `x`.
@@ -6861,9 +6886,9 @@ class _moe_align_block_size(_Attributes, Protocol):
         """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
         A row is one choice of one token: row t is element t of `topk_ids`. `sorted_token_ids` gets the rows of expert 0 in
-        ascending order, then ``num_tokens * topk`` up to a multiple of `block_size`, then the rows of expert 1, and so on;
-        ``num_tokens * topk`` also fills it up. A row is skipped if its id is not from 0 to num_experts - 1, or if the map
-        does not map its expert to such a number. After vLLM's op of this name.
+        ascending order, padded with ``num_tokens * topk`` to a multiple of `block_size`, then the rows of expert 1, and so
+        on; the remaining elements are also ``num_tokens * topk``. A row is skipped if its id is not from 0 to num_experts -
+        1, or if the map does not map its expert to such a number. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
@@ -6874,9 +6899,9 @@ class _moe_align_block_size(_Attributes, Protocol):
                 multiple of block_size, are enough.
             experts_ids: one dimension, int32, contiguous, written: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block.
-            num_tokens_post_pad: one int32, written: elements that experts take, a multiple of block_size.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
-                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            num_tokens_post_pad: one int32, written: elements used by rows and their padding, a multiple of block_size.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
+                are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
         """
     @staticmethod
     def new(
@@ -6888,16 +6913,16 @@ class _moe_align_block_size(_Attributes, Protocol):
         """Sort rows by their experts, and pad the rows of each expert to a multiple of `block_size`.
 
         A row is one choice of one token: row t is element t of `topk_ids`. `sorted_token_ids` gets the rows of expert 0 in
-        ascending order, then ``num_tokens * topk`` up to a multiple of `block_size`, then the rows of expert 1, and so on;
-        ``num_tokens * topk`` also fills it up. A row is skipped if its id is not from 0 to num_experts - 1, or if the map
-        does not map its expert to such a number. After vLLM's op of this name.
+        ascending order, padded with ``num_tokens * topk`` to a multiple of `block_size`, then the rows of expert 1, and so
+        on; the remaining elements are also ``num_tokens * topk``. A row is skipped if its id is not from 0 to num_experts -
+        1, or if the map does not map its expert to such a number. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
-                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
+                are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
 
         Returns:
             sorted_token_ids: one dimension, int32; capacity for the rows of any distribution: ``num_tokens * topk +
@@ -6905,7 +6930,7 @@ class _moe_align_block_size(_Attributes, Protocol):
                 multiple of block_size, are enough.
             experts_ids: one dimension, int32: the expert of each block of `block_size` elements of
                 sorted_token_ids, -1 after the last; at least one element for each block.
-            num_tokens_post_pad: one int32: elements that experts take, a multiple of block_size.
+            num_tokens_post_pad: one int32: elements used by rows and their padding, a multiple of block_size.
         """
 
 moe_align_block_size: _moe_align_block_size
@@ -6920,11 +6945,12 @@ class _batched_moe_align_block_size(_Attributes, Protocol):
         expert_ids: Tensor,
         num_tokens_post_pad: Tensor,
     ) -> None:
-        """The rows of experts that have a batch each, padded per expert to a multiple of `block_size`.
+        """The rows of batched experts, one batch of rows per expert, padded per expert to a multiple of `block_size`.
 
         Expert b has the rows ``b * max_tokens_per_batch + i`` for ``i < expert_num_tokens[b]``, a number that is clamped to
-        0 ... max_tokens_per_batch. `sorted_ids` gets the rows of each expert in turn, each expert's filled up with
-        ``num_experts * max_tokens_per_batch``, and so are the elements after the last. After vLLM's op of this name.
+        0 ... max_tokens_per_batch. `sorted_ids` gets the rows of one expert after another; the padding of each
+        expert and the elements after the last are ``num_experts * max_tokens_per_batch``. Modelled on vLLM's op of this
+        name.
 
         Args:
             max_tokens_per_batch: row capacity of an expert.
@@ -6934,15 +6960,16 @@ class _batched_moe_align_block_size(_Attributes, Protocol):
                 block_size.
             expert_ids: [num_experts * c / block_size] int32, contiguous, written: the expert of each block, -1 after the
                 last.
-            num_tokens_post_pad: one int32, written: elements that experts take.
+            num_tokens_post_pad: one int32, written: elements used by rows and their padding.
         """
     @staticmethod
     def new(max_tokens_per_batch: int, block_size: int, expert_num_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows of experts that have a batch each, padded per expert to a multiple of `block_size`.
+        """The rows of batched experts, one batch of rows per expert, padded per expert to a multiple of `block_size`.
 
         Expert b has the rows ``b * max_tokens_per_batch + i`` for ``i < expert_num_tokens[b]``, a number that is clamped to
-        0 ... max_tokens_per_batch. `sorted_ids` gets the rows of each expert in turn, each expert's filled up with
-        ``num_experts * max_tokens_per_batch``, and so are the elements after the last. After vLLM's op of this name.
+        0 ... max_tokens_per_batch. `sorted_ids` gets the rows of one expert after another; the padding of each
+        expert and the elements after the last are ``num_experts * max_tokens_per_batch``. Modelled on vLLM's op of this
+        name.
 
         Args:
             max_tokens_per_batch: row capacity of an expert.
@@ -6953,7 +6980,7 @@ class _batched_moe_align_block_size(_Attributes, Protocol):
             sorted_ids: [num_experts * c] int32; c is max_tokens_per_batch, rounded up to a multiple of
                 block_size.
             expert_ids: [num_experts * c / block_size] int32: the expert of each block, -1 after the last.
-            num_tokens_post_pad: one int32: elements that experts take.
+            num_tokens_post_pad: one int32: elements used by rows and their padding.
         """
 
 batched_moe_align_block_size: _batched_moe_align_block_size
@@ -6978,25 +7005,26 @@ class _moe_lora_align_block_size(_Attributes, Protocol):
         """`moe_align_block_size` for each LoRA adapter, with the rows of the tokens that use the adapter.
 
         Adapter l writes its own part of the outputs, from 0 to max_loras - 1, if `lora_ids` names l anywhere and
-        ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. After vLLM's op of this name.
+        ``adapter_enabled[l]`` is not 0. The parts of other adapters are left unchanged. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             token_lora_mapping: [num_tokens] int32, contiguous: the adapter of each token; any number.
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
-            max_loras: adapters that there can be.
-            max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as `moe_align_block_size`
-                says.
-            max_num_m_blocks: blocks of an adapter.
-            sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written by adapters.
-            experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written by adapters; -1 after the
+            max_loras: maximum number of adapters.
+            max_num_tokens_padded: elements of sorted_token_ids per adapter; enough for any distribution of rows (see
+                `moe_align_block_size`).
+            max_num_m_blocks: elements of experts_ids per adapter.
+            sorted_token_ids: [max_loras * max_num_tokens_padded] int32, in any shape, contiguous, written for the active
+                adapters.
+            experts_ids: [max_loras * max_num_m_blocks] int32, in any shape, contiguous, written likewise; -1 after the
                 last block.
-            num_tokens_post_pad: [max_loras] int32, contiguous, written by adapters.
+            num_tokens_post_pad: [max_loras] int32, contiguous, written likewise.
             adapter_enabled: [max_loras or more] int32, contiguous.
-            lora_ids: [any] int32, contiguous; numbers of adapters, others are skipped.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
-                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            lora_ids: [any] int32, contiguous: adapters; ids out of range are skipped.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
+                are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
         """
     @staticmethod
     def new(
@@ -7014,28 +7042,28 @@ class _moe_lora_align_block_size(_Attributes, Protocol):
         """`moe_align_block_size` for each LoRA adapter, with the rows of the tokens that use the adapter.
 
         Adapter l writes its own part of the outputs, from 0 to max_loras - 1, if `lora_ids` names l anywhere and
-        ``adapter_enabled[l]`` is not 0. The parts of other adapters keep their bits. After vLLM's op of this name.
+        ``adapter_enabled[l]`` is not 0. The parts of other adapters are left unchanged. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             token_lora_mapping: [num_tokens] int32, contiguous: the adapter of each token; any number.
             num_experts: number of experts.
             block_size: rows of a block of the GEMM (its tile M).
-            max_loras: adapters that there can be.
-            max_num_tokens_padded: elements of an adapter; enough for any distribution of rows, as `moe_align_block_size`
-                says.
-            max_num_m_blocks: blocks of an adapter.
+            max_loras: maximum number of adapters.
+            max_num_tokens_padded: elements of sorted_token_ids per adapter; enough for any distribution of rows (see
+                `moe_align_block_size`).
+            max_num_m_blocks: elements of experts_ids per adapter.
             adapter_enabled: [max_loras or more] int32, contiguous.
-            lora_ids: [any] int32, contiguous; numbers of adapters, others are skipped.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. Rows are
-                sorted by these numbers, and `experts_ids` holds them. None: ids as they are.
+            lora_ids: [any] int32, contiguous: adapters; ids out of range are skipped.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. Rows
+                are sorted by local index, and `experts_ids` holds local indices. None: ids are not mapped.
 
         Returns:
-            sorted_token_ids: [max_loras * max_num_tokens_padded] int32, written by adapters. Zeros where the op leaves
-                it as it is.
-            experts_ids: [max_loras * max_num_m_blocks] int32, written by adapters; -1 after the last block. Zeros
+            sorted_token_ids: [max_loras * max_num_tokens_padded] int32, written for the active adapters. Zeros where
+                the op leaves it as it is.
+            experts_ids: [max_loras * max_num_m_blocks] int32, written likewise; -1 after the last block. Zeros
                 where the op leaves it as it is.
-            num_tokens_post_pad: [max_loras] int32, written by adapters. Zeros where the op leaves it as it is.
+            num_tokens_post_pad: [max_loras] int32, written likewise. Zeros where the op leaves it as it is.
         """
 
 moe_lora_align_block_size: _moe_lora_align_block_size
@@ -7057,23 +7085,23 @@ class _moe_permute(_Attributes, Protocol):
     ) -> None:
         """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
 
-        Choice j of token t is row ``t * topk + j``. The rows of this device come first, in the order of the numbers that
-        experts have here, from 0 to n_local_expert - 1; then the rows of other devices, in the order of `topk_ids`; at last
-        rows with an expert that does not exist. Rows of one expert stay in ascending order. Nothing is copied for rows that
-        are not of this device: `permuted_input` keeps its bits there. After vLLM's op of this name.
+        Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
+        index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
+        id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
+        is left unchanged elsewhere. Modelled on vLLM's op of this name.
 
         Args:
-            input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
+            input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: ids
-                as they are.
-            n_expert: how many experts there are, and on this device.
-            n_local_expert: how many experts there are, and on this device.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+                ids are not mapped.
+            n_expert: number of experts on all devices, and on this device.
+            n_local_expert: number of experts on all devices, and on this device.
             topk: choices of a token.
             permuted_input: [num_tokens * topk, hidden_size] of the same dtype, contiguous, written.
-            expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert; at
-                last the number of rows of this device.
+            expert_first_token_offset: [n_local_expert + 1] int64, contiguous, written: the first row of each expert, then
+                the number of rows of this device.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous, written: the permuted index of each row.
             permuted_idx: [num_tokens * topk] int32, in any shape, contiguous, written: the row at each permuted index, or
                 ``num_tokens * topk`` for a row that is not of this device.
@@ -7090,25 +7118,25 @@ class _moe_permute(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Copy the row of each token to each of its choices, in the order of experts: a stable sort by experts.
 
-        Choice j of token t is row ``t * topk + j``. The rows of this device come first, in the order of the numbers that
-        experts have here, from 0 to n_local_expert - 1; then the rows of other devices, in the order of `topk_ids`; at last
-        rows with an expert that does not exist. Rows of one expert stay in ascending order. Nothing is copied for rows that
-        are not of this device: `permuted_input` keeps its bits there. After vLLM's op of this name.
+        Choice j of token t is row ``t * topk + j``. The rows of this device's experts come first, in the order of the local
+        index, 0 to n_local_expert - 1; then the rows of other devices, in the order of the expert id; last the rows with an
+        id out of range. Rows of one expert stay in ascending order. Only rows of this device are copied: `permuted_input`
+        is left unchanged elsewhere. Modelled on vLLM's op of this name.
 
         Args:
-            input: [num_tokens, hidden_size], floats, float8 or integers; rows of one stride.
+            input: [num_tokens, hidden_size], floats, float8 or integers; constant row stride.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             token_expert_indices: [num_tokens, topk] int32, contiguous: 0, 1, 2, ... It is not read.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: ids
-                as they are.
-            n_expert: how many experts there are, and on this device.
-            n_local_expert: how many experts there are, and on this device.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+                ids are not mapped.
+            n_expert: number of experts on all devices, and on this device.
+            n_local_expert: number of experts on all devices, and on this device.
             topk: choices of a token.
 
         Returns:
             permuted_input: [num_tokens * topk, hidden_size] of the same dtype. Zeros where the op leaves it as it is.
-            expert_first_token_offset: [n_local_expert + 1] int64: the first row of each expert; at last the number of rows of
-                this device.
+            expert_first_token_offset: [n_local_expert + 1] int64: the first row of each expert, then the number of rows of this
+                device.
             inv_permuted_idx: [num_tokens, topk] int32: the permuted index of each row.
             permuted_idx: [num_tokens * topk] int32: the row at each permuted index, or ``num_tokens * topk`` for a
                 row that is not of this device.
@@ -7129,15 +7157,16 @@ class _moe_unpermute(_Attributes, Protocol):
         """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
         Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-        is one of another device: at or after the last of `expert_first_token_offset`. After vLLM's op of this name.
+        is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
+        vLLM's op of this name.
 
         Args:
-            permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
+            permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
             topk_weights: [num_tokens, topk] float32, contiguous: w.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
             expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
             topk: choices of a token.
-            hidden_states: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+            hidden_states: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
         """
     @staticmethod
     def new(
@@ -7150,10 +7179,11 @@ class _moe_unpermute(_Attributes, Protocol):
         """The weighted sum over the choices of each token: ``out[t] = T(sum of w[t, j] * permuted[inv[t, j]] over j)``.
 
         Multiplications and additions are float32, each rounded, in the order of j. An index out of range is skipped, and so
-        is one of another device: at or after the last of `expert_first_token_offset`. After vLLM's op of this name.
+        is a row of another device: an index that is at least the last element of `expert_first_token_offset`. Modelled on
+        vLLM's op of this name.
 
         Args:
-            permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; rows of one stride.
+            permuted_hidden_states: [num_places, hidden_size], float32, float16 or bfloat16; constant row stride.
             topk_weights: [num_tokens, topk] float32, contiguous: w.
             inv_permuted_idx: [num_tokens, topk] int32, in any shape, contiguous: inv, as `moe_permute` writes it.
             expert_first_token_offset: [num_local + 1] int64, contiguous; if None, all rows are of this device.
@@ -7186,7 +7216,7 @@ class _topk_softmax(_Attributes, Protocol):
             topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
             topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
             token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
@@ -7208,7 +7238,7 @@ class _topk_softmax(_Attributes, Protocol):
         infinite logit scores as the largest float. If all logits of a token are NaN or -inf, its weights are 0.
 
         Args:
-            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None (DeepSeek-V3, arXiv:2412.19437).
@@ -7241,7 +7271,7 @@ class _topk_sigmoid(_Attributes, Protocol):
             topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
             topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
             token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None.
@@ -7260,7 +7290,7 @@ class _topk_sigmoid(_Attributes, Protocol):
         A score below 2^-126, the smallest normal float, is 0.
 
         Args:
-            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             e_score_correction_bias: [num_experts] float32, contiguous, or None.
@@ -7291,14 +7321,14 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
         """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
         A softplus below 2^-126, the smallest normal float, is 0. With a table, experts are not chosen: those of token t are
-        ``hash_indices_table[input_tokens[t]]``, in that order. Where the table has no such row, or its entry is no expert,
-        the id is -1 and the weight 0.
+        ``hash_indices_table[input_tokens[t]]``, in that order. If the table has no such row, or the entry is not a valid
+        expert, the id is -1 and the weight 0.
 
         Args:
             topk_weights: [num_tokens, topk] float32, contiguous, written; topk is at most num_experts.
             topk_ids: [num_tokens, topk] int32, uint32 or int64, contiguous, written.
             token_expert_indices: [num_tokens, topk] int32, contiguous, written: ``[t, j] = j * num_tokens + t``.
-            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             routed_scaling_factor: multiplies the weights, after they are renormalised.
@@ -7321,11 +7351,11 @@ class _topk_softplus_sqrt(_Attributes, Protocol):
         """`topk_softmax`, where the score of an expert is ``sqrt(softplus(logit)) = sqrt(log(1 + exp(logit)))``.
 
         A softplus below 2^-126, the smallest normal float, is 0. With a table, experts are not chosen: those of token t are
-        ``hash_indices_table[input_tokens[t]]``, in that order. Where the table has no such row, or its entry is no expert,
-        the id is -1 and the weight 0.
+        ``hash_indices_table[input_tokens[t]]``, in that order. If the table has no such row, or the entry is not a valid
+        expert, the id is -1 and the weight 0.
 
         Args:
-            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride; at most 8192
+            gating_output: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride; at most 8192
                 experts.
             renormalize: whether the weights of a token are divided by their sum (unless the sum is 0).
             routed_scaling_factor: multiplies the weights, after they are renormalised.
@@ -7374,7 +7404,7 @@ class _grouped_topk(_Attributes, Protocol):
         All arithmetic is float32. vLLM rounds s and s + bias to the dtype of ``scores``; 16-bit scores tie less often here.
 
         Args:
-            scores: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride.
+            scores: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride.
             num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 8192
                 experts, two groups 4096 each, three or four groups 2048 each, and so on.
             topk_group: groups from which the experts of a token are chosen, 1 to num_expert_group.
@@ -7420,7 +7450,7 @@ class _grouped_topk(_Attributes, Protocol):
         All arithmetic is float32. vLLM rounds s and s + bias to the dtype of ``scores``; 16-bit scores tie less often here.
 
         Args:
-            scores: [num_tokens, num_experts] float32, float16 or bfloat16; rows of any stride.
+            scores: [num_tokens, num_experts] float32, float16 or bfloat16; any row stride.
             num_expert_group: groups of equal size into which the experts are divided, 1 to 32. One group may have 8192
                 experts, two groups 4096 each, three or four groups 2048 each, and so on.
             topk_group: groups from which the experts of a token are chosen, 1 to num_expert_group.
@@ -7443,17 +7473,19 @@ class _moe_sum(_Attributes, Protocol):
     def __call__(self, input: Tensor, output: Tensor) -> None:
         """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-        The accumulator is float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+        Accumulation is in float32, in the order of j; the sum is rounded to the element type once. Modelled on vLLM's op of
+        this name.
 
         Args:
             input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
-            output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+            output: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
         """
     @staticmethod
     def new(input: Tensor) -> Tensor:
         """The sum over the choices of each token: ``output[t] = T(sum of input[t, j] over j)``.
 
-        The accumulator is float32, in the order of j, and rounded to the element type once. After vLLM's op of this name.
+        Accumulation is in float32, in the order of j; the sum is rounded to the element type once. Modelled on vLLM's op of
+        this name.
 
         Args:
             input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous.
@@ -7473,28 +7505,28 @@ class _moe_sum_experts(_Attributes, Protocol):
         num_experts: int,
         expert_map: Tensor | None = None,
     ) -> None:
-        """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
+        """`moe_sum` over the choices with experts on this device; zeros for a token without such a choice.
 
         Args:
             input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
                 experts elsewhere.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-            output: [num_tokens, hidden_size] of the same dtype, written; rows of one stride.
+            output: [num_tokens, hidden_size] of the same dtype, written; constant row stride.
             num_experts: experts on this device.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
-                they are numbered.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+                ids are not mapped.
         """
     @staticmethod
     def new(input: Tensor, topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Tensor:
-        """`moe_sum` over the choices with experts on this device; 0 for a token without such a choice.
+        """`moe_sum` over the choices with experts on this device; zeros for a token without such a choice.
 
         Args:
             input: [num_tokens, topk, hidden_size], float32, float16 or bfloat16, contiguous; any values for choices with
                 experts elsewhere.
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             num_experts: experts on this device.
-            expert_map: [any] int32, contiguous: the number on this device of each expert, -1 if it is not here. None: as
-                they are numbered.
+            expert_map: [any] int32, contiguous: the local index of each expert, -1 for an expert on another device. None:
+                ids are not mapped.
 
         Returns:
             output: [num_tokens, hidden_size] of the same dtype.
@@ -7506,21 +7538,21 @@ class _shuffle_rows(_Attributes, Protocol):
     def __call__(self, input_tensor: Tensor, dst2src_map: Tensor, output_tensor: Tensor) -> None:
         """Rows in any order and number, bit for bit: ``output_tensor[i] = input_tensor[dst2src_map[i]]``.
 
-        Where there is no such row, `output_tensor` becomes 0. After vLLM's op of this name.
+        Where there is no such row, `output_tensor` becomes 0. Modelled on vLLM's op of this name.
 
         Args:
-            input_tensor: [num_sources, hidden_size], floats, float8 or integers; rows of one stride.
+            input_tensor: [num_sources, hidden_size], floats, float8 or integers; constant row stride.
             dst2src_map: [num_rows, or more] int32, contiguous.
-            output_tensor: [num_rows, hidden_size] of the same dtype, written; rows of one stride.
+            output_tensor: [num_rows, hidden_size] of the same dtype, written; constant row stride.
         """
     @staticmethod
     def new(input_tensor: Tensor, dst2src_map: Tensor) -> Tensor:
         """Rows in any order and number, bit for bit: ``output_tensor[i] = input_tensor[dst2src_map[i]]``.
 
-        Where there is no such row, `output_tensor` becomes 0. After vLLM's op of this name.
+        Where there is no such row, `output_tensor` becomes 0. Modelled on vLLM's op of this name.
 
         Args:
-            input_tensor: [num_sources, hidden_size], floats, float8 or integers; rows of one stride.
+            input_tensor: [num_sources, hidden_size], floats, float8 or integers; constant row stride.
             dst2src_map: [num_rows, or more] int32, contiguous.
 
         Returns:
@@ -7546,14 +7578,14 @@ class _get_cutlass_moe_mm_data(_Attributes, Protocol):
     ) -> None:
         """Sort rows by their experts; compute each expert's GEMM problem sizes and row offsets.
 
-        A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an expert that
-        does not exist is not counted, and its position is the number of the other rows. Sizes are swapped for up to 64
-        rows, unless `blockscale_offsets` is given. After vLLM's op of this name.
+        A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an
+        expert id out of range is not counted; its position is the number of counted rows. M and N are swapped (swap-AB) for
+        up to 64 rows, unless `blockscale_offsets` is given. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
-            expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first row; at
-                last the number of rows with an expert.
+            expert_offsets: [num_experts + 1] int32, contiguous, written: the sorted position of each expert's first row,
+                then the number of counted rows.
             problem_sizes1: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
                 of the second layer.
             problem_sizes2: [num_experts, 3] int32, contiguous, written: the problem sizes of the first and
@@ -7579,9 +7611,9 @@ class _get_cutlass_moe_mm_data(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Sort rows by their experts; compute each expert's GEMM problem sizes and row offsets.
 
-        A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an expert that
-        does not exist is not counted, and its position is the number of the other rows. Sizes are swapped for up to 64
-        rows, unless `blockscale_offsets` is given. After vLLM's op of this name.
+        A row is one choice of one token: row t is element t of `topk_ids`. The sort is stable. A row with an
+        expert id out of range is not counted; its position is the number of counted rows. M and N are swapped (swap-AB) for
+        up to 64 rows, unless `blockscale_offsets` is given. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
@@ -7593,8 +7625,8 @@ class _get_cutlass_moe_mm_data(_Attributes, Protocol):
             is_gated: the first layer has 2 * n columns; otherwise n.
 
         Returns:
-            expert_offsets: [num_experts + 1] int32: the sorted position of each expert's first row; at last the
-                number of rows with an expert.
+            expert_offsets: [num_experts + 1] int32: the sorted position of each expert's first row, then the number
+                of counted rows.
             problem_sizes1: [num_experts, 3] int32: the problem sizes of the first and of the second layer.
             problem_sizes2: [num_experts, 3] int32: the problem sizes of the first and of the second layer.
             input_permutation: [num_tokens * topk] int32: the token of the row at each sorted position; 0 after the last.
@@ -7615,7 +7647,7 @@ class _get_cutlass_moe_mm_problem_sizes(_Attributes, Protocol):
         blockscale_offsets: Tensor | None = None,
         force_swap_ab: bool | None = None,
     ) -> None:
-        """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. After vLLM's op of this name.
+        """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
@@ -7626,7 +7658,7 @@ class _get_cutlass_moe_mm_problem_sizes(_Attributes, Protocol):
             num_experts: number of experts.
             n: the sizes of the layers.
             k: the sizes of the layers.
-            blockscale_offsets: any tensor, neither read nor written: whether it is given has a part in `force_swap_ab`.
+            blockscale_offsets: any tensor, neither read nor written; only whether it is given matters, for `force_swap_ab`.
             force_swap_ab: whether sizes are swapped. None: for up to 64 rows, unless `blockscale_offsets` is given.
         """
     @staticmethod
@@ -7638,19 +7670,19 @@ class _get_cutlass_moe_mm_problem_sizes(_Attributes, Protocol):
         blockscale_offsets: Tensor | None = None,
         force_swap_ab: bool | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. After vLLM's op of this name.
+        """Only the GEMM problem sizes of each expert, see `get_cutlass_moe_mm_data`. Modelled on vLLM's op of this name.
 
         Args:
             topk_ids: [num_tokens, topk] int32 or int64, contiguous: the experts of each token; any number.
             num_experts: number of experts.
             n: the sizes of the layers.
             k: the sizes of the layers.
-            blockscale_offsets: any tensor, neither read nor written: whether it is given has a part in `force_swap_ab`.
+            blockscale_offsets: any tensor, neither read nor written; only whether it is given matters, for `force_swap_ab`.
             force_swap_ab: whether sizes are swapped. None: for up to 64 rows, unless `blockscale_offsets` is given.
 
         Returns:
-            problem_sizes1: as `get_cutlass_moe_mm_data` returns them.
-            problem_sizes2: as `get_cutlass_moe_mm_data` returns them.
+            problem_sizes1: as in `get_cutlass_moe_mm_data`.
+            problem_sizes2: as in `get_cutlass_moe_mm_data`.
         """
 
 get_cutlass_moe_mm_problem_sizes: _get_cutlass_moe_mm_problem_sizes
@@ -7665,7 +7697,7 @@ class _get_cutlass_moe_mm_problem_sizes_from_expert_offsets(_Attributes, Protoco
         k: int,
         swap_ab: bool,
     ) -> None:
-        """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
+        """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). Modelled on vLLM's op of this name.
 
         Args:
             expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has
@@ -7680,7 +7712,7 @@ class _get_cutlass_moe_mm_problem_sizes_from_expert_offsets(_Attributes, Protoco
         """
     @staticmethod
     def new(expert_first_token_offset: Tensor, n: int, k: int, swap_ab: bool) -> tuple[Tensor, Tensor]:
-        """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). After vLLM's op of this name.
+        """The GEMM problem sizes of each expert, from its row offsets (`moe_permute`). Modelled on vLLM's op of this name.
 
         Args:
             expert_first_token_offset: [num_experts + 1] int64, contiguous. An expert that ends before it begins has
@@ -7690,8 +7722,8 @@ class _get_cutlass_moe_mm_problem_sizes_from_expert_offsets(_Attributes, Protoco
             swap_ab: sizes are swapped.
 
         Returns:
-            problem_sizes1: as `get_cutlass_moe_mm_data` returns them.
-            problem_sizes2: as `get_cutlass_moe_mm_data` returns them.
+            problem_sizes1: as in `get_cutlass_moe_mm_data`.
+            problem_sizes2: as in `get_cutlass_moe_mm_data`.
         """
 
 get_cutlass_moe_mm_problem_sizes_from_expert_offsets: _get_cutlass_moe_mm_problem_sizes_from_expert_offsets
@@ -7710,7 +7742,7 @@ class _get_cutlass_batched_moe_mm_data(_Attributes, Protocol):
     ) -> None:
         """The GEMM problem sizes of each expert, and the offset of its batch, for batches of `padded_m` rows.
 
-        Sizes are swapped if the batches together have up to 64 rows. After vLLM's op of this name.
+        Sizes are swapped if the batches together have up to 64 rows. Modelled on vLLM's op of this name.
 
         Args:
             expert_offsets: [num_local_experts] int32, contiguous, written: ``e * padded_m``.
@@ -7734,7 +7766,7 @@ class _get_cutlass_batched_moe_mm_data(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The GEMM problem sizes of each expert, and the offset of its batch, for batches of `padded_m` rows.
 
-        Sizes are swapped if the batches together have up to 64 rows. After vLLM's op of this name.
+        Sizes are swapped if the batches together have up to 64 rows. Modelled on vLLM's op of this name.
 
         Args:
             expert_num_tokens: [num_local_experts] int32, contiguous: rows of each expert, clamped to 0 ... padded_m.
@@ -7745,8 +7777,8 @@ class _get_cutlass_batched_moe_mm_data(_Attributes, Protocol):
 
         Returns:
             expert_offsets: [num_local_experts] int32: ``e * padded_m``.
-            problem_sizes1: as `get_cutlass_moe_mm_data` returns them.
-            problem_sizes2: as `get_cutlass_moe_mm_data` returns them.
+            problem_sizes1: as in `get_cutlass_moe_mm_data`.
+            problem_sizes2: as in `get_cutlass_moe_mm_data`.
         """
 
 get_cutlass_batched_moe_mm_data: _get_cutlass_batched_moe_mm_data
@@ -7766,22 +7798,22 @@ class _get_cutlass_pplx_moe_mm_data(_Attributes, Protocol):
         """`get_cutlass_batched_moe_mm_data` under the name that vLLM gave it before.
 
         Args:
-            expert_offsets: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            problem_sizes1: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            problem_sizes2: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            expert_num_tokens: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            num_local_experts: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            padded_m: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            n: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            k: as
-                `get_cutlass_batched_moe_mm_data` takes them.
+            expert_offsets: as in
+                `get_cutlass_batched_moe_mm_data`.
+            problem_sizes1: as in
+                `get_cutlass_batched_moe_mm_data`.
+            problem_sizes2: as in
+                `get_cutlass_batched_moe_mm_data`.
+            expert_num_tokens: as in
+                `get_cutlass_batched_moe_mm_data`.
+            num_local_experts: as in
+                `get_cutlass_batched_moe_mm_data`.
+            padded_m: as in
+                `get_cutlass_batched_moe_mm_data`.
+            n: as in
+                `get_cutlass_batched_moe_mm_data`.
+            k: as in
+                `get_cutlass_batched_moe_mm_data`.
         """
     @staticmethod
     def new(
@@ -7794,21 +7826,21 @@ class _get_cutlass_pplx_moe_mm_data(_Attributes, Protocol):
         """`get_cutlass_batched_moe_mm_data` under the name that vLLM gave it before.
 
         Args:
-            expert_num_tokens: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            num_local_experts: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            padded_m: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            n: as
-                `get_cutlass_batched_moe_mm_data` takes them.
-            k: as
-                `get_cutlass_batched_moe_mm_data` takes them.
+            expert_num_tokens: as in
+                `get_cutlass_batched_moe_mm_data`.
+            num_local_experts: as in
+                `get_cutlass_batched_moe_mm_data`.
+            padded_m: as in
+                `get_cutlass_batched_moe_mm_data`.
+            n: as in
+                `get_cutlass_batched_moe_mm_data`.
+            k: as in
+                `get_cutlass_batched_moe_mm_data`.
 
         Returns:
-            expert_offsets: as `get_cutlass_batched_moe_mm_data` returns them.
-            problem_sizes1: as `get_cutlass_batched_moe_mm_data` returns them.
-            problem_sizes2: as `get_cutlass_batched_moe_mm_data` returns them.
+            expert_offsets: as in `get_cutlass_batched_moe_mm_data`.
+            problem_sizes1: as in `get_cutlass_batched_moe_mm_data`.
+            problem_sizes2: as in `get_cutlass_batched_moe_mm_data`.
         """
 
 get_cutlass_pplx_moe_mm_data: _get_cutlass_pplx_moe_mm_data
@@ -7827,18 +7859,18 @@ class _rms_norm_dynamic_per_token_quant(_Attributes, Protocol):
         """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, computed from the row.
 
         ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
-        ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
+        ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = quantized(y / scale)``. largest is 448 for
         float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies
-        by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 code or int8 0.
+        by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 value or int8 0.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype.
-            scale: one float32 per row, contiguous, written; a code times the scale is its value.
+            scale: one float32 per row, contiguous, written; ``result * scale`` dequantizes.
             epsilon: added to the mean of squares.
             scale_ub: one float32 that bounds max|y|; only with fp8.
-            residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+            residual: the shape and dtype of `input`, read and written; constant row stride; or None.
         """
     @staticmethod
     def new(
@@ -7853,16 +7885,16 @@ class _rms_norm_dynamic_per_token_quant(_Attributes, Protocol):
         """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per row, computed from the row.
 
         ``z = input + residual`` in float32, ``residual = T(z)``, ``y = T(T(z / sqrt(mean(z^2) + epsilon)) * weight)``,
-        ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = code(y / scale)``. largest is 448 for
+        ``scale = max(min(max|y|, scale_ub) / largest, smallest)``, ``result = quantized(y / scale)``. largest is 448 for
         float8_e4m3fn, 224 for float8_e4m3fnuz, 127 for int8; smallest 1 / (512 * largest), for int8 2^-23. int8 multiplies
-        by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 code or int8 0.
+        by the reciprocal of the scale. NaN is ignored by the maximum and becomes the largest fp8 value or int8 0.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype.
             epsilon: added to the mean of squares.
             scale_ub: one float32 that bounds max|y|; only with fp8.
-            residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+            residual: the shape and dtype of `input`, read and written; constant row stride; or None.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
         Returns:
@@ -7885,22 +7917,22 @@ class _rms_norm_per_block_quant(_Attributes, Protocol):
         group_size: int,
         is_scale_transposed: bool,
     ) -> None:
-        """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of neighbouring elements.
+        """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of adjacent elements.
 
         As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; rows of one stride.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride; hidden_size a multiple of
+            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or int8, written; constant row stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride; hidden_size a multiple of
                 group_size.
             weight: [hidden_size] of the same dtype.
-            scale: [num_tokens, hidden_size / group_size] float32, written; rows of one stride, or with
-                `is_scale_transposed` columns of one stride, or [hidden_size / group_size, num_tokens], contiguous.
+            scale: [num_tokens, hidden_size / group_size] float32, written; constant row stride, or with
+                `is_scale_transposed` constant column stride, or [hidden_size / group_size, num_tokens], contiguous.
             epsilon: added to the mean of squares.
             scale_ub: one float32 that bounds max|y| of every group; only with fp8.
-            residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+            residual: the shape and dtype of `input`, read and written; constant row stride; or None.
             group_size: 64 or 128.
-            is_scale_transposed: whether the scales of one group of columns lie together, not those of one row.
+            is_scale_transposed: whether the scales of one group of columns are contiguous, instead of those of one row.
         """
     @staticmethod
     def new(
@@ -7914,19 +7946,19 @@ class _rms_norm_per_block_quant(_Attributes, Protocol):
         *,
         quant_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of neighbouring elements.
+        """RMS norm of `input` (plus `residual`), written as int8 or fp8 with one scale per group of adjacent elements.
 
         As `rms_norm_dynamic_per_token_quant`, with the maximum taken over each group.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride; hidden_size a multiple of
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride; hidden_size a multiple of
                 group_size.
             weight: [hidden_size] of the same dtype.
             epsilon: added to the mean of squares.
             scale_ub: one float32 that bounds max|y| of every group; only with fp8.
-            residual: the shape and dtype of `input`, read and written; rows of one stride; or None.
+            residual: the shape and dtype of `input`, read and written; constant row stride; or None.
             group_size: 64 or 128.
-            is_scale_transposed: whether the scales of one group of columns lie together, not those of one row.
+            is_scale_transposed: whether the scales of one group of columns are contiguous, instead of those of one row.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
         Returns:
@@ -7959,12 +7991,12 @@ class _layer_norm(_Attributes, Protocol):
         squares, overflows float32.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride; may be `input` itself.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride; may be `input` itself.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype, or None for ones and zeros.
             bias: [hidden_size] of the same dtype, or None for ones and zeros.
             epsilon: added to the variance.
-            z: the shape and dtype of `input`, rows of one stride; or None.
+            z: the shape and dtype of `input`, constant row stride; or None.
             mean: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
                 of all rows, then of the second, and so on; or None.
             rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
@@ -7994,11 +8026,11 @@ class _layer_norm(_Attributes, Protocol):
         squares, overflows float32.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype, or None for ones and zeros.
             bias: [hidden_size] of the same dtype, or None for ones and zeros.
             epsilon: added to the variance.
-            z: the shape and dtype of `input`, rows of one stride; or None.
+            z: the shape and dtype of `input`, constant row stride; or None.
             mean: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
                 of all rows, then of the second, and so on; or None.
             rstd: [groups * num_tokens] float32, written: the mean and ``1 / sqrt(var + epsilon)`` of the first group
@@ -8033,11 +8065,11 @@ class _rms_norm_gated(_Attributes, Protocol):
         `norm_before_gate`, with ``norm(x) = x / sqrt(mean(x^2) + epsilon)``; float32, rounded once.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride; may be `input` itself.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            out: [..., hidden_size], written; constant row stride; may be `input` itself.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype, or None for ones.
             epsilon: added to the mean of squares.
-            z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
+            z: the gate, of the shape and dtype of `input`, constant row stride; or None.
             bias: [hidden_size] of the same dtype, or None for zeros.
             rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
                 then of the second, and so on; or None.
@@ -8063,10 +8095,10 @@ class _rms_norm_gated(_Attributes, Protocol):
         `norm_before_gate`, with ``norm(x) = x / sqrt(mean(x^2) + epsilon)``; float32, rounded once.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype, or None for ones.
             epsilon: added to the mean of squares.
-            z: the gate, of the shape and dtype of `input`, rows of one stride; or None.
+            z: the gate, of the shape and dtype of `input`, constant row stride; or None.
             bias: [hidden_size] of the same dtype, or None for zeros.
             rstd: [groups * num_tokens] float32, written: ``1 / sqrt(mean(x^2) + epsilon)`` of the first group of all rows,
                 then of the second, and so on; or None.
@@ -8125,8 +8157,8 @@ class _fused_add_rms_norm(_Attributes, Protocol):
         computed from the rounded sum.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16, read and written; rows of one stride.
-            residual: the same shape and dtype, read and written; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16, read and written; constant row stride.
+            residual: the same shape and dtype, read and written; constant row stride.
             weight: [hidden_size] of the same dtype, or None for ones.
             epsilon: added to the mean of squares.
         """
@@ -8150,7 +8182,7 @@ class _gemma_rms_norm(_Attributes, Protocol):
 
         Args:
             out: [..., hidden_size], written; may be `input` itself.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype, zero for no scaling.
             epsilon: added to the mean of squares.
             residual: the shape of `input`, of its dtype or float32; or None.
@@ -8171,7 +8203,7 @@ class _gemma_rms_norm(_Attributes, Protocol):
         The sum is rounded to the dtype of `residual_out`.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype, zero for no scaling.
             epsilon: added to the mean of squares.
             residual: the shape of `input`, of its dtype or float32; or None.
@@ -8203,11 +8235,11 @@ class _fused_qk_norm_rope(_Attributes, Protocol):
 
         Norm and rotation are in float32 and rounded once. The first ``rotary_dim`` elements of a head rotate in pairs:
         (j, j + rotary_dim / 2) if `is_neox`, else (2j, 2j + 1) (Su et al. 2021, arXiv:2104.09864). Heads of a token with a
-        position outside the cache are left as they are.
+        position outside the cache are left unchanged.
 
         Args:
             qkv: [num_tokens, (num_heads_q + num_heads_k + num_heads_v) * head_dim], float16 or bfloat16, read and written;
-                elements of a row lie together.
+                elements of a row are contiguous.
             num_heads_q: heads of each kind, in this order in a row.
             num_heads_k: heads of each kind, in this order in a row.
             num_heads_v: heads of each kind, in this order in a row.
@@ -8217,7 +8249,7 @@ class _fused_qk_norm_rope(_Attributes, Protocol):
             k_weight: [head_dim] of the same dtype.
             cos_sin_cache: [max_position, rotary_dim], float32, float16 or bfloat16, contiguous, of at least one row;
                 cosines in the first half of a row, sines in the second; rotary_dim even, at most head_dim.
-            is_neox: which elements make a pair.
+            is_neox: which elements form a pair.
             position_ids: [num_tokens] int64, contiguous.
         """
 
@@ -8228,14 +8260,14 @@ class _rms_norm_static_fp8_quant(_Attributes, Protocol):
         """RMS norm of `input`, written as fp8 under one given scale.
 
         The norm is rounded as by `rms_norm`; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
-        (224 for float8_e4m3fnuz), NaN to the largest code. `static_scaled_fp8_quant` says what happens if the reciprocal of
-        the scale is not finite.
+        (224 for float8_e4m3fnuz); NaN becomes the largest value. `static_scaled_fp8_quant` says what happens if the
+        reciprocal of the scale is not finite.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype.
-            scale: one float32 on the device; a code times the scale is its value.
+            scale: one float32 on the device; ``result * scale`` dequantizes.
             epsilon: added to the mean of squares.
         """
     @staticmethod
@@ -8250,13 +8282,13 @@ class _rms_norm_static_fp8_quant(_Attributes, Protocol):
         """RMS norm of `input`, written as fp8 under one given scale.
 
         The norm is rounded as by `rms_norm`; then ``result = fp8(norm * (1 / scale))``, saturating at +-448
-        (224 for float8_e4m3fnuz), NaN to the largest code. `static_scaled_fp8_quant` says what happens if the reciprocal of
-        the scale is not finite.
+        (224 for float8_e4m3fnuz); NaN becomes the largest value. `static_scaled_fp8_quant` says what happens if the
+        reciprocal of the scale is not finite.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             weight: [hidden_size] of the same dtype.
-            scale: one float32 on the device; a code times the scale is its value.
+            scale: one float32 on the device; ``result * scale`` dequantizes.
             epsilon: added to the mean of squares.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -8282,11 +8314,11 @@ class _fused_add_rms_norm_static_fp8_quant(_Attributes, Protocol):
         written.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; rows of one stride.
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            residual: the shape and dtype of `input`, read and written; rows of one stride.
+            result: [..., hidden_size], float8_e4m3fn or float8_e4m3fnuz, written; constant row stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            residual: the shape and dtype of `input`, read and written; constant row stride.
             weight: [hidden_size] of the same dtype.
-            scale: one float32 on the device; a code times the scale is its value.
+            scale: one float32 on the device; ``result * scale`` dequantizes.
             epsilon: added to the mean of squares.
         """
     @staticmethod
@@ -8305,10 +8337,10 @@ class _fused_add_rms_norm_static_fp8_quant(_Attributes, Protocol):
         written.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            residual: the shape and dtype of `input`, read and written; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            residual: the shape and dtype of `input`, read and written; constant row stride.
             weight: [hidden_size] of the same dtype.
-            scale: one float32 on the device; a code times the scale is its value.
+            scale: one float32 on the device; ``result * scale`` dequantizes.
             epsilon: added to the mean of squares.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -8330,18 +8362,18 @@ class _awq_dequantize(_Attributes, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """AWQ's weight in floating point: ``out = (code - zero) * scale``, rounded once.
+        """Dequantize an AWQ weight: ``out = (quant - zero) * scale``, rounded once.
 
-        A word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978,
-        as AutoAWQ packs it). Zero points are used as they are stored.
+        A word holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023,
+        arXiv:2306.00978, as AutoAWQ packs it). Zero points are used as they are stored.
 
         Args:
             qweight: [K, N / 8] int32, contiguous.
             scales: [num_groups, N], float32, float16 or bfloat16, contiguous; num_groups divides K.
             zeros: [num_groups, N / 8] int32, packed as the weight, contiguous.
-            split_k_iters: vLLM's; they have no effect.
-            thx: vLLM's; they have no effect.
-            thy: vLLM's; they have no effect.
+            split_k_iters: for compatibility with vLLM; no effect.
+            thx: for compatibility with vLLM; no effect.
+            thy: for compatibility with vLLM; no effect.
             out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
 
         Returns:
@@ -8358,18 +8390,18 @@ class _awq_dequantize(_Attributes, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """AWQ's weight in floating point: ``out = (code - zero) * scale``, rounded once.
+        """Dequantize an AWQ weight: ``out = (quant - zero) * scale``, rounded once.
 
-        A word holds eight columns in the order 0 2 4 6 1 3 5 7, from its lowest nibble (Lin et al. 2023, arXiv:2306.00978,
-        as AutoAWQ packs it). Zero points are used as they are stored.
+        A word holds eight columns in the order 0 2 4 6 1 3 5 7, starting at its lowest nibble (Lin et al. 2023,
+        arXiv:2306.00978, as AutoAWQ packs it). Zero points are used as they are stored.
 
         Args:
             qweight: [K, N / 8] int32, contiguous.
             scales: [num_groups, N], float32, float16 or bfloat16, contiguous; num_groups divides K.
             zeros: [num_groups, N / 8] int32, packed as the weight, contiguous.
-            split_k_iters: vLLM's; they have no effect.
-            thx: vLLM's; they have no effect.
-            thy: vLLM's; they have no effect.
+            split_k_iters: for compatibility with vLLM; no effect.
+            thx: for compatibility with vLLM; no effect.
+            thy: for compatibility with vLLM; no effect.
             out: [K, N] of the dtype of `scales`, contiguous, written and returned; new unless given.
 
         Returns:
@@ -8386,15 +8418,15 @@ class _static_scaled_fp8_quant(_Attributes, Protocol):
         scale: Tensor,
         group_shape: tuple[int, int] | None = None,
     ) -> None:
-        """fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
+        """Quantize to fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
 
         The multiplication is by the float32 reciprocal and saturates at +-448; a NaN becomes +448. A scale may have any
         sign. With a scale without a finite reciprocal (of magnitude up to 2^-128), results are 0, with a NaN scale +448; in
         both cases infinities and NaN become +448.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
+            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride. It has num_tokens rows.
             scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
                 `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
             group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
@@ -8409,14 +8441,14 @@ class _static_scaled_fp8_quant(_Attributes, Protocol):
         *,
         quant_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
+        """Quantize to fp8 with static scales, per tensor, token, channel or block: ``result = fp8(input * (1 / scale))``.
 
         The multiplication is by the float32 reciprocal and saturates at +-448; a NaN becomes +448. A scale may have any
         sign. With a scale without a finite reciprocal (of magnitude up to 2^-128), results are 0, with a NaN scale +448; in
         both cases infinities and NaN become +448.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride. Its rows count as num_tokens.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride. It has num_tokens rows.
             scale: float32, any strides. One element: for all elements. [n]: one for each group of rows, or of columns, as
                 `group_shape` says. [m, n]: one for each of m x n blocks of equal size.
             group_shape: (rows, columns) that share a scale, -1 for all of them: (-1, 1) per channel, (1, -1) per token.
@@ -8432,30 +8464,30 @@ static_scaled_fp8_quant: _static_scaled_fp8_quant
 
 class _static_scaled_int8_quant(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-        """int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
+        """Quantize to int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
 
         Symmetric quantization rounds the true quotient, asymmetric quantization the product with the float32 reciprocal, to
         int32 before the zero point is added. Every step saturates; NaN counts as 0. So, before `azp` is added, a scale
         of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
         Args:
-            result: [..., hidden_size] int8, written; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size] int8, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
             scale: one float32.
-            azp: one int32, the code of 0, which may lie outside int8; or None for 0.
+            azp: one int32, the zero point, which may lie outside int8; or None for 0.
         """
     @staticmethod
     def new(input: Tensor, scale: Tensor, azp: Tensor | None) -> Tensor:
-        """int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
+        """Quantize to int8 with one static scale: ``result = int8(input / scale)``, or ``int8(input * (1 / scale)) + azp``.
 
         Symmetric quantization rounds the true quotient, asymmetric quantization the product with the float32 reciprocal, to
         int32 before the zero point is added. Every step saturates; NaN counts as 0. So, before `azp` is added, a scale
         of 0 gives -128, 127 and (for 0 / 0) 0, and a NaN scale gives 0. A scale may be negative.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             scale: one float32.
-            azp: one int32, the code of 0, which may lie outside int8; or None for 0.
+            azp: one int32, the zero point, which may lie outside int8; or None for 0.
 
         Returns:
             result: [..., hidden_size] int8.
@@ -8465,27 +8497,27 @@ static_scaled_int8_quant: _static_scaled_int8_quant
 
 class _dynamic_scaled_fp8_quant(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, scale: Tensor) -> None:
-        """fp8 with one dynamic scale for the tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+        """Quantize to fp8 with one dynamic scale: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
 
         The multiplication is by the float32 reciprocal. The maximum ignores NaN; a NaN becomes +448. If the reciprocal is
         not finite (no magnitude above about 1e-36), results are 0. An infinity makes the scale infinite: it becomes +448,
         and finite elements become 0.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
             scale: float32, contiguous; its first element is written.
         """
     @staticmethod
     def new(input: Tensor, *, quant_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """fp8 with one dynamic scale for the tensor: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
+        """Quantize to fp8 with one dynamic scale: ``scale = max|input| / 448; result = fp8(input * (1 / scale))``.
 
         The multiplication is by the float32 reciprocal. The maximum ignores NaN; a NaN becomes +448. If the reciprocal is
         not finite (no magnitude above about 1e-36), results are 0. An infinity makes the scale infinite: it becomes +448,
         and finite elements become 0.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
         Returns:
@@ -8497,14 +8529,14 @@ dynamic_scaled_fp8_quant: _dynamic_scaled_fp8_quant
 
 class _dynamic_per_token_scaled_fp8_quant(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, scale: Tensor, scale_ub: Tensor | None = None) -> None:
-        """fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
+        """Quantize to fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
 
         ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, with the maximum of the row, which ignores NaN;
-        the code of NaN is +448. Values above the bound saturate. Rows of zeros have the smallest scale.
+        a NaN becomes +448. Values above the bound saturate. Rows of zeros have the smallest scale.
 
         Args:
-            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size], float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
             scale: float32, contiguous; its first elements, one for each row, are written.
             scale_ub: one float32, an upper bound of the maximum (not of the scale); NaN and None are no bound.
         """
@@ -8515,13 +8547,13 @@ class _dynamic_per_token_scaled_fp8_quant(_Attributes, Protocol):
         *,
         quant_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
+        """Quantize to fp8 with one dynamic scale per token: ``result = fp8(input / scale)``, a true division.
 
         ``scale = max(min(max|input|, scale_ub) / 448, 1 / (448 * 512))``, with the maximum of the row, which ignores NaN;
-        the code of NaN is +448. Values above the bound saturate. Rows of zeros have the smallest scale.
+        a NaN becomes +448. Values above the bound saturate. Rows of zeros have the smallest scale.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             scale_ub: one float32, an upper bound of the maximum (not of the scale); NaN and None are no bound.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -8534,34 +8566,34 @@ dynamic_per_token_scaled_fp8_quant: _dynamic_per_token_scaled_fp8_quant
 
 class _dynamic_scaled_int8_quant(_Attributes, Protocol):
     def __call__(self, result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
-        """int8 with one dynamic scale and, with `azp`, one zero point per token.
+        """Quantize to int8 with one dynamic scale and, with `azp`, one zero point per token.
 
         Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, and 0 where that factor is not
         finite (no magnitude above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
         min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
-        azp)``. If the scale of a range has no finite reciprocal, as that of a constant row, the range is extended to 0; if
-        its scale still has none, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
+        azp)``. If the reciprocal of this scale is not finite, as for a constant row, the range is extended to include 0; if
+        it is still not finite, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
         ignore NaN, which quantizes like 0. An infinite scale quantizes everything like 0.
 
         Args:
-            result: [..., hidden_size] int8, written; rows of one stride.
-            input: the same shape, float32, float16 or bfloat16; rows of one stride.
+            result: [..., hidden_size] int8, written; constant row stride.
+            input: the same shape, float32, float16 or bfloat16; constant row stride.
             scale: one float32 per row, contiguous, written.
             azp: one int32 per row, contiguous, written: the zero point, which may lie outside int8. Or None: symmetric.
         """
     @staticmethod
     def new(input: Tensor, azp: Tensor | None) -> tuple[Tensor, Tensor]:
-        """int8 with one dynamic scale and, with `azp`, one zero point per token.
+        """Quantize to int8 with one dynamic scale and, with `azp`, one zero point per token.
 
         Symmetric: ``scale = max|input| / 127; result = int8(input * (127 / max|input|))``, and 0 where that factor is not
         finite (no magnitude above about 2^-121). Asymmetric: ``scale = (max - min) / 255; azp = round(-128 -
         min / scale); result = int8(round(input * (1 / scale)) + azp)``, so that ``input`` is about ``scale * (result -
-        azp)``. If the scale of a range has no finite reciprocal, as that of a constant row, the range is extended to 0; if
-        its scale still has none, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
+        azp)``. If the reciprocal of this scale is not finite, as for a constant row, the range is extended to include 0; if
+        it is still not finite, the scale is 1. Integers are int32 and saturate, as do additions. Minimum and maximum
         ignore NaN, which quantizes like 0. An infinite scale quantizes everything like 0.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             azp: one int32 per row, contiguous, written: the zero point, which may lie outside int8. Or None: symmetric.
 
         Returns:
@@ -8588,11 +8620,11 @@ class _scaled_fp4_quant(_Attributes, Protocol):
         "Pretraining Large Language Models with NVFP4", arXiv:2509.25149).
 
         Args:
-            output: [..., hidden_size / 2] uint8, written; rows of one stride.
-            input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+            output: [..., hidden_size / 2] uint8, written; constant row stride.
+            input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
             output_scale: written; contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
                 With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns hidden_size / 16
-                rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up with zeros; else [num_tokens,
+                rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are padded with zeros; else [num_tokens,
                 hidden_size / 16].
             input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
             is_sf_swizzled_layout: whether scales lie in tiles.
@@ -8607,7 +8639,7 @@ class _scaled_fp4_quant(_Attributes, Protocol):
         "Pretraining Large Language Models with NVFP4", arXiv:2509.25149).
 
         Args:
-            input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+            input: [..., hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
             input_scale: g, one float32, a factor of the input: normally ``448 * 6 / max|input|``.
             is_sf_swizzled_layout: whether scales lie in tiles.
 
@@ -8615,7 +8647,7 @@ class _scaled_fp4_quant(_Attributes, Protocol):
             output: [..., hidden_size / 2] uint8.
             output_scale: contiguous, float8_e4m3fn or uint8 of [rows, columns], or int32 of [rows, columns / 4].
                 With is_sf_swizzled_layout the rows are num_tokens rounded up to 128 and the columns
-                hidden_size / 16 rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are filled up
+                hidden_size / 16 rounded up to 4, in tiles (see `_shared/fp4_tiles.py`) that are padded
                 with zeros; else [num_tokens, hidden_size / 16].
         """
 
@@ -8628,9 +8660,9 @@ class _silu_and_mul_nvfp4_quant(_Attributes, Protocol):
         The product is computed in float32 and rounded to the element type once, where `silu_and_mul` rounds twice.
 
         Args:
-            result: [..., hidden_size / 2] uint8, written; rows of one stride.
-            result_block_scale: written; in tiles that are filled up with zeros, as `scaled_fp4_quant` takes them.
-            input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+            result: [..., hidden_size / 2] uint8, written; constant row stride.
+            result_block_scale: written; in tiles that are padded with zeros, as in `scaled_fp4_quant`.
+            input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
             input_global_scale: g, one float32, a factor of the product.
         """
     @staticmethod
@@ -8640,12 +8672,12 @@ class _silu_and_mul_nvfp4_quant(_Attributes, Protocol):
         The product is computed in float32 and rounded to the element type once, where `silu_and_mul` rounds twice.
 
         Args:
-            input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+            input: [..., 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
             input_global_scale: g, one float32, a factor of the product.
 
         Returns:
             result: [..., hidden_size / 2] uint8.
-            result_block_scale: in tiles that are filled up with zeros, as `scaled_fp4_quant` returns them.
+            result_block_scale: in tiles that are padded with zeros, as in `scaled_fp4_quant`.
         """
 
 silu_and_mul_nvfp4_quant: _silu_and_mul_nvfp4_quant
@@ -8663,16 +8695,16 @@ class _scaled_fp4_experts_quant(_Attributes, Protocol):
         """`scaled_fp4_quant` of rows that belong to experts: each expert has its own global scale and its own tiles.
 
         Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
-        `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows after it keep their bits.
-        Experts may have no rows; tiles of two experts must not be the same. Nothing is written for the experts from the
-        first bad offset on (below 0, below the offset before it, or beyond the rows), nor for an expert whose tiles reach
-        beyond `output_scale`.
+        `output_scale`. The padding of the last tile of an expert becomes 0; rows after it are left unchanged.
+        Experts may have no rows; experts must not share tiles. Nothing is written for the experts from the
+        first invalid offset on (below 0, below the previous offset, or beyond the rows), nor for an expert with tiles that
+        reach beyond `output_scale`.
 
         Args:
-            output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+            output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
             output_scale: [rows, columns / 4] int32, or [rows, columns] uint8 or float8_e4m3fn, columns being hidden_size /
                 16 rounded up to 4, contiguous, written.
-            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
             input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
             input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
             output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
@@ -8687,13 +8719,13 @@ class _scaled_fp4_experts_quant(_Attributes, Protocol):
         """`scaled_fp4_quant` of rows that belong to experts: each expert has its own global scale and its own tiles.
 
         Rows ``o[e]`` to ``o[e + 1] - 1`` belong to expert e. Their scales lie in tiles that begin at row ``t[e]`` of
-        `output_scale`. Rows and columns that fill up the last tile of an expert become 0; rows after it keep their bits.
-        Experts may have no rows; tiles of two experts must not be the same. Nothing is written for the experts from the
-        first bad offset on (below 0, below the offset before it, or beyond the rows), nor for an expert whose tiles reach
-        beyond `output_scale`.
+        `output_scale`. The padding of the last tile of an expert becomes 0; rows after it are left unchanged.
+        Experts may have no rows; experts must not share tiles. Nothing is written for the experts from the
+        first invalid offset on (below 0, below the previous offset, or beyond the rows), nor for an expert with tiles that
+        reach beyond `output_scale`.
 
         Args:
-            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
+            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
             input_global_scale: [num_experts] float32, contiguous: g of each expert, a factor of its rows.
             input_offset_by_experts: [num_experts + 1] int32, contiguous: o.
             output_scale_offset_by_experts: [num_experts + 1] int32, contiguous: t, in rows, multiples of 128.
@@ -8718,20 +8750,20 @@ class _silu_and_mul_scaled_fp4_experts_quant(_Attributes, Protocol):
     ) -> None:
         """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-        The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+        The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
         Args:
-            output: as
-                `scaled_fp4_experts_quant` takes them.
-            output_scale: as
-                `scaled_fp4_experts_quant` takes them.
-            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-            input_global_scale: as
-                `scaled_fp4_experts_quant` takes them.
-            input_offset_by_experts: as
-                `scaled_fp4_experts_quant` takes them.
-            output_scale_offset_by_experts: as
-                `scaled_fp4_experts_quant` takes them.
+            output: as in
+                `scaled_fp4_experts_quant`.
+            output_scale: as in
+                `scaled_fp4_experts_quant`.
+            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
+            input_global_scale: as in
+                `scaled_fp4_experts_quant`.
+            input_offset_by_experts: as in
+                `scaled_fp4_experts_quant`.
+            output_scale_offset_by_experts: as in
+                `scaled_fp4_experts_quant`.
         """
     @staticmethod
     def new(
@@ -8742,20 +8774,20 @@ class _silu_and_mul_scaled_fp4_experts_quant(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`scaled_fp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-        The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+        The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
         Args:
-            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; rows of one stride.
-            input_global_scale: as
-                `scaled_fp4_experts_quant` takes them.
-            input_offset_by_experts: as
-                `scaled_fp4_experts_quant` takes them.
-            output_scale_offset_by_experts: as
-                `scaled_fp4_experts_quant` takes them.
+            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 16; constant row stride.
+            input_global_scale: as in
+                `scaled_fp4_experts_quant`.
+            input_offset_by_experts: as in
+                `scaled_fp4_experts_quant`.
+            output_scale_offset_by_experts: as in
+                `scaled_fp4_experts_quant`.
 
         Returns:
-            output: as `scaled_fp4_experts_quant` returns them.
-            output_scale: as `scaled_fp4_experts_quant` returns them.
+            output: as in `scaled_fp4_experts_quant`.
+            output_scale: as in `scaled_fp4_experts_quant`.
         """
 
 silu_and_mul_scaled_fp4_experts_quant: _silu_and_mul_scaled_fp4_experts_quant
@@ -8771,7 +8803,7 @@ class _ggml_dequantize(_Attributes, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """A weight of a GGUF file in floating point: computed in float32, rounded to the dtype of `out`.
+        """Dequantize a weight of a GGUF file: computed in float32, rounded to the dtype of `out`.
 
         Types and their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
         in blocks of 256 10 to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS,
@@ -8798,7 +8830,7 @@ class _ggml_dequantize(_Attributes, Protocol):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """A weight of a GGUF file in floating point: computed in float32, rounded to the dtype of `out`.
+        """Dequantize a weight of a GGUF file: computed in float32, rounded to the dtype of `out`.
 
         Types and their numbers in the format: in blocks of 32 elements 2 Q4_0, 3 Q4_1, 6 Q5_0, 7 Q5_1, 8 Q8_0, 20 IQ4_NL;
         in blocks of 256 10 to 14 Q2_K to Q6_K, 16 IQ2_XXS, 17 IQ2_XS, 18 IQ3_XXS, 19 IQ1_S, 21 IQ3_S, 22 IQ2_S, 23 IQ4_XS,
@@ -8848,23 +8880,23 @@ class _per_token_group_fp8_quant(_Attributes, Protocol):
         fp8_max: float,
         scale_ue8m0: bool,
     ) -> None:
-        """fp8 with one dynamic scale per group of contiguous elements, by a true division.
+        """Quantize to fp8 with one dynamic scale per group of contiguous elements, by a true division.
 
         ``output_s = max(max|input|, eps) / fp8_max`` over a group, rounded up to a power of two of at least 1e-10 if
-        `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. The code of
-        NaN and of infinities is fp8_min.
+        `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. NaN
+        and infinities become fp8_min.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride.
             output_s: [num_tokens, hidden_size / group_size] float32, written; any strides: row-major, column-major, or
                 column-major with columns padded for TMA.
             group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
+            fp8_min: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
+            fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
             scale_ue8m0: whether scales are powers of two.
         """
     @staticmethod
@@ -8878,20 +8910,20 @@ class _per_token_group_fp8_quant(_Attributes, Protocol):
         *,
         quant_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """fp8 with one dynamic scale per group of contiguous elements, by a true division.
+        """Quantize to fp8 with one dynamic scale per group of contiguous elements, by a true division.
 
         ``output_s = max(max|input|, eps) / fp8_max`` over a group, rounded up to a power of two of at least 1e-10 if
-        `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. The code of
-        NaN and of infinities is fp8_min.
+        `scale_ue8m0`; ``output_q = fp8(clamp(input / output_s, fp8_min, fp8_max))``. The maximum ignores NaN. NaN
+        and infinities become fp8_min.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
+            fp8_min: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
+            fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
             scale_ue8m0: whether scales are powers of two.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
@@ -8914,20 +8946,20 @@ class _per_token_group_quant_int8(_Attributes, Protocol):
         int8_max: float,
         round_to_nearest: bool = False,
     ) -> None:
-        """int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
+        """Quantize to int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
 
         ``output_s = max(max|input|, eps) / int8_max`` over a group; ``output_q = trunc(clamp(input / output_s, int8_min,
-        int8_max))``, a true division. The maximum ignores NaN. The code of NaN and of infinities is int8_min. Rounding
-        toward zero is vLLM's; rounding to nearest halves the largest error.
+        int8_max))``, a true division. The maximum ignores NaN. NaN and infinities become int8_min. vLLM rounds toward
+        zero; rounding to nearest halves the largest error.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            output_q: the same shape, int8, written; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            output_q: the same shape, int8, written; constant row stride.
             output_s: [num_tokens, hidden_size / group_size] float32, written; any strides.
             group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            int8_min: the smallest code, -128 to 0, and the largest, 1 to 127.
-            int8_max: the smallest code, -128 to 0, and the largest, 1 to 127.
+            int8_min: the smallest int8 value, -128 to 0, and the largest, 1 to 127.
+            int8_max: the smallest int8 value, -128 to 0, and the largest, 1 to 127.
             round_to_nearest: round to nearest even instead of toward zero.
         """
     @staticmethod
@@ -8939,18 +8971,18 @@ class _per_token_group_quant_int8(_Attributes, Protocol):
         int8_max: float,
         round_to_nearest: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
+        """Quantize to int8 with one dynamic scale per group of contiguous elements, rounded toward zero.
 
         ``output_s = max(max|input|, eps) / int8_max`` over a group; ``output_q = trunc(clamp(input / output_s, int8_min,
-        int8_max))``, a true division. The maximum ignores NaN. The code of NaN and of infinities is int8_min. Rounding
-        toward zero is vLLM's; rounding to nearest halves the largest error.
+        int8_max))``, a true division. The maximum ignores NaN. NaN and infinities become int8_min. vLLM rounds toward
+        zero; rounding to nearest halves the largest error.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             group_size: any divisor of hidden_size; multiples of 16 bytes (8 elements of 16 bits) are fast.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            int8_min: the smallest code, -128 to 0, and the largest, 1 to 127.
-            int8_max: the smallest code, -128 to 0, and the largest, 1 to 127.
+            int8_min: the smallest int8 value, -128 to 0, and the largest, 1 to 127.
+            int8_max: the smallest int8 value, -128 to 0, and the largest, 1 to 127.
             round_to_nearest: round to nearest even instead of toward zero.
 
         Returns:
@@ -8971,24 +9003,24 @@ class _per_token_group_fp8_quant_packed(_Attributes, Protocol):
         fp8_min: float,
         fp8_max: float,
     ) -> None:
-        """fp8 with one power-of-two scale per group; four scale exponents are packed to a word (DeepGEMM's UE8M0).
+        """Quantize to fp8 with one power-of-two scale per group; a word packs four scale exponents (DeepGEMM's UE8M0).
 
         Results and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
         ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes after the last one are 0.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
-            output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; rows of one stride. It may have
-                more rows: those after the tokens become 0 up to num_tokens rounded up to 4, and others are left.
-            output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides, for TMA (1, num_tokens rounded
-                up to 4): then what lies between the columns becomes 0. It may have num_tokens rounded up to 4 rows: rows
-                after the tokens become 0.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
+            output_q: the same shape, float8_e4m3fn, float8_e4m3fnuz or uint8, written; constant row stride. It may have
+                more rows: rows up to num_tokens rounded up to 4 become 0, and further rows are left unchanged.
+            output_s_packed: [num_tokens, groups / 4 rounded up] int32, written; any strides. With the strides of TMA, (1,
+                num_tokens rounded up to 4), the padding between the columns becomes 0. It may have num_tokens rounded up to
+                4 rows: rows after the tokens become 0.
             group_size: a divisor of hidden_size.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
+            fp8_min: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
+            fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
         """
     @staticmethod
     def new(
@@ -9000,19 +9032,19 @@ class _per_token_group_fp8_quant_packed(_Attributes, Protocol):
         *,
         quant_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """fp8 with one power-of-two scale per group; four scale exponents are packed to a word (DeepGEMM's UE8M0).
+        """Quantize to fp8 with one power-of-two scale per group; a word packs four scale exponents (DeepGEMM's UE8M0).
 
         Results and scales are those of `per_token_group_fp8_quant` with `scale_ue8m0`. Byte ``g % 4`` (little-endian) of
         ``output_s_packed[token, g // 4]`` is the biased exponent of the scale of group g; bytes after the last one are 0.
 
         Args:
-            input: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            input: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             group_size: a divisor of hidden_size.
             eps: lower bound of the maximum of a group, 2^-100 to 2^100.
-            fp8_min: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
-            fp8_max: the smallest code, -448 to 0, and the largest, 1 to 448; of float8_e4m3fnuz, -240 to 0 and
-                1 to 240, and usually -224 and 224.
+            fp8_min: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
+            fp8_max: the smallest fp8 value, -448 to 0, and the largest, 1 to 448; for float8_e4m3fnuz, -240 to 0
+                and 1 to 240, usually -224 and 224.
             quant_dtype: of the quantized values; None for the e4m3 of the device (on gfx942 float8_e4m3fnuz).
 
         Returns:
@@ -9027,27 +9059,27 @@ class _hadacore_transform_out(_Attributes, Protocol):
         """Walsh-Hadamard transform of rows: ``out[..., i] = sum_j (-1)^popcount(i & j) * x[..., j] / sqrt(hidden_size)``.
 
         In natural (Sylvester's) order; orthonormal, so its own inverse. Computed in float32, rounded once (Fino and Algazi
-        1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832). Sums
-        are taken of elements scaled by a power of two, so they are exact where float32 holds them, zeros above all. In a
-        row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results may be infinite or NaN
-        that are finite by the formula; float16 has no such rows.
+        1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832).
+        Elements are scaled by a power of two before they are added, so that sums which float32 holds exactly, such as
+        zeros, are exact. In a row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results
+        may be infinite or NaN that are finite by the formula; float16 has no such rows.
 
         Args:
-            out: [..., hidden_size], written; rows of one stride. May be `x`.
-            x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one stride.
+            out: [..., hidden_size], written; constant row stride. May be `x`.
+            x: the same shape, float32, float16 or bfloat16, hidden_size a power of two up to 32768; constant row stride.
         """
     @staticmethod
     def new(x: Tensor) -> Tensor:
         """Walsh-Hadamard transform of rows: ``out[..., i] = sum_j (-1)^popcount(i & j) * x[..., j] / sqrt(hidden_size)``.
 
         In natural (Sylvester's) order; orthonormal, so its own inverse. Computed in float32, rounded once (Fino and Algazi
-        1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832). Sums
-        are taken of elements scaled by a power of two, so they are exact where float32 holds them, zeros above all. In a
-        row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results may be infinite or NaN
-        that are finite by the formula; float16 has no such rows.
+        1976, "Unified matrix treatment of the fast Walsh-Hadamard transform"; Agarwal et al. 2024, arXiv:2412.08832).
+        Elements are scaled by a power of two before they are added, so that sums which float32 holds exactly, such as
+        zeros, are exact. In a row whose magnitudes add up to more than sqrt(hidden_size) times the largest float32, results
+        may be infinite or NaN that are finite by the formula; float16 has no such rows.
 
         Args:
-            x: [..., hidden_size], float32, float16 or bfloat16, hidden_size a power of two up to 32768; rows of one stride.
+            x: [..., hidden_size], float32, float16 or bfloat16, hidden_size a power of two up to 32768; constant row stride.
 
         Returns:
             out: [..., hidden_size].
@@ -9067,19 +9099,20 @@ class _mxfp4_experts_quant(_Attributes, Protocol):
     ) -> None:
         """MXFP4 of rows that belong to experts: e2m1 values, and a power-of-two scale per 32 contiguous elements.
 
-        The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``code = e2m1(x /
-        scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. Where the scale is 0 (a zero or a denormal
-        number) or 255 (infinity), numbers become 0 of their sign. Rows, tiles and bad offsets are those of
-        `scaled_fp4_experts_quant`; tiles of two experts must not be the same.
+        The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``q = e2m1(x /
+        scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. If the stored exponent is 0 (a maximum of
+        zero or a denormal number) or 255 (infinity), values become 0 with their sign. Rows, tiles and invalid offsets are
+        as in `scaled_fp4_experts_quant`; experts must not share tiles.
 
         Args:
-            output: [num_tokens, hidden_size / 2] uint8, written; rows of one stride.
+            output: [num_tokens, hidden_size / 2] uint8, written; constant row stride.
             output_scale: [rows, columns / 4] int32, or [rows, columns] uint8, columns being hidden_size / 32 rounded up to
                 4, contiguous, written.
-            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
             input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of 128.
-            n_experts: experts.
+            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's tiles begin, in rows,
+                multiples of 128.
+            n_experts: number of experts.
         """
     @staticmethod
     def new(
@@ -9090,16 +9123,17 @@ class _mxfp4_experts_quant(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """MXFP4 of rows that belong to experts: e2m1 values, and a power-of-two scale per 32 contiguous elements.
 
-        The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``code = e2m1(x /
-        scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. Where the scale is 0 (a zero or a denormal
-        number) or 255 (infinity), numbers become 0 of their sign. Rows, tiles and bad offsets are those of
-        `scaled_fp4_experts_quant`; tiles of two experts must not be the same.
+        The scale is the exponent, biased by 127, of ``max|x| / 6`` rounded down to a power of two; ``q = e2m1(x /
+        scale)`` saturates at +-6. NaN is ignored by the maximum and becomes +6. If the stored exponent is 0 (a maximum of
+        zero or a denormal number) or 255 (infinity), values become 0 with their sign. Rows, tiles and invalid offsets are
+        as in `scaled_fp4_experts_quant`; experts must not share tiles.
 
         Args:
-            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+            input: [num_tokens, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
             input_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's rows begin.
-            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where tiles do, in rows, multiples of 128.
-            n_experts: experts.
+            output_scale_offset_by_experts: [n_experts + 1] int32, contiguous: where each expert's tiles begin, in rows,
+                multiples of 128.
+            n_experts: number of experts.
 
         Returns:
             output: [num_tokens, hidden_size / 2] uint8.
@@ -9121,20 +9155,20 @@ class _silu_and_mul_mxfp4_experts_quant(_Attributes, Protocol):
     ) -> None:
         """`mxfp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-        The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+        The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
         Args:
-            output: as
-                `mxfp4_experts_quant` takes them.
-            output_scale: as
-                `mxfp4_experts_quant` takes them.
-            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
-            input_offset_by_experts: as
-                `mxfp4_experts_quant` takes them.
-            output_scale_offset_by_experts: as
-                `mxfp4_experts_quant` takes them.
-            n_experts: as
-                `mxfp4_experts_quant` takes them.
+            output: as in
+                `mxfp4_experts_quant`.
+            output_scale: as in
+                `mxfp4_experts_quant`.
+            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
+            input_offset_by_experts: as in
+                `mxfp4_experts_quant`.
+            output_scale_offset_by_experts: as in
+                `mxfp4_experts_quant`.
+            n_experts: as in
+                `mxfp4_experts_quant`.
         """
     @staticmethod
     def new(
@@ -9145,20 +9179,20 @@ class _silu_and_mul_mxfp4_experts_quant(_Attributes, Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`mxfp4_experts_quant` of a gated activation: of ``T(silu(gate) * up)`` for halves ``input = [gate, up]``.
 
-        The product is computed in float32 and rounded to the element type once. Tiles of two experts must not be the same.
+        The product is computed in float32 and rounded to the element type once. Experts must not share tiles.
 
         Args:
-            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
-            input_offset_by_experts: as
-                `mxfp4_experts_quant` takes them.
-            output_scale_offset_by_experts: as
-                `mxfp4_experts_quant` takes them.
-            n_experts: as
-                `mxfp4_experts_quant` takes them.
+            input: [num_tokens, 2 * hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
+            input_offset_by_experts: as in
+                `mxfp4_experts_quant`.
+            output_scale_offset_by_experts: as in
+                `mxfp4_experts_quant`.
+            n_experts: as in
+                `mxfp4_experts_quant`.
 
         Returns:
-            output: as `mxfp4_experts_quant` returns them.
-            output_scale: as `mxfp4_experts_quant` returns them.
+            output: as in `mxfp4_experts_quant`.
+            output_scale: as in `mxfp4_experts_quant`.
         """
 
 silu_and_mul_mxfp4_experts_quant: _silu_and_mul_mxfp4_experts_quant
@@ -9176,19 +9210,18 @@ class _mxfp8_experts_quant(_Attributes, Protocol):
         """MXFP8 of rows that belong to experts: e4m3 values, and a power-of-two scale per 32 contiguous elements.
 
         The scale is the smallest power of two, 2^-127 or more, that is at least ``max|x| * (1/448)``, stored as its
-        exponent, biased by 127; of an infinite maximum it is 2^127. ``code = e4m3(x / scale)`` saturates at +-448. NaN is
+        exponent, biased by 127; for an infinite maximum it is 2^127. ``q = e4m3(x / scale)`` saturates at +-448. NaN is
         ignored by the maximum and stays NaN. Expert e has the rows ``expert_offsets[e] + i`` for i below
-        ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. Rows
-        and columns that fill up its last tile become 0. Nothing is written for an expert whose rows do not all exist, or
-        whose tiles reach beyond `scale_factor`, nor for rows of no expert. Rows, and tiles, of
-        two experts must not be the same.
+        ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. The
+        padding of its last tile becomes 0. Nothing is written for an expert with rows out of range, or with tiles that
+        reach beyond `scale_factor`, nor for rows without an expert. Experts must not share rows or tiles.
 
         Args:
-            input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+            input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K); only the rows are read.
             expert_offsets: [num_experts] int32, contiguous: the first row of each expert.
             blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
-            quant_output: [num_rows, hidden_size] float8_e4m3fn, written; rows of one stride.
+            quant_output: [num_rows, hidden_size] float8_e4m3fn, written; constant row stride.
             scale_factor: [rows, columns] uint8 or float8_e8m0fnu, columns being hidden_size / 32 rounded up to 4,
                 contiguous, written.
         """
@@ -9202,15 +9235,14 @@ class _mxfp8_experts_quant(_Attributes, Protocol):
         """MXFP8 of rows that belong to experts: e4m3 values, and a power-of-two scale per 32 contiguous elements.
 
         The scale is the smallest power of two, 2^-127 or more, that is at least ``max|x| * (1/448)``, stored as its
-        exponent, biased by 127; of an infinite maximum it is 2^127. ``code = e4m3(x / scale)`` saturates at +-448. NaN is
+        exponent, biased by 127; for an infinite maximum it is 2^127. ``q = e4m3(x / scale)`` saturates at +-448. NaN is
         ignored by the maximum and stays NaN. Expert e has the rows ``expert_offsets[e] + i`` for i below
-        ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. Rows
-        and columns that fill up its last tile become 0. Nothing is written for an expert whose rows do not all exist, or
-        whose tiles reach beyond `scale_factor`, nor for rows of no expert. Rows, and tiles, of
-        two experts must not be the same.
+        ``problem_sizes[e, 0]``; its scales lie in tiles that begin at row ``blockscale_offsets[e]`` of `scale_factor`. The
+        padding of its last tile becomes 0. Nothing is written for an expert with rows out of range, or with tiles that
+        reach beyond `scale_factor`, nor for rows without an expert. Experts must not share rows or tiles.
 
         Args:
-            input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; rows of one stride.
+            input: [num_rows, hidden_size], float16 or bfloat16, hidden_size a multiple of 32; constant row stride.
             problem_sizes: [num_experts, 3] int32, contiguous: (rows, N, K); only the rows are read.
             expert_offsets: [num_experts] int32, contiguous: the first row of each expert.
             blockscale_offsets: [num_experts] int32, contiguous: where tiles begin, in rows, multiples of 128.
@@ -9227,12 +9259,12 @@ class _permute_cols(_Attributes, Protocol):
     def __call__(self, a: Tensor, perm: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The columns of a matrix in another order, bit for bit: ``out[..., j] = a[..., perm[j]]``.
 
-        `perm` may name a column any number of times. Where it names no column, `out` becomes 0.
+        `perm` may repeat columns. Where an index is out of range, `out` becomes 0.
 
         Args:
-            a: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            a: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             perm: [hidden_size] int32, contiguous.
-            out: the same shape and dtype as `a`, written and returned; rows of one stride; new unless given.
+            out: the same shape and dtype as `a`, written and returned; constant row stride; new unless given.
 
         Returns:
             out: the same shape and dtype as `a`.
@@ -9241,12 +9273,12 @@ class _permute_cols(_Attributes, Protocol):
     def new(a: Tensor, perm: Tensor, *, out: Tensor | None = None) -> Tensor:
         """The columns of a matrix in another order, bit for bit: ``out[..., j] = a[..., perm[j]]``.
 
-        `perm` may name a column any number of times. Where it names no column, `out` becomes 0.
+        `perm` may repeat columns. Where an index is out of range, `out` becomes 0.
 
         Args:
-            a: [..., hidden_size], float32, float16 or bfloat16; rows of one stride.
+            a: [..., hidden_size], float32, float16 or bfloat16; constant row stride.
             perm: [hidden_size] int32, contiguous.
-            out: the same shape and dtype as `a`, written and returned; rows of one stride; new unless given.
+            out: the same shape and dtype as `a`, written and returned; constant row stride; new unless given.
 
         Returns:
             out: the same shape and dtype as `a`.
@@ -9256,34 +9288,34 @@ permute_cols: _permute_cols
 
 class _persistent_masked_m_silu_mul_quant(_Attributes, Protocol):
     def __call__(self, input: Tensor, counts: Tensor, y_q: Tensor, y_s: Tensor, use_ue8m0: bool) -> None:
-        """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128; other tokens stay.
+        """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128.
 
         ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``; b rounds to bfloat16, and so does every step:
         ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, with `use_ue8m0` then ``s = 2^ceil(b(log2 s))``; ``y_q =
         fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN; a NaN becomes -448. An infinity makes the scale
-        infinite: it becomes -448, and finite elements become 0.
+        infinite: it becomes -448, and finite elements become 0. Results of other tokens are left unchanged.
 
         Args:
             input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
-            counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
+            counts: [num_experts] int32, contiguous; clamped to 0 ... num_tokens.
             y_q: [num_experts, num_tokens, hidden_size], float8_e4m3fn or uint8, written; the last stride is 1.
             y_s: written; any strides. [num_experts, num_tokens, hidden_size / 128] float32; or with `use_ue8m0`
                 [num_experts, num_tokens, hidden_size / 512 rounded up] int32: byte ``g % 4`` (little-endian) of word
-                ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group stay.
+                ``g // 4`` is the biased exponent of the scale of group g. Bytes after the last group are left unchanged.
             use_ue8m0: whether scales are powers of two.
         """
     @staticmethod
     def new(input: Tensor, counts: Tensor, use_ue8m0: bool) -> tuple[Tensor, Tensor]:
-        """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128; other tokens stay.
+        """SwiGLU of the first ``counts[e]`` tokens of each expert, quantized to fp8 in groups of 128.
 
         ``y = b(b(silu(gate)) * up)`` for the halves ``input = [gate, up]``; b rounds to bfloat16, and so does every step:
         ``s = b(max(max|y|, b(1e-10)) * b(1/448))`` over a group, with `use_ue8m0` then ``s = 2^ceil(b(log2 s))``; ``y_q =
         fp8(clamp(b(y * b(1 / s)), -448, 448))``. The maximum ignores NaN; a NaN becomes -448. An infinity makes the scale
-        infinite: it becomes -448, and finite elements become 0.
+        infinite: it becomes -448, and finite elements become 0. Results of other tokens are left unchanged.
 
         Args:
             input: [num_experts, num_tokens, 2 * hidden_size] bfloat16, hidden_size a multiple of 128; the last stride is 1.
-            counts: [num_experts] int32, contiguous; taken as 0 to num_tokens.
+            counts: [num_experts] int32, contiguous; clamped to 0 ... num_tokens.
             use_ue8m0: whether scales are powers of two.
 
         Returns:
@@ -9312,18 +9344,18 @@ class _rotary_embedding(_Attributes, Protocol):
         Elements `rope_dim_offset` to rope_dim_offset + rotary_dim of a head are rotated in pairs (x, y), by the angles of
         the token's position: elements (j, j + rotary_dim / 2) of these if `is_neox`, else (2j, 2j + 1) (Su et al. 2021,
         arXiv:2104.09864). Every operation rounds to the element type, so results equal those of eager PyTorch bit for bit;
-        by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens whose
-        position lies outside the table, are left as they are.
+        by a table of float32 every operation rounds to float32, and the result to T. Other elements, and tokens with a
+        position outside the table, are left unchanged.
 
         Args:
-            positions: [num_tokens] or [batch, seq_len], int32 or int64, of any strides.
+            positions: [num_tokens] or [batch, seq_len], int32 or int64, any strides.
             query: positions' shape and [num_heads * head_size] or [num_heads, head_size], float32, float16 or bfloat16,
-                read and written; of any strides but the last.
+                read and written; any strides but the last.
             key: the same with num_kv_heads, which divides num_heads, or None.
             head_size: elements of a head.
             cos_sin_cache: [max_position, rotary_dim] of the same dtype or float32, contiguous, of one row at least; cosines
                 in the first half of a row, sines in the second; rotary_dim even, at most head_size and 2048.
-            is_neox: which elements make a pair.
+            is_neox: which elements form a pair.
             rope_dim_offset: the first element of a head that is rotated, at most head_size - rotary_dim.
             inverse: rotate by the negative angles, ``sin`` being -sin.
         """
@@ -9342,13 +9374,13 @@ class _flashinfer_rotary_embedding(_Attributes, Protocol):
     ) -> None:
         """`rotary_embedding` by a table of float32, in place: ``x' = T(x cos - y sin), y' = T(y cos + x sin)`` in float32.
 
-        A product rounds to float32, then the sum, and the result once more to T. As FlashInfer's
+        A product rounds to float32, then the sum, and the result once more to T. This is the arithmetic of FlashInfer's
         ``apply_rope_with_cos_sin_cache_inplace``, for which vLLM keeps its table in float32.
 
         Args:
-            positions: [num_tokens], int32 or int64, of any stride.
+            positions: [num_tokens], int32 or int64, any stride.
             query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-                read and written; of any strides but the last.
+                read and written; any strides but the last.
             key: the same with num_kv_heads, which divides num_heads.
             head_size: elements of a head.
             cos_sin_cache: [max_position, rotary_dim] float32, contiguous, of one row at least; cosines in the first half of
@@ -9375,14 +9407,14 @@ class _apply_rotary_emb(_Attributes, Protocol):
         element type T, and so is every result, as in eager PyTorch; with `enable_fp32_compute` only the last one is.
 
         Args:
-            out: the shape and dtype of `x`, written; may be `x` itself; of any strides but the last.
-            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but the
+            out: the shape and dtype of `x`, written; may be `x` itself; any strides but the last.
+            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; any strides but the
                 last.
-            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; constant row stride; rotary_dim is at
                 most head_size and 2048.
-            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; constant row stride; rotary_dim is at
                 most head_size and 2048.
-            is_neox: which elements make a pair.
+            is_neox: which elements form a pair.
             enable_fp32_compute: whether to compute in float32.
         """
     @staticmethod
@@ -9394,13 +9426,13 @@ class _apply_rotary_emb(_Attributes, Protocol):
         element type T, and so is every result, as in eager PyTorch; with `enable_fp32_compute` only the last one is.
 
         Args:
-            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; of any strides but the
+            x: [batch, seq_len, num_heads, head_size] or without batch, float32, float16 or bfloat16; any strides but the
                 last.
-            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+            cos: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; constant row stride; rotary_dim is at
                 most head_size and 2048.
-            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; rows of one stride; rotary_dim is at
+            sin: [seq_len, rotary_dim / 2], both float32, float16 or bfloat16; constant row stride; rotary_dim is at
                 most head_size and 2048.
-            is_neox: which elements make a pair.
+            is_neox: which elements form a pair.
             enable_fp32_compute: whether to compute in float32.
 
         Returns:
@@ -9430,16 +9462,16 @@ class _dual_chunk_rotary_embedding(_Attributes, Protocol):
         Keys of a token at position p rotate by row p of `cos_sin_k_cache`; the five versions of its queries by row p %
         chunk_len of `cos_sin_q_cache`, the same row of `cos_sin_qc_cache`, the last row of that, and row p % chunk_len of
         `cos_sin_qc_no_clamp_cache` and of `cos_sin_q_inter_cache` (An et al. 2024, arXiv:2402.17463). A row of angles
-        rotates a head as in `rotary_embedding`, with the same roundings. The heads of a token whose position lies outside
-        `cos_sin_k_cache` are copied.
+        rotates a head as in `rotary_embedding`, with the same roundings. If the position of a token lies outside
+        `cos_sin_k_cache`, its heads are copied.
 
         Args:
             query_out: [num_tokens, 5 * num_heads * head_size], written: all heads of the first version, then of the next;
-                rows of any stride.
-            key_out: the shape of `key`, written; of any strides but the last.
-            positions: [num_tokens], int32 or int64, of any stride.
+                any row stride.
+            key_out: the shape of `key`, written; any strides but the last.
+            positions: [num_tokens], int32 or int64, any stride.
             query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-                as all other tensors; of any strides but the last.
+                as all other tensors; any strides but the last.
             key: the same with num_kv_heads, which divides num_heads.
             head_size: elements of a head.
             cos_sin_k_cache: [max_position, rotary_dim], contiguous; cosines in the first half of a row, sines in the
@@ -9448,7 +9480,7 @@ class _dual_chunk_rotary_embedding(_Attributes, Protocol):
             cos_sin_qc_cache: [chunk_len, rotary_dim].
             cos_sin_qc_no_clamp_cache: [chunk_len, rotary_dim].
             cos_sin_q_inter_cache: [chunk_len, rotary_dim].
-            is_neox: which elements make a pair.
+            is_neox: which elements form a pair.
         """
     @staticmethod
     def new(
@@ -9468,13 +9500,13 @@ class _dual_chunk_rotary_embedding(_Attributes, Protocol):
         Keys of a token at position p rotate by row p of `cos_sin_k_cache`; the five versions of its queries by row p %
         chunk_len of `cos_sin_q_cache`, the same row of `cos_sin_qc_cache`, the last row of that, and row p % chunk_len of
         `cos_sin_qc_no_clamp_cache` and of `cos_sin_q_inter_cache` (An et al. 2024, arXiv:2402.17463). A row of angles
-        rotates a head as in `rotary_embedding`, with the same roundings. The heads of a token whose position lies outside
-        `cos_sin_k_cache` are copied.
+        rotates a head as in `rotary_embedding`, with the same roundings. If the position of a token lies outside
+        `cos_sin_k_cache`, its heads are copied.
 
         Args:
-            positions: [num_tokens], int32 or int64, of any stride.
+            positions: [num_tokens], int32 or int64, any stride.
             query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-                as all other tensors; of any strides but the last.
+                as all other tensors; any strides but the last.
             key: the same with num_kv_heads, which divides num_heads.
             head_size: elements of a head.
             cos_sin_k_cache: [max_position, rotary_dim], contiguous; cosines in the first half of a row, sines in the
@@ -9483,10 +9515,11 @@ class _dual_chunk_rotary_embedding(_Attributes, Protocol):
             cos_sin_qc_cache: [chunk_len, rotary_dim].
             cos_sin_qc_no_clamp_cache: [chunk_len, rotary_dim].
             cos_sin_q_inter_cache: [chunk_len, rotary_dim].
-            is_neox: which elements make a pair.
+            is_neox: which elements form a pair.
 
         Returns:
-            query_out: [num_tokens, 5 * num_heads * head_size]: all heads of the first version, then of the next.
+            query_out: [num_tokens, 5 * num_heads * head_size]: all heads of the first version, then of the next;
+                any row stride.
             key_out: the shape of `key`.
         """
 
@@ -9509,15 +9542,15 @@ class _multimodal_rotary_embedding(_Attributes, Protocol):
         """`rotary_embedding` by positions in time, height and width; each axis rotates some of the pairs of every head.
 
         Pair j has the position in time for j < t, in height for t <= j < t + h, else in width, t, h and w being the
-        sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have that in
-        height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one position outside
-        the table are left as they are.
+        sections (Wang et al. 2024, arXiv:2409.12191). If `mrope_interleaved`, pairs 1, 4, 7, ... below 3 h have the
+        position in height, pairs 2, 5, 8, ... below 3 w that in width, and all others that in time. Tokens with one
+        position outside the table are left unchanged.
 
         Args:
             positions: [3, num_tokens] for time, height and width, or [num_tokens] where the three are one; int32 or int64,
                 of any strides.
             query: [num_tokens, num_heads * head_size] or [num_tokens, num_heads, head_size], float32, float16 or bfloat16,
-                read and written; of any strides but the last.
+                read and written; any strides but the last.
             key: the same with num_kv_heads, which divides num_heads, or None.
             head_size: elements of a head.
             cos_sin_cache: [max_position, rotary_dim] of the same dtype, contiguous, of one row at least; cosines in the
@@ -9546,10 +9579,10 @@ class _top_k_top_p_sampling_from_logits(_Attributes, Protocol):
         """Draw a token from each row: the first one at which the running sum of weights exceeds ``r / 2^64`` of their sum.
 
         Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that their addition is exact and a token depends
-        only on its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
-        top_k others; `min_p`, of tokens that have less than min_p of the largest weight; `top_p`, of all but the likeliest
-        tokens that together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
-        2024, arXiv:2407.01082). A token that is as likely as the last one that a filter keeps is kept, too. ``r`` are the
+        only on its row. Three filters set weights to 0, in this order: `top_k` those of tokens less likely than top_k
+        others; `min_p` those below min_p times the largest weight; `top_p` those of all but the most likely tokens that
+        together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
+        2024, arXiv:2407.01082). Tokens as likely as the last one that a filter keeps are kept, too. ``r`` is the
         first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at its offset: rows of one seed need
         different offsets, and so do the tokens of a sequence.
 
@@ -9557,14 +9590,14 @@ class _top_k_top_p_sampling_from_logits(_Attributes, Protocol):
 
         Args:
             samples: [num_rows] int32, contiguous, written; -1 for a row without a token that can be drawn.
-            logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride; one token at least.
+            logits: [num_rows, vocab_size], float32, float16 or bfloat16; any row stride; one token at least.
             seeds: [num_rows] int64, contiguous.
             offsets: [num_rows] int64, contiguous; or None for 0.
             top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
             top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
             min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less among
-                them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
+            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and numbers below 2^-98, including 0 and
+                negative ones, take the first of the most likely tokens; inf makes all finite logits equally likely.
         """
     @staticmethod
     def new(
@@ -9579,24 +9612,24 @@ class _top_k_top_p_sampling_from_logits(_Attributes, Protocol):
         """Draw a token from each row: the first one at which the running sum of weights exceeds ``r / 2^64`` of their sum.
 
         Weights are integers, ``w = floor(2^35 exp((x - max x) / t))``, so that their addition is exact and a token depends
-        only on its row. Three filters set weights to 0, in this order: `top_k`, of tokens that are less likely than
-        top_k others; `min_p`, of tokens that have less than min_p of the largest weight; `top_p`, of all but the likeliest
-        tokens that together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
-        2024, arXiv:2407.01082). A token that is as likely as the last one that a filter keeps is kept, too. ``r`` are the
+        only on its row. Three filters set weights to 0, in this order: `top_k` those of tokens less likely than top_k
+        others; `min_p` those below min_p times the largest weight; `top_p` those of all but the most likely tokens that
+        together reach top_p of the remaining sum (Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al.
+        2024, arXiv:2407.01082). Tokens as likely as the last one that a filter keeps are kept, too. ``r`` is the
         first 64 bits of Philox4x32-10 (Salmon et al. 2011) under the row's seed at its offset: rows of one seed need
         different offsets, and so do the tokens of a sequence.
 
         A logit of NaN or -inf is never drawn; inf counts as the largest number.
 
         Args:
-            logits: [num_rows, vocab_size], float32, float16 or bfloat16; rows of any stride; one token at least.
+            logits: [num_rows, vocab_size], float32, float16 or bfloat16; any row stride; one token at least.
             seeds: [num_rows] int64, contiguous.
             offsets: [num_rows] int64, contiguous; or None for 0.
             top_k: [num_rows] int32, contiguous; 0 or less, or vocab_size or more, keeps all tokens. Or None.
             top_p: [num_rows] float32, contiguous; 1 or more, or NaN, keeps all tokens. Or None.
             min_p: [num_rows] float32, contiguous; 0 or less, or NaN, keeps all tokens. Or None.
-            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and a number below 2^-98, 0 and less among
-                them, take the first of the likeliest tokens; inf makes all finite logits equally likely.
+            temperature: t, [num_rows] float32, contiguous; or None for 1. NaN and numbers below 2^-98, including 0 and
+                negative ones, take the first of the most likely tokens; inf makes all finite logits equally likely.
 
         Returns:
             samples: [num_rows] int32; -1 for a row without a token that can be drawn.
@@ -9606,10 +9639,11 @@ top_k_top_p_sampling_from_logits: _top_k_top_p_sampling_from_logits
 
 class _apply_repetition_penalties_(_Attributes, Protocol):
     def __call__(self, logits: Tensor, prompt_mask: Tensor, output_mask: Tensor, repetition_penalties: Tensor) -> None:
-        """Make tokens that have come before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
+        """Make tokens that occurred before less likely: ``l = T(l / p) if l > 0 else T(l * p)`` where a mask is set.
 
-        In place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign of the logit). 0,
-        negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set mask keep their bits.
+        Logits are edited in place, and once where both masks are set (Keskar et al. 2019, arXiv:1909.05858, but by the sign
+        of the logit). 0, negative values and NaN are multiplied. Float32 arithmetic, rounded once. Logits without a set
+        mask are left unchanged.
 
         Args:
             logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -9630,8 +9664,8 @@ class _apply_penalties_(_Attributes, Protocol):
     ) -> None:
         """Lower the logits of tokens by their counts c: ``l = T(l - (frequency * c + presence))`` where c > 0.
 
-        In place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's API for
-        completions.) Logits with a count of 0 or less keep their bits.
+        Logits are edited in place. Every step is rounded to float32, the result to T. (These are the penalties of OpenAI's
+        API for completions.) Logits with a count of 0 or less are left unchanged.
 
         Args:
             logits: [num_seqs, vocab_size], float32, float16 or bfloat16, contiguous, edited in place.
@@ -9646,14 +9680,15 @@ class _apply_token_bitmask_(_Attributes, Protocol):
     def __call__(self, logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
         """Forbid tokens: ``logits[r, t] = -inf`` where bit t % 32 of ``bitmask[r, t // 32]`` is 0, in place.
 
-        Grammars make such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits keep their bits.
+        Grammar-constrained decoding uses such bitmasks (Dong et al. 2024, arXiv:2411.15100). Other logits are left
+        unchanged.
 
         Args:
-            logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; rows of any stride.
-            bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; rows of any stride. Bits
+            logits: [num_rows, vocab_size], float32, float16 or bfloat16, edited in place; any row stride.
+            bitmask: [num_rows, ceil(vocab_size / 32)] int32, a set bit for each allowed token; any row stride. Bits
                 after the last token are ignored.
-            indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows keep their
-                bits; indices of no row are ignored. None: every row.
+            indices: [n] int32, contiguous: the rows of logits and bitmask to edit, in any order. Other rows are left
+                unchanged; indices of no row are ignored. None: every row.
         """
 
 apply_token_bitmask_: _apply_token_bitmask_
@@ -9665,11 +9700,11 @@ class _softmax(_Attributes, Protocol):
         float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
         Args:
-            out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
-            logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
-                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
-                equal.
+            out: [..., vocab_size], float32, float16 or bfloat16, written; constant row stride. May be `logits`.
+            logits: the same shape, float32, float16 or bfloat16; constant row stride.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
+                0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
+                are equally likely.
         """
     @staticmethod
     def new(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -9678,10 +9713,10 @@ class _softmax(_Attributes, Protocol):
         float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
         Args:
-            logits: [..., vocab_size], float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
-                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
-                equal.
+            logits: [..., vocab_size], float32, float16 or bfloat16; constant row stride.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
+                0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
+                are equally likely.
 
         Returns:
             out: [..., vocab_size], float32, float16 or bfloat16.
@@ -9696,11 +9731,11 @@ class _log_softmax(_Attributes, Protocol):
         float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
         Args:
-            out: [..., vocab_size], float32, float16 or bfloat16, written; rows of one stride. May be `logits`.
-            logits: the same shape, float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
-                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
-                equal.
+            out: [..., vocab_size], float32, float16 or bfloat16, written; constant row stride. May be `logits`.
+            logits: the same shape, float32, float16 or bfloat16; constant row stride.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
+                0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
+                are equally likely.
         """
     @staticmethod
     def new(logits: Tensor, temperature: Tensor | None = None) -> Tensor:
@@ -9709,10 +9744,10 @@ class _log_softmax(_Attributes, Protocol):
         float32 arithmetic, rounded once. A row with a NaN or inf in it, or with -inf alone, becomes NaN.
 
         Args:
-            logits: [..., vocab_size], float32, float16 or bfloat16; rows of one stride.
-            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, 0 among
-                them, counts as that number: what there is goes to the largest logits. Under inf, all finite logits are
-                equal.
+            logits: [..., vocab_size], float32, float16 or bfloat16; constant row stride.
+            temperature: t of each row, float32, contiguous; or None for 1. A t below the smallest normal number, such as
+                0, counts as that number, so that the largest logits share all probability. With inf, all finite logits
+                are equally likely.
 
         Returns:
             out: [..., vocab_size], float32, float16 or bfloat16.
@@ -9732,7 +9767,7 @@ class _rejection_sample(_Attributes, Protocol):
         seeds: Tensor,
         offsets: Tensor | None = None,
     ) -> None:
-        """Tokens of the target's distribution from drafted tokens: the accepted drafts, and one token more.
+        """Rejection sampling of drafted tokens by the target's distribution: the accepted drafts and one more token.
 
         Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, is accepted if q > 0 and
         ``u_i * q < p``. The first rejected draft is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all
@@ -9751,8 +9786,8 @@ class _rejection_sample(_Attributes, Protocol):
                 token are rejected.
             cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
                 request beyond max_spec_len are ignored.
-            draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
-            target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
+            draft_probs: [num_tokens, vocab_size] float32, any row stride; or None: the drafted token has probability 1.
+            target_probs: [num_tokens, vocab_size] float32, any row stride; one-hot rows make it greedy.
             bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
             seeds: [batch] int64, contiguous.
             offsets: [batch] int64, contiguous; or None for 0.
@@ -9769,7 +9804,7 @@ class _rejection_sample(_Attributes, Protocol):
         *,
         max_spec_len: int,
     ) -> Tensor:
-        """Tokens of the target's distribution from drafted tokens: the accepted drafts, and one token more.
+        """Rejection sampling of drafted tokens by the target's distribution: the accepted drafts and one more token.
 
         Draft i of a request, a token of probability q in `draft_probs` and p in `target_probs`, is accepted if q > 0 and
         ``u_i * q < p``. The first rejected draft is replaced by a token drawn by the weights ``max(P - Q, 0)`` of all
@@ -9786,8 +9821,8 @@ class _rejection_sample(_Attributes, Protocol):
                 token are rejected.
             cu_num_draft_tokens: [batch] int32, contiguous: the number of drafts up to the end of each request. Drafts of a
                 request beyond max_spec_len are ignored.
-            draft_probs: [num_tokens, vocab_size] float32, rows of any stride; or None: the drafted token has probability 1.
-            target_probs: [num_tokens, vocab_size] float32, rows of any stride; one-hot rows make it greedy.
+            draft_probs: [num_tokens, vocab_size] float32, any row stride; or None: the drafted token has probability 1.
+            target_probs: [num_tokens, vocab_size] float32, any row stride; one-hot rows make it greedy.
             bonus_token_ids: [batch] or [batch, 1] int32, contiguous.
             seeds: [batch] int64, contiguous.
             offsets: [batch] int64, contiguous; or None for 0.
@@ -9819,7 +9854,7 @@ class _top_k_per_row_prefill(_Attributes, Protocol):
         -inf, ..., -0, 0, ..., inf, NaN. A segment that reaches beyond the columns ends with them.
 
         Args:
-            logits: [at least numRows, columns] float32, of any strides.
+            logits: [at least numRows, columns] float32, any strides.
             rowStarts: [at least numRows] int32, contiguous.
             rowEnds: [at least numRows] int32, contiguous.
             indices: [numRows, topK] int32, contiguous, written.
@@ -9845,7 +9880,7 @@ class _top_k_per_row_prefill(_Attributes, Protocol):
         -inf, ..., -0, 0, ..., inf, NaN. A segment that reaches beyond the columns ends with them.
 
         Args:
-            logits: [at least numRows, columns] float32, of any strides.
+            logits: [at least numRows, columns] float32, any strides.
             rowStarts: [at least numRows] int32, contiguous.
             rowEnds: [at least numRows] int32, contiguous.
             numRows: number of rows.
@@ -9874,7 +9909,7 @@ class _top_k_per_row_decode(_Attributes, Protocol):
         """`top_k_per_row_prefill` of ``logits[r, : seq_lens[r // next_n] - next_n + r % next_n + 1]``.
 
         Args:
-            logits: [at least numRows, columns] float32, of any strides.
+            logits: [at least numRows, columns] float32, any strides.
             next_n: rows of a sequence, one for each of its last tokens; 1 or more.
             seq_lens: [at least numRows / next_n] int32, contiguous; or [sequences, next_n], a length for each row:
                 ``logits[r, : seq_lens[r // next_n, r % next_n]]``.
@@ -9897,7 +9932,7 @@ class _top_k_per_row_decode(_Attributes, Protocol):
         """`top_k_per_row_prefill` of ``logits[r, : seq_lens[r // next_n] - next_n + r % next_n + 1]``.
 
         Args:
-            logits: [at least numRows, columns] float32, of any strides.
+            logits: [at least numRows, columns] float32, any strides.
             next_n: rows of a sequence, one for each of its last tokens; 1 or more.
             seq_lens: [at least numRows / next_n] int32, contiguous; or [sequences, next_n], a length for each row:
                 ``logits[r, : seq_lens[r // next_n, r % next_n]]``.

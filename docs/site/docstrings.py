@@ -13,7 +13,7 @@ from typing import Any
 import griffe
 
 import pyops
-from pyops._core import docstring
+from pyops._core.op import docstring
 
 
 class Docstrings(griffe.Extension):

@@ -43,7 +43,6 @@ constexpr int ROW_BYTES = 128, TILE_K = ROW_BYTES / sizeof(scalar_t), STEP_BYTES
 constexpr int TURNS = TILE_N <= 64 ? 2 : 1, ROW_WARPS = CONSUMER_WARPS / TURNS;
 constexpr int PRODUCTS = TURNS > 1 ? 1 : ceil_div(TILE_N, 128), PADDED_N = PRODUCTS * ROW_WARPS * 16;
 constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, STAGE_BYTES = A_BYTES + PADDED_N * ROW_BYTES;
-constexpr int PADDING = (PADDED_N - TILE_N) * ROW_BYTES / 16;  // zero rows of a stage, in units of 16 bytes
 constexpr int WARP_FRAGMENTS = PRODUCTS * TILE_M / 8, FRAGMENTS = ROW_WARPS * WARP_FRAGMENTS;
 constexpr int PARTS = SPLITS * TURNS;  // partial accumulators per element of out
 // Promotions per k-tile, and WGMMAs along K between two promotions.
@@ -56,7 +55,7 @@ static_assert(STAGES > TURNS, "a warpgroup holds a stage until it has begun with
 using cluster_sums_t = ClusterSums<sum_t, PARTS, SPLITS, FRAGMENTS>;
 
 extern "C" __global__ void CLUSTER_OF(SPLITS) LAUNCH_BOUNDS(NUM_THREADS, 1)
-gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of TILE_M x TILE_K, swizzled
+gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of a_box_rows x TILE_K, swizzled
                   const __grid_constant__ TensorMap b_map,  // [N, K], boxes of TILE_N x TILE_K, swizzled
                   out_t* out,                               // [M, N]
                   const a_scale_t* a_scales,                // [M] or [1]; SCALE_BLOCK: [M, K / SCALE_BLOCK]
@@ -65,9 +64,11 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
                   const int32_t* azp,         // [M]
                   const out_t* bias,          // [N]
                   int64_t m, int64_t n, int64_t k, int64_t out_stride, int64_t a_scale_step, int64_t b_scale_step,
-                  int64_t a_scale_block_step, int64_t b_scale_block_step) {
+                  int64_t a_scale_block_step, int64_t b_scale_block_step, int64_t a_box_rows) {
     await_previous_kernel();
     extern __shared__ __align__(1024) uint8_t shared[];
+    zero_stages<STAGES, STAGE_BYTES>(shared, int(a_box_rows) * ROW_BYTES, A_BYTES, NUM_THREADS);
+    zero_stages<STAGES, STAGE_BYTES>(shared, A_BYTES + B_BYTES, STAGE_BYTES, NUM_THREADS);
     uint8_t* const behind = shared + STAGES * STAGE_BYTES;
     const cluster_sums_t sums{reinterpret_cast<Fragment<sum_t>*>(behind),
                               reinterpret_cast<uint64_t*>(behind + cluster_sums_t::BYTES)};
@@ -77,11 +78,6 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
         sums.init();
         ring.init(ROW_WARPS);
     }
-    for (int i = threadIdx.x; i < STAGES * PADDING; i += NUM_THREADS) {
-        uint8_t* padding = shared + i / max(PADDING, 1) * STAGE_BYTES + A_BYTES + B_BYTES;
-        reinterpret_cast<uint4*>(padding)[i % max(PADDING, 1)] = {0, 0, 0, 0};
-    }
-    fence_proxy_async();
     start_cluster<SPLITS>();
 
     const int rows = int((m + TILE_M - 1) / TILE_M), steps = int((k + TILE_K - 1) / TILE_K);
@@ -95,7 +91,7 @@ gemm_sm90_swap_ab(const __grid_constant__ TensorMap a_map,  // [M, K], boxes of 
             for (int step = first_step; step < last_step; ++step, ring.advance()) {
                 ring.acquire();
                 uint8_t* to = shared + ring.stage * STAGE_BYTES;
-                mbarrier_arrive_expect_tx(ring.full(), A_BYTES + B_BYTES);
+                mbarrier_arrive_expect_tx(ring.full(), int(a_box_rows) * ROW_BYTES + B_BYTES);
                 tma_load(to + A_BYTES, &b_map, ring.full(), step * TILE_K, tile / rows * TILE_N);
                 tma_load(to, &a_map, ring.full(), step * TILE_K, tile % rows * TILE_M);
             }

@@ -1,4 +1,4 @@
-"""What the library reports by stdlib logging: the logger ``pyops.compile``, below the library's own logger ``pyops``.
+"""Logging of compilation with the stdlib: the logger ``pyops.compile``, a child of the library's logger ``pyops``.
 
 At INFO it reports every kernel made ready, at WARNING a compile that still goes on after a second.
 """
@@ -16,7 +16,7 @@ from . import config
 library = logging.getLogger("pyops")
 compiling = logging.getLogger("pyops.compile")
 
-PATIENCE = 1.0  # seconds that a call may take before its user wonders why
+PATIENCE = 1.0  # seconds of waiting after which a warning says what the call waits for
 _thread = threading.local()
 
 
@@ -64,5 +64,5 @@ def waiting(for_what: str) -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Report no wait of this thread: it is part of a wait that another thread reports."""
+    """Suppress `waiting` in this thread: another thread reports the wait that it is part of."""
     _thread.reports = False

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .._core import config
-from .._core.lazy import torch
+from .._core.system.lazy import torch
 from ..models import Config, Decoder, Engine, Rope, SamplingParams
 from .generate import run, usable_device
 

@@ -1,4 +1,4 @@
-"""How far a long command has come."""
+"""A progress bar for long commands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def show(done: float, total: float, text: str) -> None:
-    """Draw the bar of ``done / total`` over the last one, on the standard error; the full one ends its line."""
+    """Redraw the bar at ``done / total`` on standard error. A full bar ends its line."""
     bar = "#" * int(40 * done / total)
     print(f"\r[{bar:40}] {text}", end="" if done < total else "\n", file=sys.stderr, flush=True)

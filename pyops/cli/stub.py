@@ -13,8 +13,8 @@ from typing import Any
 
 import pyops
 
-from .._core import docstring
-from .._core.op import Op, registry
+from .._core.op import docstring
+from .._core.op.op import Op, registry
 from . import show, table
 
 _HEAD = '''"""The names of `pyops` for editors and type checkers: the output of `python -m pyops list --stub`."""
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ._core.typed import Attributes as _Attributes
+from ._core.op.typed import Attributes as _Attributes
 '''
 _WIDTH = 120
 
