@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy
 import pytest
-from pyops._core.launch.kernel import Kernel
 
 import pyops
+from pyops._core.launch.kernel import Kernel
 from pyops._core.tensors.dtypes import DType
 from pyops.host import launch
 from pyops.testing import SCHEDULES, scheduled
