@@ -75,7 +75,7 @@ def _choose(shape: Shape, mma: MmaConfig, device: Device) -> Config:
 def candidates(shape: Shape, mma: MmaConfig, device: Device) -> list[Config]:
     """The configs that `choose` compares; `mma` is that of gemm_sm80.cu, which multiplies 16-bit elements as fast."""
     found: list[Config] = [] if shape.eight_bits else [mma]
-    if shape.m <= MAX_SWAP_ROWS and not shape.is_gated:
+    if shape.m <= MAX_SWAP_ROWS and not (shape.is_gated and shape.n % 16):
         found += _swap_configs(shape, device.num_sms)
     if shape.out_is_aligned:
         found += _gemm_configs(shape, device.num_sms)
@@ -159,7 +159,8 @@ def _swap_configs(shape: Shape, sms: int) -> Iterator[SwapConfig]:
     for splits, most in cost.CLUSTERS.items():
         clusters = max(1, int(most * sms) // row_tiles)
         waves = -(-shape.n // (MAX_SWAP_COLUMNS * clusters))
-        tile_n = -(-shape.n // (8 * waves * clusters)) * 8
+        unit = 16 if shape.is_gated else 8
+        tile_n = -(-shape.n // (unit * waves * clusters)) * unit
         for one in (SwapConfig(tile_m, tile_n, splits), SwapConfig(tile_m, MAX_SWAP_COLUMNS, splits)):
-            if one.fits(shape.num_k_tiles, shape.blocked):
+            if one.fits(shape.num_k_tiles, shape.blocked, shape.is_gated):
                 yield one
