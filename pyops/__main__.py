@@ -25,7 +25,12 @@ from .errors import ModelError
 def _list(options: argparse.Namespace) -> bool:
     from .cli import table
 
-    print(table.page() if options.markdown else table.text())
+    if options.stub:
+        from .cli import stub
+
+        print(stub.text())
+    else:
+        print(table.page() if options.markdown else table.text())
     return True
 
 
@@ -127,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
 
     listing = command("list", _list, "All ops: what each does and the element types it takes.")
     listing.add_argument("--markdown", action="store_true", help="as the page docs/ops.md")
+    listing.add_argument("--stub", action="store_true", help="as the stub pyops/__init__.pyi")
     showing = command("show", _show, "One op: signature, torch schema, docstring, and what its example plans.")
     printing = command("source", _source, "The source text that is compiled for an op's example, or for a kernel file.")
     for one in (showing, printing):

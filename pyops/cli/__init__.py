@@ -2,6 +2,7 @@
 
 axes                                  the axes of an op's example, from keywords or from the command line
 table show warmup                     the table of ops; one op and its source; compiling kernels ahead of time
+stub                                  what editors and type checkers know of the ops
 doctor demo                           what this machine can run; a transformer block checked against float64
 coverage                              the ops of vLLM that this library serves
 """

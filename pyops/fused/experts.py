@@ -209,8 +209,9 @@ def fused_moe(
         gating_output: [num_tokens, global_num_experts], the router logits.
         topk: experts per token.
         renormalize: whether the weights of a token are divided by their sum.
-        use_grouped_topk: whether experts are chosen by `fused_grouped_topk`, from the `topk_group` best of
-            `num_expert_group` groups.
+        use_grouped_topk: whether experts are chosen by `fused_grouped_topk`.
+        num_expert_group, topk_group: how many groups of experts there are, and from how many of them, the best ones, a
+            token's experts are chosen.
         custom_routing_function: ``(hidden_states, gating_output, topk, renormalize)`` returns weights and ids; or None,
             for the softmax of the logits.
     """

@@ -33,7 +33,7 @@ def test_package_data_covers_every_source() -> None:
     assert packed == {file for file in folder.glob("*/*") if file.is_file() and file.suffix != ".pyc"}
     kernels = sorted(file.relative_to(folder).as_posix() for file in packed if file.suffix in (".cu", ".cuh"))
     assert kernels == kernels_cu.names()
-    assert package_data["pyops"] == ["py.typed", "tuning/*.json"]
+    assert package_data["pyops"] == ["py.typed", "*.pyi", "tuning/*.json"]
     assert (ROOT / "pyops/py.typed").exists()
 
 
@@ -109,7 +109,7 @@ def test_type_checkers_find_an_editable_install(
     except (ImportError, subprocess.SubprocessError):
         pytest.skip(f"{checker} does not run here")
     script = tmp_path / "script.py"
-    script.write_text("import pyops\nreveal_type(pyops.rms_norm)\npyops.no_such_op\n")
+    script.write_text("import pyops\nreveal_type(pyops.rms_norm.__call__)\npyops.no_such_op\n")
     command = [sys.executable, "-m", checker, option, editable, script.name]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
     assert re.search(r"script.py:2:.*out: .*, input: .*, weight: .*, epsilon: float", printed), printed

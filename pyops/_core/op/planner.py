@@ -17,10 +17,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Result(NamedTuple):
-    """Shape and dtype of an output that the form `new` of an op allocates."""
+    """What an output looks like that the form `new` of an op allocates.
+
+    Attributes:
+        shape, dtype: its own.
+        column_stride: columns of the last two dimensions are contiguous, with this stride. 0: the tensor is contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
+    column_stride: int = 0
 
 
 def _named(parameter: Parameter, arg: Any) -> Any:
@@ -66,12 +72,13 @@ class Planner:
         self.bad_indices = self.declaration.fed(function)
         return function
 
-    def set_result(self, function: F) -> F:
-        self._result = self.declaration.fed(function)
+    def set_results(self, form: Declaration, function: F) -> F:
+        """`function` gives the results of the form `new`, from the parameters of `form`."""
+        self._result = form.fed(function)
         return function
 
     def results(self, *args: Any) -> tuple[Result, ...]:
-        """Shapes and dtypes of the outputs that `new` allocates, from descriptors and scalars."""
+        """What the outputs look like that `new` allocates, from its arguments: descriptors and scalars."""
         if self._result is None:
             raise TypeError(f"{self.declaration.name} returns tensors but has no result function")
         found = self._result(*args)
