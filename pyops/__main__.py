@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, axes
+from ._core import config
 from ._core.errors import CompileError, MissingDependencyError, OpError, SwitchError
 from .cli import progress
 from .errors import ModelError
@@ -51,7 +52,7 @@ def _warmup(options: argparse.Namespace) -> bool:
 
     names = [word for word in options.words if "=" not in word]
     index, wanted = compile_ahead.plan(names, axes.parse(word for word in options.words if "=" in word))
-    if index is None:
+    if index is None and not config.kernels_on_cpu():
         print("no device: ops run by their reference, and there is nothing to compile", file=sys.stderr)
         return True
     held = compile_ahead.load(wanted, index, lambda count: progress.show(count, len(wanted), f"{count}/{len(wanted)}"))

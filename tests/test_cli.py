@@ -17,6 +17,7 @@ from pyops import axes, compile_ahead
 from pyops.__main__ import main, parser
 from pyops._core import compiler, device, tuning
 from pyops._core.compiler import Compiled
+from pyops._core.op import Op
 from pyops.cli import demo, doctor, show, table
 from pyops.integrations import vllm
 from pyops.models import attention
@@ -269,6 +270,18 @@ def test_warmup_loads_all_that_a_first_call_needs(monkeypatch: pytest.MonkeyPatc
         pyops.rms_norm(out, x, weight, 1e-6)
     graph.replay()
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (1232,), weight, 1e-6))
+
+
+def test_warmup_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.count():
+        pytest.skip("a device")
+    assert main(["warmup", "relu2", "dtype=float16"]) == 0
+    assert capsys.readouterr().err.startswith("no device: ops run by their reference")
+    held = Compiled("relu2.cu", "scalar_t=float16", -1, "host", 1.0, "disk", 0, 0, 0, 0, None)
+    monkeypatch.setattr(Op, "load_on_host", lambda *_: held)
+    monkeypatch.setenv("PYOPS_CPU", "kernels")
+    assert main(["warmup", "relu2", "dtype=float16"]) == 0
+    assert capsys.readouterr().out == "     1 ms  disk        0 registers  relu2.cu scalar_t=float16\n"
 
 
 @pytest.mark.gpu

@@ -99,7 +99,7 @@ class Specialisation:
         return source.describe(self.constants)
 
     def loaded(self, device: int) -> Compiled | None:
-        """The compiled kernel if this process already holds it for the device."""
+        """The compiled kernel if this process already holds it for the device; for the CPU, that is -1."""
         return self.kernel._loaded.get((device, self.key))
 
     def load(self, device: int) -> Compiled:
@@ -119,7 +119,9 @@ class Specialisation:
     def load_on_host(self) -> HostFunction:
         """The kernel compiled for the CPU."""
         with self._needing_files():
-            return host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
+            found = host.load(self.text, self.kernel.signature.entry, self.kernel.file, str(self))
+        self.kernel._loaded[found.device, self.key] = found
+        return found
 
     @contextmanager
     def _needing_files(self) -> Iterator[None]:

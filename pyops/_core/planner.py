@@ -10,6 +10,7 @@ from . import driver
 from .compiler import Compiled
 from .declaration import Declaration, Parameter
 from .dtypes import DType
+from .host.run import HostFunction
 from .kernel import Launch, Specialisation
 from .tensor import TensorArg
 
@@ -107,7 +108,13 @@ class Planner:
             driver.allow_shared(compiled.function, shared)
         return compiled
 
+    def load_on_host(self, specialisation: Specialisation) -> HostFunction:
+        """Load a specialisation on the host backend, and list it in `compiled`."""
+        loaded = specialisation.load_on_host()
+        self.specialisations[-1, specialisation.kernel, specialisation.key] = specialisation
+        return loaded
+
     def compiled(self) -> list[Compiled]:
-        """Every specialisation that this op has used in this process, on every device."""
+        """Every specialisation that this op has used in this process, on every device and on the host backend."""
         found = (s.loaded(index) for (index, *_), s in self.specialisations.items())
         return [compiled for compiled in found if compiled is not None]
