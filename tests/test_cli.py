@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,11 @@ import torch
 import pyops
 from pyops import axes, compile_ahead
 from pyops.__main__ import main, parser
-from pyops._core import compiler, device, tuning
+from pyops._core import compiler, device, log, tuning
 from pyops._core.compiler import Compiled
+from pyops._core.host.toolchain import toolchains
 from pyops._core.op import Op
-from pyops.cli import demo, doctor, show, table
+from pyops.cli import demo, doctor, progress, show, table
 from pyops.integrations import vllm
 from pyops.models import attention
 
@@ -285,7 +290,8 @@ def test_warmup_without_a_device(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 @pytest.mark.gpu
-def test_warmup_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_warmup_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["warmup", "rms_norm", "fused_add_rms_norm", "hidden_size=1232,1240"]) == 0
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 2 * 2 * 3
@@ -341,16 +347,115 @@ def test_doctor_finds_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._reference().ok is False
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo on the CPU that takes seconds."""
+    one_layer = {"num_hidden_layers": 1, "layer_types": (), "sliding_windows": ()}
+    monkeypatch.setattr(demo, "_SMALL", dataclasses.replace(demo._SMALL, **one_layer))
+    monkeypatch.setitem(demo._MAX_TOKENS, "cpu", 4)
+
+
+def demonstrated(capsys: pytest.CaptureFixture[str]) -> str:
+    """What the demo prints, on one line."""
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.usefixtures("brief")
 def test_demo_checks_what_it_generates(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["demo"]) == 0
-    printed = capsys.readouterr().out
+    printed = demonstrated(capsys)
     assert "The quick brown fox | " in printed
-    assert "144 tokens, the first after " in printed
-    assert printed.endswith(": a match\n")
+    assert re.search(r" (12|144) tokens, the first after ", printed)
+    assert printed.endswith(": a match")
     monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
     monkeypatch.setitem(attention._GATED, "silu", lambda out, input: out.copy_(input.chunk(2, -1)[1]))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().out.endswith(": NO MATCH\n")
+    assert demonstrated(capsys).endswith(": NO MATCH")
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.skipif(not toolchains(), reason="no C++ compiler")
+def test_demo_runs_kernels_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    RMS_NORM.specialisations.clear()
+    assert main(["demo"]) == 0
+    printed = demonstrated(capsys)
+    assert "on the CPU, by the kernels (torch" in printed
+    assert re.search(r"- \d+ kernels have run on the CPU: .*norm/rms_norm\.cu", printed)
+    assert [one.arch for one in RMS_NORM.compiled()] == ["host"]
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("switch", [{"PYOPS_CPU": "reference"}, {"PYOPS_REFERENCE": "1"}, {}])
+def test_demo_by_references_says_so(
+    switch: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a switch, or without a C++ compiler."""
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    for name, value in switch.items():
+        monkeypatch.setenv(name, value)
+    if not switch:
+        monkeypatch.setattr(demo, "toolchains", dict)
+    assert main(["demo"]) == 0
+    printed = demonstrated(capsys)
+    assert "on the CPU, by the PyTorch references (torch" in printed
+    assert "- No kernel has run, only the ops' references in PyTorch. " in printed
+    assert ("[cpu]" in printed) == (not switch)
+
+
+@pytest.mark.usefixtures("brief")
+def test_demo_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def status(text: str) -> Iterator[Callable[[str], None]]:
+        said.append(text)
+        yield said.append
+
+    monkeypatch.setattr(demo, "usable_device", lambda: "cpu")
+    monkeypatch.setenv("PYOPS_CPU", "reference")
+    monkeypatch.setattr(progress, "status", status)
+    assert main(["demo"]) == 0
+    first, second, *tokens, last = said
+    assert first == "importing torch"
+    assert second.startswith("the first of 12 tokens")
+    assert tokens == [f"{count} of 12 tokens" for count in range(1, 13)]
+    assert last.startswith("comparing")
+
+
+def test_a_status_moves_while_a_call_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a terminal. A compile that takes long is not logged in the middle of it."""
+    assert progress._PERIOD < 2
+    monkeypatch.setattr(progress, "_PERIOD", 1e-3)
+    monkeypatch.setattr(log, "PATIENCE", 1e-3)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+    def work() -> None:
+        with progress.status("one") as say, log.waiting("compiling"):
+            for text in ("one", "two"):
+                say(text)
+                drawn = ""
+                while drawn.count(f"{progress._ERASE}{text}, ") < 3:
+                    drawn += capsys.readouterr().err
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert capsys.readouterr().err.endswith(progress._ERASE)
+    assert not [thread for thread in threading.enumerate() if thread.name == "pyops status"]
+    assert not caplog.records
+    with log.waiting("compiling"):  # what takes long is logged again
+        while not caplog.records:
+            pass
+
+
+def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.status("one") as say:
+        say("two")
+        progress.show(1, 1, "1/1")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("version", vllm.VERSIONS)
