@@ -182,6 +182,11 @@ def _noted(reporter: pytest.TerminalReporter, key: str, when: str) -> list[Any]:
     return [value for noted in properties for name, value in noted if name == key]
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect again when it ends. Triton, if it is installed, would print what is left as leaks."""
+    gc.unfreeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--specialisations", action="store_true", help="list what was compiled offline, and what never ran"
