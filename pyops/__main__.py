@@ -130,11 +130,14 @@ def parser() -> argparse.ArgumentParser:
     listing.add_argument("--markdown", action="store_true", help="as the page docs/ops.md")
     showing = command("show", _show, "One op: signature, torch schema, docstring, and what its example plans.")
     printing = command("source", _source, "The source text that is compiled for an op's example, or for a kernel file.")
-    for one in (showing, printing):
-        one.add_argument(
-            "op", help="name of an op" + (", or a kernel file such as norm/rms_norm.cu" * (one is printing))
-        )
-        one.add_argument("axes", nargs="*", metavar="key=value", help="axes of the example, arch=sm_90; or constants")
+    name, axis = "name of an op or a function that `list` prints", "an axis of the op's example, or arch=sm_90"
+    for one, op, values in (
+        (showing, name, axis),
+        (printing, f"{name}, or a kernel file such as norm/rms_norm.cu", f"{axis}; a constant of the kernel file"),
+    ):
+        one.add_argument("op", help=op)
+        # Without a default, argparse would say that an axis is required where the op is missing.
+        one.add_argument("axes", nargs="*", default=[], metavar="key=value", help=values)
     warming = command("warmup", _warmup, "Compile and load kernels on the current device; all ops without a name.")
     warming.add_argument(
         "words", nargs="*", metavar="OP or key=value[,value...]", help="ops, and axes of their examples"

@@ -110,6 +110,21 @@ def test_show_knows_the_functions_that_list_prints(name: str, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert out.startswith(f"{name}(")
     assert inspect.getdoc(getattr(pyops, name)) in out
+    assert main(["show", name, "hidden_size=3"]) == 2
+    assert capsys.readouterr().err.startswith(f"{name}: hidden_size: is no axis")
+
+
+def test_show_prints_the_signature_of_a_function_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "all_reduce"]) == 0
+    expected = "all_reduce(fa: int, inp: Tensor, out: Tensor, reg_buffer: int, reg_buffer_sz_bytes: int) -> None"
+    assert capsys.readouterr().out.splitlines()[0] == expected
+
+
+@pytest.mark.parametrize("command", ["show", "source"])
+def test_only_the_op_is_required(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith(f" {command}: error: the following arguments are required: op\n")
 
 
 def test_show_prints_the_config_that_was_chosen(
