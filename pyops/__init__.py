@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping as _Mapping
 from types import MappingProxyType as _MappingProxyType
 
+from . import _at_start as _at_start
 from ._core import check as check
 from ._core.compiler import Compiled as Compiled
 from ._core.errors import CaptureError as CaptureError

@@ -175,8 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     130 for one that was interrupted, as shells have it.
     """
-    options = parser().parse_args(arguments)
     try:
+        options = parser().parse_args(arguments)
         return 0 if options.run(options) else 1
     except (OpError, MissingDependencyError, ModelError, CompileError, SwitchError) as error:
         print(error, file=sys.stderr)
@@ -189,6 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script() -> int:
     """`main` as a program of its own: the script ``pyops`` and ``python -m pyops``."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as `head` may stop early
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # pyops/_at_start.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _open_missing_streams()
     try:
         status = main()
