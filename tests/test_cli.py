@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -332,6 +334,39 @@ def test_doctor_names_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch
     assert str(tmp_path) in finding.value
     assert "CUPY_CACHE_DIR" in finding.mend
     assert f"CUPY_CACHE_DIR={tmp_path}" in doctor._switches().value
+
+
+def _with_the_other_project(folder: Path) -> Path:
+    """A folder of packages where the distribution pyops is installed."""
+    (folder / "pyops-0.0.2.dist-info").mkdir(parents=True)
+    (folder / "pyops-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: pyops\nVersion: 0.0.2\n")
+    return folder
+
+
+def test_doctor_names_the_other_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._pyops() == doctor.Finding("pyops", True, pyops.__version__)
+    monkeypatch.syspath_prepend(_with_the_other_project(tmp_path))
+    finding = doctor._pyops()
+    assert finding.ok is False
+    assert "the distribution pyops 0.0.2 is installed, another project's" in finding.value
+    assert finding.mend.startswith("pip uninstall pyops pyops-kernels, then pip install ")
+
+
+@pytest.mark.slow
+def test_doctor_runs_where_the_other_project_was_installed_on_top(tmp_path: Path) -> None:
+    """Its ``__init__.py`` is where ours was, and every other file of ours is left."""
+    (_with_the_other_project(tmp_path) / "pyops").mkdir()
+    for path in (ROOT / "pyops").iterdir():
+        if path.name != "__init__.py":
+            (tmp_path / "pyops" / path.name).symlink_to(path)
+    (tmp_path / "pyops" / "__init__.py").touch()
+    (tmp_path / "pyops" / "__version__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "pyops", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"^pyops +no +the distribution pyops 0\.0\.2 is installed", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("Ops cannot run here.\n")
 
 
 def test_doctor_survives_every_probe(monkeypatch: pytest.MonkeyPatch) -> None:

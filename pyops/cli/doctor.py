@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import numpy
 
-from .. import axes
+from .. import __version__, axes
 from .._core import compiler, config, device, hiprtc, offline
-from .._core.errors import MissingDependencyError, pip_line
+from .._core.errors import DISTRIBUTION, MissingDependencyError, pip_line
 from .._core.host import toolchain
 from .._core.lazy import cache_folder, cupy, driver_version, gpu_extra
 from .._core.op import registry
@@ -85,6 +86,16 @@ def _package(name: str, extra: Callable[[], str]) -> Callable[[], Finding]:
             return Finding(name, False, "not installed", pip_line(extra()))
 
     return probe
+
+
+def _pyops() -> Finding:
+    """This package, or what the distribution pyops, another project's, has left of it: both have a folder pyops."""
+    try:
+        other = metadata.version("pyops")
+    except metadata.PackageNotFoundError:
+        return Finding("pyops", True, __version__)
+    value = f"the distribution pyops {other} is installed, another project's, which overwrites or hides this module"
+    return Finding("pyops", False, value, f"pip uninstall pyops {DISTRIBUTION}, then {pip_line('torch')}")
 
 
 def _driver() -> Finding:
@@ -196,7 +207,7 @@ def _run(name: str, module: Any) -> Finding:
 # In the order of the report. The cache folder is looked at before CuPy is imported, which may choose another one.
 _PROBES: dict[str, Callable[[], Finding]] = {
     "python": _python,
-    "pyops": _package("pyops", lambda: "torch"),
+    "pyops": _pyops,
     "numpy": _package("numpy", lambda: "torch"),
     "torch": _package("torch", lambda: "torch"),
     "cache": _cache,
