@@ -117,6 +117,22 @@ def test_type_checkers_find_an_editable_install(
     assert printed.count("error") == 2, f"one error, and their count: {printed}"
 
 
+def test_the_page_lists_every_extra() -> None:
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
+        *("cuda13", "cuda12"),
+        *(name for name in PROJECT["project"]["optional-dependencies"] if not name.startswith("cuda")),
+    ]
+
+
+def test_pip_may_choose_the_cuda_13_that_torch_asks_for() -> None:
+    """They require nothing themselves, so pip replaces them where it would not replace a toolkit but take an old torch."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert [name for name in extras["cuda13"] if "toolkit" in name] == []
+    assert [name.partition("==")[2] for name in extras["cuda13"] if name.startswith("nvidia-")] == ["13.*", "13.*"]
+    assert [name.partition("==")[2] for name in extras["cuda12"] if "toolkit" in name] == ["12.*"]
+
+
 def test_wheel(tmp_path: Path) -> None:
     _pip(_source(tmp_path), "wheel", "-w", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
@@ -143,5 +159,8 @@ def test_wheel(tmp_path: Path) -> None:
             "=",
             "pyops.integrations.vllm.plugin:stand_in",
         ]
+        fields = set(archive.read(f"{info}/METADATA").decode().partition("\n\n")[0].splitlines())
+    assert fields >= {"Name: pyops-kernels", "License-Expression: Apache-2.0", "Requires-Python: >=3.11"}
+    assert "Description-Content-Type: text/markdown" in fields
     assert any(name.endswith("licenses/LICENSE") for name in held)
     assert {name.split("/")[0] for name in held} == {"pyops", "kernels_cu", info}
