@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -66,7 +67,7 @@ def _source(folder: Path) -> Path:
     source.mkdir()
     for name in ("pyops", "kernels_cu"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -115,6 +116,22 @@ def test_type_checkers_find_an_editable_install(
     assert re.search(r"script.py:2:.*out: .*, input: .*, weight: .*, epsilon: float", printed), printed
     assert re.search(f"script.py:3:.*{refusal}", printed), printed
     assert printed.count("error") == 2, f"one error, and their count: {printed}"
+
+
+def test_sdist(tmp_path: Path) -> None:
+    """It holds what the wheel is built of, and no tests, which setuptools would pick by their names."""
+    source = _source(tmp_path)
+    (source / "tests").mkdir()
+    (source / "tests" / "test_norm.py").touch()
+    code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    root = f"pyops_kernels-{pyops.__version__}"
+    with tarfile.open(source / f"{root}.tar.gz") as archive:
+        held = {name.removeprefix(f"{root}/") for name in archive.getnames()}
+    folders = {name.split("/")[0] for name in held if "/" in name}
+    assert folders == {"pyops", "kernels_cu", "pyops_kernels.egg-info"}
+    assert {f"kernels_cu/{name}" for name in kernels_cu.names()} | {"LICENSE", "README.md"} <= held
 
 
 def test_the_page_lists_every_extra() -> None:
