@@ -151,7 +151,10 @@ def parser() -> argparse.ArgumentParser:
     )
     writing.epilog = f"Families: {_FAMILIES} docs/models.md says what of each."
     writing.add_argument(
-        "--model", required=True, metavar="DIR", help="config.json, safetensors, tokenizer.json; or FILE.gguf"
+        "--model",
+        required=True,
+        metavar="DIR",
+        help="folder with config.json, safetensors, tokenizer.json; FILE.gguf; or OWNER/NAME of the Hugging Face Hub",
     )
     writing.add_argument("--prompt", required=True, action="append", help="what the text begins with; may be repeated")
     writing.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most")

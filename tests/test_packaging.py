@@ -143,7 +143,7 @@ def test_the_page_lists_every_extra() -> None:
 
 
 def test_pip_may_choose_the_cuda_13_that_torch_asks_for() -> None:
-    """They require nothing themselves, so pip replaces them where it would not replace a toolkit but take an old torch."""
+    """It asks for packages that require nothing themselves: pip replaces those, but instead of a toolkit the torch."""
     extras = PROJECT["project"]["optional-dependencies"]
     assert [name for name in extras["cuda13"] if "toolkit" in name] == []
     assert [name.partition("==")[2] for name in extras["cuda13"] if name.startswith("nvidia-")] == ["13.*", "13.*"]

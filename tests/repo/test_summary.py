@@ -1,4 +1,4 @@
-"""What a run of the tests prints behind its failures: nothing, unless it is asked for."""
+"""What a run of the tests prints after its failures: nothing, unless it is asked for."""
 
 from __future__ import annotations
 
