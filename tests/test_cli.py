@@ -466,9 +466,9 @@ def test_demo_says_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYOPS_CPU", "reference")
     monkeypatch.setattr(progress, "status", status)
     assert main(["demo"]) == 0
-    first, second, *tokens, last = said
-    assert first == "importing torch"
-    assert second.startswith("the first of 12 tokens")
+    assert said[:2] == ["importing torch", "drawing the weights"]
+    assert said[2].startswith("the first of 12 tokens")
+    *tokens, last = said[3:]
     assert tokens == [f"{count} of 12 tokens" for count in range(1, 13)]
     assert last.startswith("comparing")
 

@@ -59,13 +59,14 @@ def demo() -> bool:
     """
     with config.cpu("kernels" if config.kernels_on_cpu("kernels" if toolchains() else "reference") else "reference"):
         with progress.status("importing torch"):
-            device = usable_device()
-        return _demo(device)
+            assert torch.__version__  # it is imported now
+        return _demo(usable_device())
 
 
 def _demo(device: str) -> bool:
     sizes = _LARGE if device == "cuda" else _SMALL
-    model = Decoder(sizes, device=device).randomise(seed=0)
+    with progress.status("drawing the weights"):
+        model = Decoder(sizes, device=device).randomise(seed=0)
     count = sum(tensor.numel() for tensor in model.tensors().values())
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
     kernels = not config.reference() and (device == "cuda" or config.kernels_on_cpu())
